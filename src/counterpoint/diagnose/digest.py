@@ -1,0 +1,127 @@
+"""What is kept of one rank once its trace has been read: small enough to send, complete enough to diagnose.
+
+Reading and digesting a rank needs nothing of the others, so it runs wherever the rank's file is; everything that joins
+ranks works on digests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from counterpoint.diagnose.comm_rows import CommRows, comm_rows
+from counterpoint.diagnose.flops import matmul_flops
+from counterpoint.diagnose.gaps import Gap, find_gaps
+from counterpoint.diagnose.intervals import Intervals
+from counterpoint.diagnose.steps import StepWindows, find_steps
+from counterpoint.trace.timeline import F64, I32, I64, Device, GpuOps, HostKind, Kind, Timeline
+
+__all__ = ["HostWaits", "RankDigest", "digest"]
+
+_BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostWaits:
+    """Host calls that wait for the GPU, and stream waits as the driver saw them (`cuda_sync`); sorted by start."""
+
+    start: F64
+    end: F64
+    wait_call: F64  # host times of every cudaStreamWaitEvent call
+    stream_wait_at: F64  # host time of cudaStreamWaitEvent
+    stream_wait_stream: I64  # the stream that waits
+    stream_wait_for: I32  # the GPU operation waited for; -1: none before the event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigest:
+    """One rank; times in µs since `origin_ns` on its own clock."""
+
+    rank: int
+    rank_known: bool
+    world_size: int | None
+    job: dict[str, Any]
+    path: str
+    format: str
+    events: int
+    origin_ns: int
+    device: Device
+    names: tuple[str, ...]
+    shapes: tuple[str, ...]
+    gpu: GpuOps
+    comm: CommRows
+    steps: StepWindows
+    gaps: tuple[Gap, ...]
+    waits: HostWaits
+    flops: F64  # per GPU operation; NaN: unknown
+
+    def busy(self, kind: Kind) -> Intervals:
+        """When at least one operation of this kind runs."""
+        rows = self.gpu.kind == kind
+        return Intervals.union(self.gpu.start[rows], self.gpu.end[rows])
+
+
+def digest(timeline: Timeline) -> RankDigest:
+    """Everything that can be said of a rank alone."""
+    gpu = timeline.gpu
+    used = np.unique(gpu.name)
+    renumber = np.zeros(len(timeline.names) + 1, np.int32)
+    renumber[used] = np.arange(len(used), dtype=np.int32)
+    columns = {name: getattr(gpu, name) for name in GpuOps.__dataclass_fields__}
+    return RankDigest(
+        rank=timeline.rank,
+        rank_known=timeline.rank_known,
+        world_size=timeline.world_size,
+        job=timeline.job,
+        path=timeline.path,
+        format=timeline.format,
+        events=timeline.events,
+        origin_ns=timeline.origin_ns,
+        device=timeline.device,
+        names=tuple(timeline.names[i] for i in used.tolist()),
+        shapes=timeline.shapes,
+        gpu=GpuOps(**{**columns, "name": renumber[gpu.name]}),
+        comm=comm_rows(timeline),
+        steps=find_steps(timeline),
+        gaps=tuple(find_gaps(timeline)),
+        waits=_waits(timeline),
+        flops=matmul_flops(timeline),
+    )
+
+
+def _waits(timeline: Timeline) -> HostWaits:
+    host, names = timeline.host, timeline.names
+    blocking = np.array([n.endswith(_BLOCKING[:1]) or n in _BLOCKING for n in names], bool)
+    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & blocking[host.name]) if len(names) else np.empty(0, int)
+    at, stream, waited = _stream_waits(timeline)
+    waits = np.array([n.endswith("StreamWaitEvent") for n in names], bool)
+    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & waits[host.name]) if len(names) else np.empty(0, int)
+    return HostWaits(
+        start=host.start[rows], end=host.end[rows], wait_call=host.start[calls],
+        stream_wait_at=at, stream_wait_stream=stream, stream_wait_for=waited,
+    )  # fmt: skip
+
+
+def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
+    """For each stream wait that names its event: when the host asked, the stream that waits, what it waits for.
+
+    An event marks everything launched to its stream before it was recorded: the last such operation.
+    """
+    host, gpu = timeline.host, timeline.gpu
+    rows = np.flatnonzero((host.kind == HostKind.SYNC) & (host.waits_for >= 0) & (host.waits_on >= 0))
+    records = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation >= 0))
+    records = records[np.argsort(host.correlation[records], kind="stable")]
+    waited = np.full(len(rows), -1, np.int32)
+    if len(rows) and len(records):
+        keys = host.correlation[records]
+        for i, row in enumerate(rows.tolist()):
+            at = int(np.searchsorted(keys, host.waits_for[row]))
+            if at == len(keys) or keys[at] != host.waits_for[row]:
+                continue
+            recorded = host.start[records[at]]
+            before = np.flatnonzero((gpu.stream == host.waits_on[row]) & (gpu.launch_start < recorded))
+            if len(before):
+                waited[i] = before[np.argmax(gpu.launch_start[before])]
+    return host.start[rows], host.stream[rows], waited

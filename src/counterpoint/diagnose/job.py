@@ -1,0 +1,229 @@
+"""All ranks of a job on one clock: the digests, joined and aligned, that every account is computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from counterpoint.diagnose.digest import RankDigest
+from counterpoint.diagnose.intervals import Intervals
+from counterpoint.diagnose.join import Joined, join
+from counterpoint.errors import BadTrace
+from counterpoint.trace.clocks import Clocks, align_clocks
+from counterpoint.trace.timeline import F64, Kind
+
+__all__ = ["Job", "assemble"]
+
+_LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "peer_copy", "dispatch", "combine", "notify")
+_APART_S = 600.0  # clocks of hosts in one job never differ by more
+_MISSING_SHOWN = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Ranks in ascending order. Times are µs on the clock of the lowest rank; 0 = start of the first step."""
+
+    digests: tuple[RankDigest, ...]
+    world_size: int
+    missing: tuple[int, ...]
+    clocks: Clocks
+    joined: Joined  # its start and end are on the one clock
+    op_start: tuple[F64, ...]  # per rank: GpuOps.start and .end on the one clock
+    op_end: tuple[F64, ...]
+    launch: tuple[F64, ...]  # per rank: GpuOps.launch_start
+    step_names: tuple[str, ...]
+    step_start: F64  # [S, R]
+    step_end: F64
+    steps_found_by: str
+    notes: tuple[str, ...]
+    zero_us: float  # start of the first step, since the lowest rank's origin
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(d.rank for d in self.digests)
+
+    def on_job_clock(self, column: int, at: F64) -> F64:
+        """Times of a rank's own clock (µs since its origin) on the job's clock."""
+        base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
+        return self.clocks.corrected(column, at + base) - self.zero_us
+
+    def busy(self, column: int, *kinds: Kind) -> Intervals:
+        """When at least one operation of these kinds runs on a rank."""
+        rows = np.isin(self.digests[column].gpu.kind, kinds)
+        return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
+
+
+def assemble(digests: list[RankDigest]) -> Job:
+    """Put the ranks of one job together.
+
+    Raises:
+        BadTrace: two files of one rank, or ranks that cannot belong to one job.
+    """
+    notes: list[str] = []
+    digests = _numbered(digests, notes)
+    world = _world_size(digests)
+    missing = tuple(r for r in range(min(world, 1 << 20)) if r not in {d.rank for d in digests})
+    if missing:
+        shown = ", ".join(map(str, missing[:_MISSING_SHOWN])) + (" …" if len(missing) > _MISSING_SHOWN else "")
+        notes.append(
+            f"{len(missing)} of {world} ranks have no trace ({shown}): a rank that is late and missing shows as transfer"
+        )
+    base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
+    ranks = tuple(d.rank for d in digests)
+    joined = join(ranks, [d.comm for d in digests], base)
+    _same_job(digests, joined)
+    clocks = _clocks(joined, ranks, notes)
+    zero, names, start, end, found_by = _steps(digests, clocks, base, notes)
+
+    def clocked(column: int, at: F64) -> F64:
+        return clocks.corrected(column, at + base[column]) - zero
+
+    for column in range(len(digests)):
+        for table in (joined.start, joined.end):
+            table[:, column] = clocks.corrected(column, table[:, column]) - zero
+    order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
+    _note_joins(joined, digests, notes)
+    return Job(
+        digests=tuple(digests),
+        world_size=world,
+        missing=missing,
+        clocks=clocks,
+        joined=_reordered(joined, order),
+        op_start=tuple(clocked(c, d.gpu.start) for c, d in enumerate(digests)),
+        op_end=tuple(clocked(c, d.gpu.end) for c, d in enumerate(digests)),
+        launch=tuple(clocked(c, d.gpu.launch_start) for c, d in enumerate(digests)),
+        step_names=names,
+        step_start=start,
+        step_end=end,
+        steps_found_by=found_by,
+        notes=tuple(notes),
+        zero_us=zero,
+    )
+
+
+def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
+    """Distinct rank numbers: as stated, else in the order of the files."""
+    stated: dict[int, RankDigest] = {}
+    for d in (d for d in digests if d.rank_known):
+        if d.rank in stated:
+            raise BadTrace(
+                f"rank {d.rank} again, as in {stated[d.rank].path}; give one trace per rank "
+                "(of several recordings, pass one at a time)",
+                path=d.path,
+            )
+        stated[d.rank] = d
+    free = (r for r in range(len(digests) + len(stated)) if r not in stated)
+    guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
+    if guessed and len(digests) > 1:
+        notes.append(f"{len(guessed)} traces do not say their rank; numbered in the order of their names")
+    return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
+
+
+def _world_size(digests: list[RankDigest]) -> int:
+    for key in ("world_size", "backend", "nccl_version"):
+        values = {d.job[key]: d for d in digests if key in d.job}
+        if len(values) > 1:
+            (a, first), (b, second) = list(values.items())[:2]
+            raise BadTrace(
+                f"ranks of different jobs: {key} is {b} here and {a} in {first.path}; give the traces of one run",
+                path=second.path,
+            )
+    stated = [d.world_size for d in digests if d.world_size]
+    highest = max(d.rank for d in digests) + 1
+    if stated and highest > max(stated):
+        worst = digests[-1]
+        raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: of different jobs", path=worst.path)
+    sizes = [int(d.comm.size.max(initial=0)) for d in digests]
+    return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
+
+
+def _same_job(digests: list[RankDigest], joined: Joined) -> None:
+    """Ranks that share groups but no collective, or whose joined collectives disagree, are of different runs."""
+    shared = (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else np.zeros(0, bool)
+    by_id = np.array([by in ("seq", "comms_id") for by in joined.by], bool)
+    if by_id.any() and joined.mismatched > 0.5 * max(1, int((shared & by_id).sum())) and joined.mismatched >= 3:
+        raise BadTrace(
+            f"ranks of different jobs: {joined.mismatched} collectives with the same id differ in operation or size",
+            path=digests[-1].path,
+        )
+    origin = np.array([d.origin_ns for d in digests], np.float64)
+    apart = (origin.max() - origin.min()) / 1e9
+    if apart > _APART_S:
+        late = digests[int(origin.argmax())]
+        raise BadTrace(f"ranks of different jobs: recorded {apart:.0f} s after {digests[0].path}", path=late.path)
+
+
+def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
+    tight = np.array([op not in _LOOSE_ENDS for op in joined.op], bool)
+    use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
+    use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
+    clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
+    unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
+    if unknown and len(ranks) > 1:
+        notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
+    for r, offset, drift in zip(ranks, clocks.offset, clocks.drift, strict=True):
+        if abs(offset) > 0 and np.isfinite(offset):
+            tail = f", drifting by {drift * 1e6:.1f} ppm" if drift else ""
+            notes.append(f"clock of rank {r} is {offset / 1000:+.3f} ms off{tail}: corrected")
+    return clocks
+
+
+def _steps(
+    digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
+) -> tuple[float, tuple[str, ...], F64, F64, str]:
+    """(zero, names, start [S, R], end [S, R], how found): common steps, else those of one rank for all."""
+    stated = [d.steps.found_by == "profiler" for d in digests]
+    if all(stated):
+        common = [n for n in digests[0].steps.names if all(n in d.steps.names for d in digests)]
+        if common:
+            rows = [[d.steps.names.index(n) for n in common] for d in digests]
+            start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+            end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+            zero = float(start[0].min())
+            return zero, tuple(common), start - zero, end - zero, "profiler"
+        notes.append("the ranks share no ProfilerStep: the steps of the lowest rank are used for all")
+    best = ("profiler", "repetition", "whole")
+    column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
+    steps = digests[column].steps
+    if steps.found_by != "profiler":
+        how = {"repetition": "found from repetition", "whole": "not found: the whole trace counts as one"}
+        notes.append(f"no ProfilerStep ranges; steps {how[steps.found_by]}")
+    start = clocks.corrected(column, steps.start + base[column])
+    end = clocks.corrected(column, steps.end + base[column])
+    if steps.found_by == "whole":
+        start = np.array([min(float(clocks.corrected(c, d.steps.start + base[c])[0]) for c, d in enumerate(digests))])
+        end = np.array([max(float(clocks.corrected(c, d.steps.end + base[c])[-1]) for c, d in enumerate(digests))])
+    wide = np.ones((1, len(digests)))
+    return float(start[0]), steps.names, (start - start[0])[:, None] * wide, (end - start[0])[:, None] * wide, steps.found_by
+
+
+def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> None:
+    if len(digests) < 2:
+        if len(joined):
+            notes.append("one rank only: waiting for others cannot be told from transfer")
+        return
+    present = (joined.row >= 0).sum(axis=1)
+    partial = present < joined.expected
+    for column, d in enumerate(digests):
+        lost = int(((joined.row[:, column] < 0) & partial & (present >= 2)).sum())
+        alone = int(((joined.row[:, column] >= 0) & (present == 1) & partial).sum())
+        if lost and lost < 0.5 * len(joined):
+            notes.append(f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins")
+        if alone:
+            notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+
+
+def _reordered(joined: Joined, order: np.typing.NDArray[np.int64]) -> Joined:
+    pick = order.tolist()
+    return replace(
+        joined,
+        op=tuple(joined.op[i] for i in pick),
+        group=tuple(joined.group[i] for i in pick),
+        by=tuple(joined.by[i] for i in pick),
+        index=joined.index[order],
+        expected=joined.expected[order],
+        row=joined.row[order],
+        start=joined.start[order],
+        end=joined.end[order],
+    )

@@ -1,0 +1,209 @@
+"""Frozen records: what one room hands to another, and what `--json` prints.
+
+Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counterpoint.diagnosis/1`
+(docs/diagnose.md): keys may be added, never renamed. A value that is not known is `null`, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "Account",
+    "Cause",
+    "Collective",
+    "Diagnosis",
+    "Finding",
+    "Kernel",
+    "KernelCause",
+    "Lane",
+    "RankAccount",
+    "Replay",
+    "Source",
+    "Step",
+    "Straggler",
+    "WhatIf",
+]
+
+SCHEMA = "counterpoint.diagnosis/1"
+
+Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
+KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
+Severity = Literal["high", "medium", "low"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base: immutable, compared by value, `msgspec.json` reads and writes it. (msgspec inherits frozen, not kw_only.)"""
+
+
+class Source(Record, kw_only=True):
+    """What was read."""
+
+    format: str  # kineto | nsys | mixed
+    files: tuple[str, ...]
+    events: int
+
+
+class Step(Record, kw_only=True):
+    """One training step, on the clock of the lowest rank, 0 = start of the first step."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+
+class Account(Record, kw_only=True):
+    """Where the time of all analysed steps went (`totals`: mean over ranks).
+
+    duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
+    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined.
+    """
+
+    duration_us: float
+    compute_us: float
+    comm_us: float
+    overlapped_us: float
+    exposed_comm_us: float
+    memcpy_us: float
+    idle_us: float
+    wait_us: float
+    transfer_us: float
+    hidden: float | None
+    comm_to_compute: float | None
+    mfu: float | None = None
+
+
+class RankAccount(Account, kw_only=True):
+    """`Account` of one rank."""
+
+    rank: int
+
+
+class Collective(Record, kw_only=True):
+    """One collective, joined over the ranks that took part in it.
+
+    wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
+    in it with no compute running. `bytes` is the full array (nccl-tests), null where the trace does not say.
+    """
+
+    op: str
+    group: str
+    index: int
+    bytes: int | None
+    ranks: tuple[int, ...]
+    last_rank: int
+    start_us: float
+    end_us: float
+    wait_us: dict[str, float]
+    transfer_us: float
+    algo_gb_per_s: float | None
+    bus_gb_per_s: float | None
+    exposed_us: float
+    num_ctas: int | None  # blocks of the communication kernel; 0: copy engines
+    joined_by: str  # seq | comms_id | order | none
+    step: str | None = None
+
+
+class Straggler(Record, kw_only=True):
+    """A rank that makes others wait. delay = how much later than the others it arrived, summed."""
+
+    rank: int
+    delay_us: float
+    times_last: int
+    cause: Cause
+    evidence: str
+    detail: str | None = None  # operation, allocator, garbage_collection, ...
+    start_us: float | None = None  # where it is worst: a range to look at
+    end_us: float | None = None
+
+
+class Kernel(Record, kw_only=True):
+    """One kind of compute kernel (same name, grid, block, shapes), alone against beside communication; medians."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shapes: str | None
+    alone_count: int
+    overlapped_count: int
+    alone_us: float | None
+    alone_p10_us: float | None
+    alone_p90_us: float | None
+    overlapped_us: float | None
+    overlapped_p10_us: float | None
+    overlapped_p90_us: float | None
+    slowdown: float | None
+    cost_us: float  # per rank, over all analysed steps
+    cause: KernelCause
+    waves_alone: int | None = None
+    waves_overlapped: int | None = None
+    blocks_per_sm: int | None = None
+    comm_ctas: int | None = None
+    comm_ctas_without_extra_wave: int | None = None
+
+
+class Finding(Record, kw_only=True):
+    """Something to act on; `cost_us` is step time (from the replay where one exists), worst first."""
+
+    kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
+    cost_us: float
+    severity: Severity
+    title: str
+    evidence: str
+    advice: str
+    rank: int | None = None
+    start_us: float | None = None
+    end_us: float | None = None
+
+
+class WhatIf(Record, kw_only=True):
+    """The step as it would be: replayed, not subtracted."""
+
+    name: str
+    step_us: float
+
+
+class Replay(Record, kw_only=True):
+    """Measured and replayed time of a mean step; `error` = replayed / measured - 1."""
+
+    measured_us: float
+    replayed_us: float
+    error: float
+    what_if: tuple[WhatIf, ...]
+    steps: int
+
+
+class Lane(Record, kw_only=True):
+    """One row of the timeline picture: spans of one kind of one rank (µs, clock of `Step`)."""
+
+    rank: int
+    name: str  # compute | communication | wait | memcpy | host
+    start_us: tuple[float, ...]
+    duration_us: tuple[float, ...]
+    labels: tuple[str, ...]
+
+
+class Diagnosis(Record, kw_only=True):
+    """The whole answer of `counterpoint diagnose`."""
+
+    schema: str = SCHEMA
+    source: Source
+    world_size: int
+    ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    gpu: str | None
+    clock_offsets_us: dict[str, float | None]
+    clock_uncertainty_us: dict[str, float | None]
+    clock_drift_ppm: dict[str, float | None]
+    verdict: str
+    notes: tuple[str, ...]
+    steps: tuple[Step, ...]
+    totals: Account
+    per_rank: tuple[RankAccount, ...]
+    collectives: tuple[Collective, ...]
+    stragglers: tuple[Straggler, ...]
+    kernels: tuple[Kernel, ...]
+    findings: tuple[Finding, ...]
+    replay: Replay | None

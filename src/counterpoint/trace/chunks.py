@@ -1,0 +1,193 @@
+"""A JSON trace, whatever its layout and size, as a stream of decodable runs of whole events.
+
+The array of events is cut at the last `}, {` of each block, and the cut is proved by decoding: JSON is read from left
+to right, so a run that starts at an event and decodes as a list of objects also ends at one. Where a cut falls into a
+nested list or a string, decoding fails and a slower walk over the tokens finds the true one. Memory is bounded by the
+block, not by the file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from counterpoint.errors import BadTrace
+
+__all__ = ["BLOCK_BYTES", "EventRuns"]
+
+BLOCK_BYTES = 4 << 20
+_LARGEST = 64 << 20  # header, trailer or a single event beyond this is not a trace
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]|"', re.DOTALL)
+_INDEX = re.compile(r"\$\[(\d+)\]")
+_BYTE = re.compile(r"\(byte (\d+)\)")
+
+E = TypeVar("E")
+
+
+class EventRuns(Generic[E]):
+    """Iterate over lists of typed events; `header` holds every other key of the file once the iteration has ended.
+
+    Args:
+        stream: decompressed bytes.
+        label: what errors call the file.
+        event: the msgspec type of one event.
+
+    Raises:
+        BadTrace: truncated, malformed, an event of another shape, or not a trace; with the byte offset.
+    """
+
+    def __init__(self, stream: io.RawIOBase, label: str, event: type[E]) -> None:
+        self._stream, self._label = stream, label
+        self._decode = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
+        self._offset = 0  # of the first byte of the buffer in the file
+        self.header: dict[str, Any] = {}
+
+    def bad(self, reason: str, at: int = 0) -> BadTrace:
+        return BadTrace(reason, path=self._label, offset=self._offset + at)
+
+    def offset_of(self, run: bytes, index: int) -> int:
+        """Byte offset in the file of event `index` of the run that was yielded last."""
+        return self._run_offset + _element(run, index)
+
+    def __iter__(self) -> Iterator[tuple[bytes, list[E]]]:
+        buffer, eof = self._read_header()
+        while True:
+            cut = 0 if eof else _last_boundary(buffer)
+            events = self._try(buffer[:cut]) if cut else None
+            if events is None:
+                cut, closed = _walk(buffer)
+                if closed is not None:
+                    if cut:
+                        yield self._run(buffer, cut)
+                    return self._read_trailer(buffer[closed + 1 :])
+                if not cut and eof:
+                    raise self.bad("the trace ends inside its events: truncated", len(buffer))
+                if not cut and len(buffer) > _LARGEST:
+                    raise self.bad("an event longer than 64 MiB: not a trace, or damaged")
+                if cut:
+                    yield self._run(buffer, cut)
+            else:
+                self._run_offset = self._offset
+                yield buffer[:cut], events
+            rest = buffer[cut:].lstrip(b" \t\r\n,") if cut else buffer
+            self._offset += len(buffer) - len(rest)
+            block = self._stream.read(BLOCK_BYTES) or b""
+            eof = not block
+            buffer = rest + block
+
+    def _try(self, run: bytes) -> list[E] | None:
+        try:
+            return self._decode(b"[" + run + b"]")
+        except msgspec.DecodeError:
+            return None
+
+    def _run(self, buffer: bytes, cut: int) -> tuple[bytes, list[E]]:
+        self._run_offset = self._offset
+        run = buffer[:cut]
+        try:
+            return run, self._decode(b"[" + run + b"]")
+        except msgspec.ValidationError as error:
+            found = _INDEX.search(str(error))
+            at = _element(run, int(found.group(1))) if found else 0
+            raise self.bad(f"an event of an unexpected form: {error}", at) from None
+        except msgspec.DecodeError as error:
+            found = _BYTE.search(str(error))
+            at = int(found.group(1)) - 1 if found else 0
+            near = run[at : at + 12].decode("utf-8", "replace")
+            raise self.bad(f"malformed JSON near {near!r}", at) from None
+        except RecursionError:
+            raise self.bad("nested too deeply: not a trace") from None
+
+    def _read_header(self) -> tuple[bytes, bool]:
+        buffer, eof, searched = b"", False, 0
+        while True:
+            block = self._stream.read(BLOCK_BYTES) or b""
+            eof = not block
+            buffer += block
+            start = len(buffer) - len(buffer.lstrip(b"\xef\xbb\xbf \t\r\n"))
+            if buffer[start : start + 1] == b"[":  # the bare array form of the Chrome trace format
+                self._offset = start + 1
+                return buffer[start + 1 :], eof
+            for found in _EVENTS_KEY.finditer(buffer, searched):
+                head = buffer[: found.start()].lstrip(b"\xef\xbb\xbf")
+                if self._absorb(head + b'"traceEvents":[]}'):
+                    self._offset = found.end()
+                    return buffer[found.end() :], eof
+            if eof:
+                raise self.bad("no traceEvents in this file: not a trace, or truncated", len(buffer))
+            if len(buffer) > _LARGEST:
+                raise self.bad("no traceEvents in the first 64 MiB: not a trace")
+            searched = max(0, len(buffer) - 64)
+
+    def _read_trailer(self, rest: bytes) -> None:
+        while block := self._stream.read(BLOCK_BYTES):
+            rest += block
+            if len(rest) > _LARGEST:
+                raise self.bad("more than 64 MiB after the events: not a trace")
+        text = rest.strip()
+        if not text and not self.header:
+            return  # the bare array form
+        if not self._absorb(b'{"traceEvents":[]' + text):
+            raise self.bad("the trace ends before its closing brace: truncated or damaged")
+
+    def _absorb(self, text: bytes) -> bool:
+        try:
+            found = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        if not isinstance(found, dict):
+            return False
+        self.header.update(found)
+        return True
+
+
+def _last_boundary(buffer: bytes) -> int:
+    """Just after the last `}` that looks like the end of an event followed by another; 0 if none is near."""
+    at = len(buffer)
+    for _ in range(64):
+        at = buffer.rfind(b"}", 0, at)
+        if at < 0:
+            return 0
+        if _BETWEEN.match(buffer, at):
+            return at + 1
+    return 0
+
+
+def _walk(buffer: bytes) -> tuple[int, int | None]:
+    """(end of the last whole event, position of the `]` that closes the array or None), by walking every token."""
+    depth, last = 0, 0
+    for token in _TOKEN.finditer(buffer):
+        mark = token.group()
+        if mark in (b"{", b"["):
+            depth += 1
+        elif mark in (b"}", b"]"):
+            if depth == 0:
+                return last, token.start()
+            depth -= 1
+            if depth == 0:
+                last = token.end()
+        elif mark == b'"':
+            break  # a string that does not end here
+    return last, None
+
+
+def _element(run: bytes, index: int) -> int:
+    """Offset of element `index` of a run of events."""
+    depth = 0
+    for token in _TOKEN.finditer(run):
+        mark = token.group()
+        if mark in (b"{", b"["):
+            if depth == 0:
+                if index == 0:
+                    return token.start()
+                index -= 1
+            depth += 1
+        elif mark in (b"}", b"]"):
+            depth -= 1
+    return 0

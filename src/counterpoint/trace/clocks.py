@@ -1,0 +1,134 @@
+"""One clock for all ranks, estimated from collectives: all of a collective's ranks finish it at nearly one instant.
+
+Offsets (and drifts, where the trace is long enough to show one) are fitted robustly to the ends of joined collectives.
+What is smaller than the spread of those ends cannot be told from zero and is left at zero: on one host nothing is bent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.trace.timeline import F64
+
+__all__ = ["Clocks", "align_clocks"]
+
+_RESOLUTION_US = 20.0  # ends of one collective differ by this much between healthy ranks
+_SWEEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clocks:
+    """Per rank: own clock = reference clock + offset + drift * (reference clock - pivot).
+
+    offset and uncertainty in µs at the pivot; NaN where nothing connects a rank to the reference (the lowest rank).
+    `spread` is the median deviation of a rank's ends from the others' after alignment.
+    """
+
+    offset: F64
+    drift: F64
+    uncertainty: F64
+    spread: F64
+    pivot: float
+
+    def corrected(self, rank_index: int, at: F64) -> F64:
+        """Times of one rank on the reference clock; uncorrected where no offset is known."""
+        offset, drift = self.offset[rank_index], self.drift[rank_index]
+        if not np.isfinite(offset):
+            return at
+        return at - offset - drift * (at - offset - self.pivot) / (1.0 + drift)
+
+
+def align_clocks(end: F64) -> Clocks:
+    """Fit clocks to `end` [collectives, ranks], the ends of synchronising collectives, NaN where a rank took no part.
+
+    Returns:
+        Offsets relative to the first column that others are connected to.
+    """
+    ranks = end.shape[1]
+    offset = _first_guess(end)
+    known = np.isfinite(offset)
+    usable = end[:, known]
+    usable = usable[np.isfinite(usable).sum(axis=1) >= 2]
+    drift, uncertainty, spread = np.zeros(ranks), np.full(ranks, np.nan), np.full(ranks, np.nan)
+    uncertainty[0] = 0.0
+    if not len(usable):
+        return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, spread=spread, pivot=0.0)
+    local = usable - offset[known]
+    pivot = float(np.nanmedian(local))
+    residual, shift, slope = _polish(local, pivot)
+    count = np.isfinite(residual).sum(axis=0)
+    deviation = 1.4826 * np.nanmedian(np.abs(residual), axis=0)
+    error = deviation / np.sqrt(np.maximum(count, 1)) * 1.25
+    error[0] = 0.0
+    total = offset[known] + shift - shift[0]
+    total[np.abs(total) < _RESOLUTION_US + 3 * error] = 0.0
+    offset[known], drift[known], uncertainty[known], spread[known] = total, slope, error, deviation
+    return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, spread=spread, pivot=pivot)
+
+
+def _first_guess(end: F64) -> F64:
+    """Offsets by walking from the first rank along the pairs that share most collectives; NaN: not connected."""
+    ranks = end.shape[1]
+    there = np.isfinite(end).astype(np.float64)
+    shared = there.T @ there
+    offset = np.full(ranks, np.nan)
+    if not ranks:
+        return offset
+    offset[0] = 0.0
+    best, via = shared[0].copy(), np.zeros(ranks, int)
+    for _ in range(ranks - 1):
+        open_ = np.where(np.isnan(offset), best, -1.0)
+        rank = int(np.argmax(open_))
+        if open_[rank] <= 0:
+            break
+        offset[rank] = offset[via[rank]] + float(np.nanmedian(end[:, rank] - end[:, via[rank]]))
+        closer = shared[rank] > best
+        best, via = np.where(closer, shared[rank], best), np.where(closer, rank, via)
+    return offset
+
+
+def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
+    """(residuals, offsets, drifts) by alternating medians; drift only where it moves the ends by what can be seen."""
+    shift, slope = np.zeros(local.shape[1]), np.zeros(local.shape[1])
+    span = float(np.nanmax(local) - np.nanmin(local)) if np.isfinite(local).any() else 0.0
+    residual = local
+    for sweep in range(_SWEEPS):
+        corrected = local - shift - slope * (local - pivot)
+        residual = corrected - np.nanmedian(corrected, axis=1, keepdims=True)
+        step = np.nanmedian(residual, axis=0)
+        step -= step[0]
+        shift = shift + step
+        if sweep >= 2 and len(local) >= 8:
+            tilt = np.array([_slope(local[:, r] - pivot, residual[:, r]) for r in range(local.shape[1])])
+            tilt -= tilt[0]
+            slope = slope + tilt
+        if sweep >= 4 and float(np.abs(step).max(initial=0.0)) < 1e-3:
+            break
+    noise = 1.4826 * np.nanmedian(np.abs(residual), axis=0)
+    slope[np.abs(slope) * span < _RESOLUTION_US + 4 * noise] = 0.0
+    corrected = local - slope * (local - pivot)
+    for _ in range(_SWEEPS):
+        residual = corrected - shift - np.nanmedian(corrected - shift, axis=1, keepdims=True)
+        step = np.nanmedian(residual, axis=0)
+        step -= step[0]
+        shift = shift + step
+        if float(np.abs(step).max(initial=0.0)) < 1e-3:
+            break
+    return residual, shift, slope
+
+
+def _slope(x: F64, y: F64) -> float:
+    """Theil-Sen: the median slope over pairs half the range apart."""
+    keep = np.isfinite(x) & np.isfinite(y)
+    x, y = x[keep], y[keep]
+    half = len(x) // 2
+    if half < 4:
+        return 0.0
+    order = np.argsort(x, kind="stable")
+    x, y = x[order], y[order]
+    dx = x[half:] - x[: len(x) - half]
+    dy = y[half:] - y[: len(y) - half]
+    good = dx > 0
+    return float(np.median(dy[good] / dx[good])) if good.any() else 0.0

@@ -1,0 +1,164 @@
+"""Who is who in a Nsight Systems export: ranks, their GPUs, and the session's place in time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from counterpoint.errors import printable
+from counterpoint.trace.nsys_nvtx import Communicator
+from counterpoint.trace.nsys_tables import Export
+from counterpoint.trace.source import rank_from_name
+from counterpoint.trace.timeline import I64, Device
+
+__all__ = ["RankId", "device_of", "find_ranks", "utc_ns"]
+
+MAX_RANKS = 1024  # in one export: one host records it
+
+# Launchers that give every rank its own process and so its own capture; the first that is set wins.
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMIX_RANK", "PMIX_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+_NEWEST_UTC_NS = 4 * 10**18  # the year 2096; anything beyond is not a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankId:
+    """One rank: the device that one process drives."""
+
+    process: int  # globalPid
+    device: int  # CUDA ordinal in that process
+    number: int
+    known: bool
+    world_size: int | None = None
+
+
+def find_ranks(
+    export: Export,
+    process: I64,
+    device: I64,
+    is_kernel: npt.NDArray[np.bool_],
+    communicators: Sequence[Communicator],
+    file_name: str,
+) -> list[RankId]:
+    """The (process, device) pairs that ran kernels (copies, if none did), ordered by rank.
+
+    One pair: its rank is what the launcher's environment says, then the file name, then NCCL. Several: what NCCL said
+    when the processes joined their largest communicator, else their order; after earlier nodes if the node is known.
+    """
+    chosen = is_kernel if is_kernel.any() else np.ones_like(is_kernel)
+    processes, which = np.unique(process[chosen], return_inverse=True)
+    devices, used = np.unique(device[chosen], return_inverse=True)
+    pairs = [(int(processes[p]), int(devices[d])) for p, d in
+             (divmod(int(code), len(devices)) for code in np.unique(which * len(devices) + used))]  # fmt: skip
+    if len(pairs) > MAX_RANKS:
+        raise export.bad(f"claims {len(pairs)} pairs of process and device; at most {MAX_RANKS} fit in one capture")
+    variables = _environment(export)
+    spoken = _by_nccl(pairs, communicators)
+    if len(pairs) == 1:
+        return [_lone(pairs[0], variables, file_name, spoken)]
+    if spoken:
+        return sorted(spoken, key=lambda rank: rank.number)
+    node = next((variables[key] for key in _NODE_VARIABLES if key in variables), 0)
+    return [RankId(process=p, device=d, number=node * len(pairs) + at, known=False) for at, (p, d) in enumerate(pairs)]
+
+
+def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, spoken: list[RankId]) -> RankId:
+    process, device = pair
+    for name, size in _VARIABLES:
+        if name in variables:
+            world = variables.get(size)
+            return RankId(process=process, device=device, number=variables[name], known=True, world_size=world)
+    named = rank_from_name(file_name)
+    if named is None and "LOCAL_RANK" in variables:
+        named = variables["LOCAL_RANK"]
+    # A lone capture cannot show whether NCCL's largest communicator is the whole job, so it does not settle the rank.
+    number = named if named is not None else spoken[0].number if spoken else 0
+    return RankId(process=process, device=device, number=number, known=False)
+
+
+def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[Communicator]) -> list[RankId]:
+    """Ranks from the largest communicator, if every pair joined it under a number of its own; else nothing."""
+    size = max((one.num_ranks for one in communicators), default=0)
+    alone = {process for process, _ in pairs if sum(process == p for p, _ in pairs) == 1}
+    found = []
+    for process, device in pairs:
+        numbers = {
+            one.rank for one in communicators
+            if one.num_ranks == size and one.process == process and (process in alone or one.device == device)
+        }  # fmt: skip
+        if len(numbers) != 1 or not 0 <= (number := numbers.pop()) < size:
+            return []
+        found.append(RankId(process=process, device=device, number=number, known=True, world_size=size))
+    return found if len({rank.number for rank in found}) == len(pairs) else []
+
+
+def _environment(export: Export) -> dict[str, int]:
+    """Launcher variables with a number in them, as the capture's own environment had them."""
+    stored = [row.get("value") for row in export.small("TARGET_INFO_SYSTEM_ENV", ("name", "value"))
+              if row.get("name") == "DeviceEnvironment"]  # fmt: skip
+    stored += [row.get("value") for row in export.small("META_DATA_CAPTURE", ("name", "value"))
+               if str(row.get("name")).endswith(":ENVIRONMENT_VARIABLE")]  # fmt: skip
+    wanted = {name for pair in _VARIABLES for name in pair} | {*_NODE_VARIABLES, "LOCAL_RANK"}
+    found = {}
+    for text in stored:
+        for name, value in re.findall(r'(?:^|;)([A-Z_]+)="?(\d{1,6})"?(?=;|$)', text) if isinstance(text, str) else ():
+            if name in wanted:
+                found[name] = int(value)
+    return found
+
+
+def device_of(export: Export, rank: RankId) -> Device:
+    """What TARGET_INFO_GPU says about the GPU of `rank`; all None where it does not."""
+    fields = ("id", "name", "smCount", "maxRegistersPerSm", "maxShmemPerSm", "maxWarpsPerSm", "threadsPerWarp",
+              "maxThreadsPerSm", "computeMajor", "computeMinor")  # fmt: skip
+    gpus = export.small("TARGET_INFO_GPU", fields)
+    links = export.small("TARGET_INFO_CUDA_DEVICE", ("gpuId", "cudaId", "pid"))
+    pid = rank.process >> 24 & 0xFFFFFF
+    mine = [link.get("gpuId") for link in links if link.get("cudaId") == rank.device and link.get("pid") in (pid, None)]
+    number = mine[0] if mine else rank.device
+    gpu = next((one for one in gpus if one.get("id") == number), gpus[0] if len(gpus) == 1 else None)
+    if gpu is None:
+        return Device()
+    whole = {key: value for key, value in gpu.items() if isinstance(value, int) and 0 < value < 1 << 31}
+    warps, width = whole.get("maxWarpsPerSm"), whole.get("threadsPerWarp")
+    name = gpu.get("name")
+    return Device(
+        name=printable(name, 100) if isinstance(name, str) and name else None,
+        num_sms=whole.get("smCount"),
+        regs_per_sm=whole.get("maxRegistersPerSm"),
+        smem_per_sm=whole.get("maxShmemPerSm"),
+        threads_per_sm=whole.get("maxThreadsPerSm") or (warps * width if warps and width else None),
+        compute_capability=(whole["computeMajor"], _minor(gpu)) if "computeMajor" in whole else None,
+    )
+
+
+def _minor(gpu: dict[str, object]) -> int:
+    minor = gpu.get("computeMinor")
+    return minor if isinstance(minor, int) and 0 <= minor < 100 else 0
+
+
+def utc_ns(export: Export, event_ns: int) -> int:
+    """UTC of `event_ns` on the export's clock, or `event_ns` itself where the export does not say when it began.
+
+    Times count from the start of the session, or (newer nsys, exported without normalising) on the system clock, in
+    which case the analysis starts at the session's `systemClockNs`.
+    """
+    session = export.small("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs", "systemClockNs"))
+    utc = session[0].get("utcEpochNs") if session else None
+    if not isinstance(utc, int) or not 0 < utc < _NEWEST_UTC_NS:
+        return event_ns
+    clock = session[0].get("systemClockNs")
+    starts = [row.get("startTime") for row in export.small("ANALYSIS_DETAILS", ("startTime",))]
+    if isinstance(clock, int) and clock in starts and 0 <= clock <= event_ns:
+        return utc + event_ns - clock
+    return utc + event_ns

@@ -1,0 +1,193 @@
+"""Safe, columnar access to a Nsight Systems SQLite export.
+
+The file is somebody else's: it is opened read-only and immutable, its schema is not trusted, only plain tables are
+read, and every value is checked for its type, because SQLite lets any column hold anything.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from counterpoint.errors import BadTrace
+from counterpoint.trace.timeline import I32, I64
+
+__all__ = ["MAX_ROWS", "MAX_TEXT", "OPEN_END", "Export", "Names", "open_export"]
+
+MAX_ROWS = 100_000_000  # of one table; a row costs about 150 bytes of memory while it is read
+MAX_TEXT = 4096  # characters kept of one string
+OPEN_END = -(2**63)  # `end` of a range that was still open when the capture stopped
+
+_MAX_VALUE_BYTES = 64 << 20
+_MAGIC = b"SQLite format 3\0"
+_SMALL_TABLE = 100_000
+_CHUNK = 50_000
+_EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and give the .sqlite"
+
+
+class Names:
+    """Strings numbered in the order of their first appearance."""
+
+    def __init__(self) -> None:
+        self._index: dict[str, int] = {}
+
+    def index(self, text: str) -> int:
+        """The number of `text`, given out now if it is new."""
+        return self._index.setdefault(text, len(self._index))
+
+    def tuple(self) -> tuple[str, ...]:
+        """All strings by number."""
+        return tuple(self._index)
+
+
+@contextmanager
+def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
+    """The export at `path`, for as long as the context lives.
+
+    Raises:
+        BadTrace: not an SQLite file, damaged, or not readable; also for errors of SQLite inside the context.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_MAGIC))
+    except OSError as error:
+        raise BadTrace(f"cannot be read ({error.strerror})", path=str(path)) from None
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise BadTrace(f"is a Nsight Systems report, not an export; {_EXPORT_HINT}", path=str(path))
+    if head != _MAGIC:
+        raise BadTrace(f"is not an SQLite database; if it is a Nsight report, {_EXPORT_HINT}", path=str(path))
+    connection = None
+    try:
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        yield Export(connection, str(path), max_rows)
+    except (sqlite3.Error, OverflowError) as error:
+        raise BadTrace(f"SQLite cannot read it ({error}); {_EXPORT_HINT} again", path=str(path)) from None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+class Export:
+    """Tables of one export as numpy columns; what is missing comes back as its default.
+
+    Args:
+        connection: read-only; it is hardened here.
+        path: what messages call it.
+        max_rows: rows of one table beyond which `BadTrace` is raised.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: str, max_rows: int) -> None:
+        self.path, self._sql, self._max_rows = path, connection, max_rows
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+        found = connection.execute("SELECT name, type, rootpage FROM sqlite_master WHERE type IN ('table', 'view')")
+        # A view or a virtual table has no root page: reading it would run what the file says.
+        self._real = {str(name): kind == "table" and isinstance(root, int) and root > 0 for name, kind, root in found}
+        self._columns: dict[str, frozenset[str]] = {}
+
+    def columns(self, table: str) -> frozenset[str]:
+        """Lower-case names of the columns of `table`; empty if the export has no such table."""
+        if table not in self._columns:
+            if not self._real.get(table, True):
+                raise self.bad(f"{table} is a view or a virtual table, not a table; {_EXPORT_HINT} again")
+            rows = self._sql.execute(f'PRAGMA table_info("{table}")').fetchall() if table in self._real else []
+            self._columns[table] = frozenset(str(row[1]).lower() for row in rows)
+        return self._columns[table]
+
+    def bad(self, reason: str) -> BadTrace:
+        """The error to raise about this file."""
+        return BadTrace(reason, path=self.path)
+
+    def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
+        """Integer columns of `table` by row; `start` and `end` (ns) are checked in every row.
+
+        Args:
+            table: its name; a table that is not there has no rows.
+            defaults: column -> value where the column is missing, NULL, or not an integer.
+            open_ends: allow `end` to be NULL; it becomes `OPEN_END`.
+
+        Raises:
+            BadTrace: a time that is not an integer or negative, an end before its start, or too many rows.
+        """
+        present = [name for name in defaults if name.lower() in self.columns(table)]
+        if not present:
+            return {name: np.empty(0, np.int64) for name in defaults}
+        missing_times = {"start", "end"} & (defaults.keys() - set(present))
+        if missing_times:
+            raise self.bad(f"{table} has no column {min(missing_times)!r}; {_EXPORT_HINT} again")
+        try:  # integers and NULLs only, as Nsight writes them
+            block = self._block(table, {n: _quick(n, defaults[n], open_ends) for n in present})
+        except (TypeError, ValueError, OverflowError):
+            block = self._block(table, {n: _careful(n, defaults[n], open_ends) for n in present})
+        data = {name: block[:, column] for column, name in enumerate(present)}
+        rows = len(block)
+        if "start" in data:
+            self._check_times(table, data["start"], data["end"])
+        return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
+
+    def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
+        """Rows of SQL `expressions` (ours, never the file's), in the order of `ints`, a chunk in memory at a time."""
+        sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
+        cursor = self._sql.execute(sql, (self._max_rows,))
+        return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
+
+    def small(self, table: str, names: tuple[str, ...]) -> list[dict[str, object]]:
+        """Rows of a small table as dictionaries of the columns that exist."""
+        present = [name for name in names if name.lower() in self.columns(table)]
+        if not present:
+            return []
+        fields = ", ".join(f'"{name}"' for name in present)
+        rows = self._sql.execute(f'SELECT {fields} FROM "{table}" LIMIT {_SMALL_TABLE}')
+        return [dict(zip(present, row, strict=True)) for row in rows]
+
+    def strings(self, users: tuple[tuple[str, str], ...], expressions: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
+        """`id` and SQL `expressions` over `value` of the rows of StringIds that (table, column) `users` point at."""
+        used = [f'SELECT "{c}" FROM "{t}"' for t, c in users if c.lower() in self.columns(t)]
+        if not used or not {"id", "value"} <= self.columns("StringIds"):
+            return iter(())
+        where = f"typeof(id) = 'integer' AND id IN ({' UNION '.join(used)})"
+        return self.texts("StringIds", ("id", *expressions), where=where)
+
+    def _block(self, table: str, fields: Mapping[str, str]) -> I64:
+        sql = f'SELECT {", ".join(fields.values())} FROM "{table}" ORDER BY rowid LIMIT ?'
+        cursor = self._sql.execute(sql, (self._max_rows + 1,))
+        block = np.fromiter(chain.from_iterable(cursor), np.int64).reshape(-1, len(fields))
+        if len(block) > self._max_rows:
+            raise self.bad(f"{table} has more than {self._max_rows} rows; capture fewer steps, or raise max_rows")
+        return block
+
+    def _check_times(self, table: str, start: I64, end: I64) -> None:
+        wrong = (start < 0) | ((end < start) & (end != OPEN_END))
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            came = f"start {start[row]}, end {end[row]}" if min(start[row], end[row]) >= 0 else "not whole ns >= 0"
+            raise self.bad(f"{table} row {row + 1} has impossible times ({came}); {_EXPORT_HINT} again")
+
+
+def _quick(name: str, default: int, open_ends: bool) -> str:
+    if name in ("start", "end"):
+        return _careful(name, default, open_ends)
+    return f'ifnull("{name}", {default})'
+
+
+def _careful(name: str, default: int, open_ends: bool) -> str:
+    null = "WHEN 'null' THEN -9223372036854775807 - 1" if open_ends and name == "end" else ""
+    return f'CASE typeof("{name}") WHEN \'integer\' THEN "{name}" {null} ELSE {default} END'
+
+
+def text_or_unknown(value: object) -> str:
+    """`value` if it is text, else `unknown`: a string column may hold NULL or a blob."""
+    return value if isinstance(value, str) and value else "unknown"
+
+
+def look_up(ids: I64, known: Mapping[int, int], unknown: int) -> I32:
+    """`known[id]` for each of `ids`, else `unknown`."""
+    unique, inverse = np.unique(ids, return_inverse=True)
+    return np.array([known.get(int(one), unknown) for one in unique], np.int32)[inverse]
