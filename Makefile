@@ -6,7 +6,7 @@ BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 
@@ -14,7 +14,7 @@ DEV := $(VENV)/.dev-installed
 .PHONY: help demo check test bench docs clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1@/p' $(MAKEFILE_LIST) | column -t -s @ 2>/dev/null
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## diagnose the real 8-GPU traces in samples/ and write report.html
 	@echo "Diagnosing 8 ranks of an FSDP2 step on 8 x H200, one of which was made to stall (samples/fsdp-host-stall):"
@@ -40,7 +40,7 @@ clean: ## remove .venv, caches and what demo wrote
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "counterpoint needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(CORE): pyproject.toml | $(BIN)/python
 	@echo "Installing counterpoint ..."

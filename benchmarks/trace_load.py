@@ -51,7 +51,8 @@ print(json.dumps({"seconds": seconds, "rows": sum(map(len, trace.traces.values()
 BIG = Job(steps=23)  # 1.28 M events, 336 MB
 EIGHT = Job(steps=3)  # 44 MB a rank
 QUICK = Job(steps=3, micro_batches=1, layers=2)
-OURS, OURS_EIGHT = "counterpoint diagnose, 1 rank", "counterpoint diagnose, 8 ranks"
+OURS, OURS_EIGHT = "counterpoint, 1 rank", "counterpoint, 8 ranks"
+PEER_PARSERS = {"json": "HTA load, json", "ijson_batch_and_compress": "HTA load, ijson"}
 
 
 @dataclass
@@ -134,12 +135,12 @@ def peer_rows(cache: Path, folder: Path) -> list[Row]:
     if not environment.exists():
         unfinished = environment.with_name("peer-unfinished")
         venv.create(unfinished, with_pip=True, clear=True)
-        subprocess.run([unfinished / "bin" / "python", "-m", "pip", "install", "--quiet", *PEER], check=True)
+        subprocess.run([unfinished / "bin" / "python", "-m", "pip", "install", "-qq", *PEER], check=True)
         unfinished.rename(environment)
     python = str(environment / "bin" / "python")
     return [
-        Row(f"HolisticTraceAnalysis load ({parser})", [python, "-c", PEER_LOAD, str(folder), parser], times_itself=True)
-        for parser in ("json", "ijson_batch_and_compress")
+        Row(name, [python, "-c", PEER_LOAD, str(folder), parser], times_itself=True)
+        for parser, name in PEER_PARSERS.items()
     ]
 
 
@@ -162,7 +163,7 @@ def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    shown = Table("", "seconds, median", "min-max", "peak MB", "ratio to ours", title="trace_load")
+    shown = Table("what", "s, median", "min-max", "peak MB", "ratio to ours", title="trace_load")
     first = rows[0].median_s
     for row in rows:
         spread = f"{min(row.seconds):.2f}-{max(row.seconds):.2f}"

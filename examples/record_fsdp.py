@@ -14,19 +14,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+import faults
+import recording
 import torch
 import torch.distributed as dist
+from faults import Fault
+from llama import Llama, Shape, rotary_table
+from recording import Job
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
-
-import faults
-import recording
-from faults import Fault
-from llama import Llama, Shape, rotary_table
-from recording import Job
 
 TINY = Shape(layers=4, hidden=128, ffn=256, heads=4, kv_heads=2, vocabulary=512)
 

@@ -19,14 +19,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import recording
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from recording import Job
 from torch import Tensor
 from torch.profiler import record_function
-
-import recording
-from recording import Job
 
 CASES = ("compute_alone", "comm_alone", "together", "comm_first", "compute_first")
 MECHANISMS = ("nccl", "nccl_zero_cta", "copy_engine", "low_contention")

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import recording
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import recording
 from llama import Shape
+from torch import Tensor, nn
 
 LLAMA_70B = Shape(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8)
 TINY = Shape(layers=2, hidden=128, ffn=256, heads=8, kv_heads=8)

@@ -36,11 +36,15 @@ def gpu_count() -> int:
 def gpus_needed(item: pytest.Item) -> int:
     """The n of `gpu(n)`; 0 for a test without the mark."""
     mark = item.get_closest_marker("gpu")
-    if mark is None:
-        return 0
-    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1:
-        raise pytest.UsageError(f"{item.nodeid}: write the mark as gpu(n) with n >= 1, it is gpu{mark.args}")
-    return mark.args[0]
+    return 0 if mark is None else int(mark.args[0])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a `gpu` mark that does not say how many."""
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is not None and (len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1):
+            raise pytest.UsageError(f"{item.nodeid}: write the mark as gpu(n) with n >= 1, not gpu{mark.args}")
 
 
 def required(item: pytest.Item) -> str | None:

@@ -35,10 +35,10 @@ Severity = Literal["high", "medium", "low"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base: immutable, compared by value, `msgspec.json` reads and writes it. (msgspec inherits frozen, not kw_only.)"""
+    """Base: immutable, compared by value, `msgspec.json` reads and writes it. (msgspec does not inherit `kw_only`.)"""
 
 
-class Source(Record, kw_only=True):
+class Source(Record, frozen=True, kw_only=True):
     """What was read."""
 
     format: str  # kineto | nsys | mixed
@@ -46,7 +46,7 @@ class Source(Record, kw_only=True):
     events: int
 
 
-class Step(Record, kw_only=True):
+class Step(Record, frozen=True, kw_only=True):
     """One training step, on the clock of the lowest rank, 0 = start of the first step."""
 
     name: str
@@ -54,7 +54,7 @@ class Step(Record, kw_only=True):
     duration_us: float
 
 
-class Account(Record, kw_only=True):
+class Account(Record, frozen=True, kw_only=True):
     """Where the time of all analysed steps went (`totals`: mean over ranks).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
@@ -73,15 +73,16 @@ class Account(Record, kw_only=True):
     hidden: float | None
     comm_to_compute: float | None
     mfu: float | None = None
+    exposed_wait_us: float | None = None  # the part of exposed_comm spent waiting for a late rank
 
 
-class RankAccount(Account, kw_only=True):
+class RankAccount(Account, frozen=True, kw_only=True):
     """`Account` of one rank."""
 
     rank: int
 
 
-class Collective(Record, kw_only=True):
+class Collective(Record, frozen=True, kw_only=True):
     """One collective, joined over the ranks that took part in it.
 
     wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
@@ -106,7 +107,7 @@ class Collective(Record, kw_only=True):
     step: str | None = None
 
 
-class Straggler(Record, kw_only=True):
+class Straggler(Record, frozen=True, kw_only=True):
     """A rank that makes others wait. delay = how much later than the others it arrived, summed."""
 
     rank: int
@@ -119,7 +120,7 @@ class Straggler(Record, kw_only=True):
     end_us: float | None = None
 
 
-class Kernel(Record, kw_only=True):
+class Kernel(Record, frozen=True, kw_only=True):
     """One kind of compute kernel (same name, grid, block, shapes), alone against beside communication; medians."""
 
     name: str
@@ -144,7 +145,7 @@ class Kernel(Record, kw_only=True):
     comm_ctas_without_extra_wave: int | None = None
 
 
-class Finding(Record, kw_only=True):
+class Finding(Record, frozen=True, kw_only=True):
     """Something to act on; `cost_us` is step time (from the replay where one exists), worst first."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
@@ -158,14 +159,14 @@ class Finding(Record, kw_only=True):
     end_us: float | None = None
 
 
-class WhatIf(Record, kw_only=True):
+class WhatIf(Record, frozen=True, kw_only=True):
     """The step as it would be: replayed, not subtracted."""
 
     name: str
     step_us: float
 
 
-class Replay(Record, kw_only=True):
+class Replay(Record, frozen=True, kw_only=True):
     """Measured and replayed time of a mean step; `error` = replayed / measured - 1."""
 
     measured_us: float
@@ -175,7 +176,7 @@ class Replay(Record, kw_only=True):
     steps: int
 
 
-class Lane(Record, kw_only=True):
+class Lane(Record, frozen=True, kw_only=True):
     """One row of the timeline picture: spans of one kind of one rank (µs, clock of `Step`)."""
 
     rank: int
@@ -185,7 +186,7 @@ class Lane(Record, kw_only=True):
     labels: tuple[str, ...]
 
 
-class Diagnosis(Record, kw_only=True):
+class Diagnosis(Record, frozen=True, kw_only=True):
     """The whole answer of `counterpoint diagnose`."""
 
     schema: str = SCHEMA

@@ -46,9 +46,8 @@ def comm_rows(timeline: Timeline) -> CommRows:
     copy = is_copy[np.searchsorted(rows, first)]
     infos = [timeline.collectives[i] if i >= 0 else None for i in gpu.collective[first].tolist()]
     names = [timeline.names[i] for i in gpu.name[first].tolist()]
-    sums = np.array(
-        [int(gpu.bytes[f : b + 1][_same_run(gpu, f, b)].sum()) if c else -1
-         for f, b, c in zip(first.tolist(), last.tolist(), copy.tolist(), strict=True)], np.int64)  # fmt: skip
+    runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
+    copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
     size = np.array([_size(info, timeline) for info in infos], np.int32)
     ops = tuple(_op(info, name) for info, name in zip(infos, names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
@@ -59,23 +58,24 @@ def comm_rows(timeline: Timeline) -> CommRows:
         seq=np.array([-1 if info is None or info.seq is None else info.seq for info in infos], np.int64),
         comms_id=tuple(info.comms_id if info else None for info in infos),
         bytes=np.array(
-            [_bytes(info, op, n, s) for info, op, n, s in
-             zip(infos, ops, size.tolist(), sums.tolist(), strict=True)], np.int64),  # fmt: skip
+            [_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)],
+            np.int64,
+        ),
         size=size,
         ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
         first=first.astype(np.int32),
         last=last.astype(np.int32),
         start=gpu.start[first],
-        end=np.array([gpu.end[f : b + 1][_same_run(gpu, f, b)].max() for f, b in
-                      zip(first.tolist(), last.tolist(), strict=True)]) if len(first) else np.empty(0),
+        end=np.array([float(gpu.end[members].max()) for members in runs]),
         launch=gpu.launch_start[first],
         stream=gpu.stream[first],
-    )  # fmt: skip
+    )
 
 
-def _same_run(gpu: GpuOps, first: int, last: int) -> np.typing.NDArray[np.bool_]:
-    part = slice(first, last + 1)
-    return np.asarray((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
+def _members(gpu: GpuOps, first: int, last: int) -> I64:
+    """Communication operations from `first` to `last` on their stream."""
+    part: I64 = np.arange(first, last + 1, dtype=np.int64)
+    return part[(gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM)]
 
 
 def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: int | None) -> tuple[I64, I64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -20,7 +21,7 @@ def product_flops(dims: list[list[int]]) -> float:
     `aten::addmm` puts its bias first, `aten::linear` transposes its weight; NaN where no two inputs make a product.
     """
     tensors = [d for d in dims if isinstance(d, list) and len(d) >= 2 and all(isinstance(v, int) for v in d)]
-    for a, b in zip(tensors, tensors[1:], strict=False):
+    for a, b in itertools.pairwise(tensors):
         batch = math.prod(a[:-2]) if len(a) > 2 else 1
         if a[-1] == b[-2] and (len(b) == 2 or b[:-2] == a[:-2]):
             return 2.0 * batch * a[-2] * a[-1] * b[-1]
@@ -34,14 +35,15 @@ def matmul_flops(timeline: Timeline) -> F64:
     gpu = timeline.gpu
     is_gemm = np.array([any(key in n for key in _GEMM) for n in timeline.names], bool)
     by_shape = np.full(len(timeline.shapes) + 1, np.nan)
-    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0) & is_gemm[gpu.name]) if len(gpu) else []
-    for shape in np.unique(gpu.shape[rows]).tolist() if len(rows) else []:
+    flops = np.full(len(gpu), np.nan)
+    if not len(gpu):
+        return flops
+    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0) & is_gemm[gpu.name])
+    for shape in np.unique(gpu.shape[rows]).tolist():
         try:
             dims = msgspec.json.decode(timeline.shapes[shape])
         except msgspec.DecodeError:
             continue
         by_shape[shape] = product_flops(dims) if isinstance(dims, list) else np.nan
-    flops = np.full(len(gpu), np.nan)
-    if len(rows):
-        flops[rows] = by_shape[gpu.shape[rows]]
+    flops[rows] = by_shape[gpu.shape[rows]]
     return flops

@@ -8,14 +8,13 @@ import numpy as np
 
 from counterpoint.diagnose.digest import RankDigest
 from counterpoint.diagnose.intervals import Intervals
-from counterpoint.diagnose.join import Joined, join
+from counterpoint.diagnose.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, Kind
 
 __all__ = ["Job", "assemble"]
 
-_LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "peer_copy", "dispatch", "combine", "notify")
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _MISSING_SHOWN = 64
 
@@ -67,7 +66,7 @@ def assemble(digests: list[RankDigest]) -> Job:
     if missing:
         shown = ", ".join(map(str, missing[:_MISSING_SHOWN])) + (" …" if len(missing) > _MISSING_SHOWN else "")
         notes.append(
-            f"{len(missing)} of {world} ranks have no trace ({shown}): a rank that is late and missing shows as transfer"
+            f"{len(missing)} of {world} ranks have no trace ({shown}): one that is late shows as transfer"
         )
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     ranks = tuple(d.rank for d in digests)
@@ -155,7 +154,7 @@ def _same_job(digests: list[RankDigest], joined: Joined) -> None:
 
 
 def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
-    tight = np.array([op not in _LOOSE_ENDS for op in joined.op], bool)
+    tight = np.array([op not in LOOSE_ENDS for op in joined.op], bool)
     use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
     use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
     clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
@@ -195,7 +194,13 @@ def _steps(
         start = np.array([min(float(clocks.corrected(c, d.steps.start + base[c])[0]) for c, d in enumerate(digests))])
         end = np.array([max(float(clocks.corrected(c, d.steps.end + base[c])[-1]) for c, d in enumerate(digests))])
     wide = np.ones((1, len(digests)))
-    return float(start[0]), steps.names, (start - start[0])[:, None] * wide, (end - start[0])[:, None] * wide, steps.found_by
+    return (
+        float(start[0]),
+        steps.names,
+        (start - start[0])[:, None] * wide,
+        (end - start[0])[:, None] * wide,
+        steps.found_by,
+    )
 
 
 def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> None:
@@ -209,7 +214,9 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
         lost = int(((joined.row[:, column] < 0) & partial & (present >= 2)).sum())
         alone = int(((joined.row[:, column] >= 0) & (present == 1) & partial).sum())
         if lost and lost < 0.5 * len(joined):
-            notes.append(f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins")
+            notes.append(
+                f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins"
+            )
         if alone:
             notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
 

@@ -16,7 +16,10 @@ import numpy as np
 from counterpoint.diagnose.comm_rows import CommRows
 from counterpoint.trace.timeline import F64, I32, I64
 
-__all__ = ["Joined", "join"]
+__all__ = ["LOOSE_ENDS", "Joined", "align", "join"]
+
+LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "peer_copy", "dispatch", "combine", "notify")
+"""Operations that a rank may end long before or after the others."""
 
 _Key = tuple[str, tuple[int, ...] | None]
 
@@ -104,21 +107,28 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
 
 
 def _by_order(columns: dict[int, I64], rows: list[CommRows]) -> list[dict[int, int]]:
-    """Align every rank's sequence with the longest one."""
+    """Align every rank's sequence with the longest one, which takes in what it lacks itself."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
-    extra: list[dict[int, int]] = []
+    token, end = _tokens(rows[reference], columns[reference]), rows[reference].end[columns[reference]]
     for column, members in columns.items():
         if column == reference:
             continue
-        partner = align(_tokens(rows[reference], columns[reference]), rows[reference].end[columns[reference]],
-                        _tokens(rows[column], members), rows[column].end[members])  # fmt: skip
-        for row, at in zip(members.tolist(), partner.tolist(), strict=True):
+        own_token, own_end = _tokens(rows[column], members), rows[column].end[members]
+        partner = align(token, end, own_token, own_end)
+        lag = float(np.median(own_end[partner >= 0] - end[partner[partner >= 0]])) if (partner >= 0).any() else 0.0
+        shift = 0  # elements taken in so far
+        for i, (row, at) in enumerate(zip(members.tolist(), partner.tolist(), strict=True)):
             if at >= 0:
-                together[at][column] = row
-            else:
-                extra.append({column: row})
-    return together + extra
+                together[at + shift][column] = row
+                continue
+            before = partner[:i][partner[:i] >= 0]
+            place = (int(before[-1]) + 1 if len(before) else 0) + shift
+            together.insert(place, {column: row})
+            token.insert(place, own_token[i])
+            end = np.insert(end, place, own_end[i] - lag)
+            shift += 1
+    return together
 
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
@@ -127,23 +137,22 @@ def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
 
-def align(
-    reference: list[tuple[str, int]], reference_end: F64, other: list[tuple[str, int]], other_end: F64
-) -> I64:
+def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tuple[str, int]], other_end: F64) -> I64:
     """For each element of `other` its partner in `reference`, -1 if none.
 
     Dynamic programme over k = partner - own index in a band: matched elements must have equal tokens, and the
-    difference of their ends should stay as it was at the match before (clocks may differ, rhythms do not).
+    difference of their ends should stay as it was at the match before (clocks may differ, rhythms do not). An element
+    of the reference left out costs one penalty, one of `other` two, wherever it stands.
     """
     n, m = len(reference), len(other)
-    if reference == other:
-        return np.arange(m, dtype=np.int64)
     if not n or not m:
         return np.full(m, -1, np.int64)
-    low, high = -8, n - m + 8
-    band = np.arange(low, high + 1)
     spacing = float(np.median(np.abs(np.diff(reference_end)))) if n > 1 else 1.0
     penalty = 0.25 * spacing + 1.0
+    if reference == other and _same_rhythm(reference, other_end - reference_end, penalty):
+        return np.arange(m, dtype=np.int64)
+    low, high = -8, n - m + 8
+    band = np.arange(low, high + 1)
     far = 1e15
     table = {t: i for i, t in enumerate(dict.fromkeys([*reference, *other]))}
     ref_token = np.array([table[t] for t in reference])
@@ -157,14 +166,14 @@ def align(
         valid = (j >= 0) & (j < n)
         valid[valid] = ref_token[j[valid]] == table[other[i]]
         lag[i, valid] = other_end[i] - reference_end[j[valid]]
-        start = np.where(valid, np.abs(j) * penalty + i * penalty, far)
+        start = np.where(valid, np.abs(j) * penalty + 2 * i * penalty, far)
         best, source = start, np.full((len(band), 2), -1, np.int64)
         for before, moves in ((1, skip), (2, None)):
             if i < before:
                 continue
             rhythm = np.abs(lag[i][:, None] - lag[i - before][None, :])
             if moves is None:  # element i - 1 has no partner
-                moves = np.where(band[:, None] + 1 == band[None, :], penalty, far)
+                moves = np.where(band[:, None] + 1 == band[None, :], 2 * penalty, far)
             step = np.where(np.isfinite(rhythm), rhythm, far) + moves + cost[i - before][None, :]
             pick = step.argmin(axis=1)
             value = step[np.arange(len(band)), pick]
@@ -173,7 +182,8 @@ def align(
             source[better] = np.stack([np.full(better.sum(), i - before), pick[better]], axis=1)
         cost[i], back[i] = np.where(valid, best, far), source
     partner = np.full(m, -1, np.int64)
-    tail = cost + (m - 1 - np.arange(m))[:, None] * penalty
+    own = np.arange(m)[:, None]
+    tail = cost + 2 * (m - 1 - own) * penalty + np.maximum(n - 1 - own - band[None, :], 0) * penalty
     i, at = (int(v) for v in np.unravel_index(int(tail.argmin()), tail.shape))
     if tail[i, at] >= far:
         return partner
@@ -181,6 +191,15 @@ def align(
         partner[i] = i + band[at]
         i, at = int(back[i, at, 0]), int(back[i, at, 1])
     return partner
+
+
+def _same_rhythm(tokens: list[tuple[str, int]], lag: F64, penalty: float) -> bool:
+    """Whether equal sequences belong together one to one: two ranks may each lack another of many equal collectives.
+
+    Only collectives that all ranks end together can tell.
+    """
+    loose = any(op in LOOSE_ENDS for op, _ in tokens)
+    return loose or bool((np.abs(np.diff(lag)) < penalty).all())
 
 
 def _table(

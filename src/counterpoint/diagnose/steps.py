@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.trace.timeline import F64, HostKind, Timeline
+from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
 
 __all__ = ["StepWindows", "find_steps"]
 
@@ -53,7 +53,7 @@ def find_steps(timeline: Timeline) -> StepWindows:
     return StepWindows(names=("whole trace",), start=start, end=end, found_by="whole")
 
 
-def _from_profiler(timeline: Timeline, rows: np.typing.NDArray[np.int64]) -> StepWindows:
+def _from_profiler(timeline: Timeline, rows: I64) -> StepWindows:
     gpu, host = timeline.gpu, timeline.host
     cpu_start, cpu_end = host.start[rows], host.end[rows]
     launched = np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
@@ -74,14 +74,18 @@ def _period(timeline: Timeline) -> tuple[int, int] | None:
     and nearly every operation equals the one a period later.
     """
     gpu = timeline.gpu
-    tokens = np.unique(np.stack([gpu.name, gpu.grid[:, 0], gpu.stream]), axis=1, return_inverse=True)[1].ravel()
+    tokens = (
+        np.unique(np.stack([gpu.name, gpu.grid[:, 0], gpu.stream]), axis=1, return_inverse=True)[1]
+        .ravel()
+        .astype(np.int64)
+    )
     count = len(tokens)
     if not 8 <= count <= _LONGEST_PATTERN * 8:
         return None
     tokens = tokens[:_LONGEST_PATTERN]
     count = len(tokens)
-    occurrences = np.bincount(tokens)
-    recurring = np.flatnonzero(occurrences >= 2)
+    occurrences = np.bincount(tokens).astype(np.int64)
+    recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
     if not len(recurring):
         return None
     best: tuple[float, int] | None = None
@@ -99,7 +103,7 @@ def _period(timeline: Timeline) -> tuple[int, int] | None:
     return first, period
 
 
-def _candidates(tokens: F64, recurring: F64, occurrences: F64) -> list[int]:
+def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:
     """Distances between repeats of the rarest operations, most frequent first."""
     distances: dict[int, int] = {}
     for token in recurring[np.argsort(occurrences[recurring], kind="stable")][:64].tolist():

@@ -22,13 +22,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         OSError: the folder is missing or may not be written to.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes it private; a report is an ordinary file
-        os.replace(name, path)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes it private; a report is an ordinary file
+        temporary.replace(path)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink()
         raise
 
 

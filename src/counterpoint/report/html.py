@@ -1,14 +1,14 @@
 """The diagnosis as one self-contained page: no network, no script but its own, nothing of a trace interpreted.
 
-Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`, and
-the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.
+Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`,
+and the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,31 +39,47 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> None:
     """
     import jinja2
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
+    from plotly.offline.offline import get_plotlyjs
 
-    scripts = {"plotly": _script(get_plotlyjs()), "page": _script((PAGE / "page.js").read_text("utf-8"))}
+    plotly: str = get_plotlyjs()
+    scripts = {"plotly": _script(plotly), "page": _script((PAGE / "page.js").read_text("utf-8"))}
     packed = pack(diagnosis, lanes)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"clean": _clean, "ms": say.milliseconds, "pct": say.percent, "size": say.size, "factor": say.factor}
-    policy = "; ".join(
+    environment.filters |= {"clean": _clean, "ms": say.milliseconds, "pct": say.percent, "size": say.size}
+    page = environment.get_template("page.html").render(
+        d=diagnosis,
+        say=say,
+        policy=_policy(scripts.values()),
+        version=_version(),
+        css=Markup((PAGE / "page.css").read_text("utf-8")),
+        data=Markup(_json(_data(diagnosis, packed))),
+        scripts={name: Markup(text) for name, text in scripts.items()},
+        timeline=packed,
+        kinds=_kinds(packed),
+        **_context(diagnosis),
+    )
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the report
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """The Content-Security-Policy: these scripts, inline styles, no request at all."""
+    return "; ".join(
         (
             "default-src 'none'",
-            f"script-src {' '.join(_hash(script) for script in scripts.values())}",
+            f"script-src {' '.join(map(_hash, scripts))}",
             "style-src 'unsafe-inline'",  # plotly writes style rules; text of a trace never reaches them
             "img-src data: blob:",
             "base-uri 'none'",
             "form-action 'none'",
         )
     )
-    page = environment.get_template("page.html").render(
-        d=diagnosis, say=say, policy=policy, version=_version(), css=Markup((PAGE / "page.css").read_text("utf-8")),
-        data=Markup(_json(_data(diagnosis, packed))), scripts={name: Markup(text) for name, text in scripts.items()},
-        **_context(diagnosis), timeline=packed,
-    )  # fmt: skip
-    with replacing(path) as file:
-        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the report
 
 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -85,9 +101,23 @@ def _context(diagnosis: Diagnosis) -> dict[str, Any]:
         "all_slowed": len(slowed),
         "undisturbed": len(diagnosis.kernels) - len(slowed),
         "blocks": _blocks,
+        "late": {straggler.rank for straggler in diagnosis.stragglers},
         "notes": say.notes(diagnosis),
         "longest_step": _longest_step(diagnosis),
     }
+
+
+def _kinds(packed: Packed) -> list[tuple[str, str, str]]:
+    """Legend of the timeline: lane, colour, name; a lane of an unknown name is drawn as the host's."""
+    kinds = [
+        ("compute", "compute", "compute"),
+        ("communication", "transfer", "communication"),
+        ("wait", "wait", "of it waiting"),
+        ("memcpy", "memcpy", "copies"),
+    ]
+    names = {lane.name for lane in packed.drawn}
+    shown = [kind for kind in kinds if kind[0] in names]
+    return shown + [("host", "host", "host")] * bool(names - {kind[0] for kind in kinds})
 
 
 def _bar(account: Account, longest_us: float) -> list[tuple[say.Part, float, float]]:

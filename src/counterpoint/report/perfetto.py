@@ -1,7 +1,7 @@
 """The diagnosis as a Chrome trace that ui.perfetto.dev opens: lanes, findings as marks, counters.
 
 Each rank is a process (pid = rank) and each of its lanes a thread. One more process holds the findings and the counters
-of the whole job. Times stay µs on the clock of `Step`.
+of the whole job. Times stay µs on the clock of `Step`; names are escaped, since they come from traces.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from counterpoint.errors import printable
 from counterpoint.records import Diagnosis, Finding, Lane
 from counterpoint.report.files import replacing
 
@@ -38,7 +39,7 @@ def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> N
     encoder = msgspec.json.Encoder()
     with replacing(path) as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":')
-        file.write(encoder.encode({"schema": diagnosis.schema, "verdict": diagnosis.verdict}))
+        file.write(encoder.encode({"schema": diagnosis.schema, "verdict": printable(diagnosis.verdict)}))
         file.write(b',"traceEvents":[\n')
         events, separator = _events(diagnosis, lanes), b""
         while batch := list(islice(events, BATCH)):
@@ -55,7 +56,7 @@ def _events(diagnosis: Diagnosis, lanes: Sequence[Lane]) -> Iterator[Event]:
     for rank, threads in sorted(rows.items()):
         yield from _process(rank, f"rank {rank}", rank, threads)
     for step in diagnosis.steps:
-        yield _slice(step.name, JOB, STEPS, step.start_us, step.duration_us, "step", {})
+        yield _slice(printable(step.name), JOB, STEPS, step.start_us, step.duration_us, "step", {})
     for number, finding in enumerate(diagnosis.findings, start=1):
         yield from _mark(number, finding, diagnosis)
     for thread, lane in enumerate(lanes, start=1):
@@ -70,12 +71,13 @@ def _process(pid: int, name: str, order: int, threads: dict[int, str]) -> Iterat
     yield metadata("process_name", 0, {"name": name})
     yield metadata("process_sort_index", 0, {"sort_index": order})
     for tid, label in threads.items():
-        yield metadata("thread_name", tid, {"name": label})
+        yield metadata("thread_name", tid, {"name": printable(label)})
         yield metadata("thread_sort_index", tid, {"sort_index": tid})
 
 
 def _slice(name: str, pid: int, tid: int, start_us: float, duration_us: float, category: str, args: Event) -> Event:
-    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start_us, "dur": duration_us, "args": args}
+    event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start_us, "dur": duration_us}
+    return {**event, "args": args}
 
 
 def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Iterator[Event]:
@@ -84,20 +86,32 @@ def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Iterator[Event
     if start is None or end is None:
         start = min((step.start_us for step in diagnosis.steps), default=0.0)
         end = max((step.start_us + step.duration_us for step in diagnosis.steps), default=start)
-    name = f"{number}. {finding.title}"
-    args = msgspec.to_builtins(finding)
+    name = f"{number}. {printable(finding.title)}"
+    args = {key: _clean(value) for key, value in msgspec.to_builtins(finding).items()}
     yield _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding", args)
-    if finding.rank is None:
-        yield {"ph": "i", "s": "g", "name": name, "cat": "finding", "pid": JOB, "tid": FINDINGS, "ts": start, "args": args}
-    else:
-        yield {"ph": "i", "s": "p", "name": name, "cat": "finding", "pid": finding.rank, "tid": 0, "ts": start, "args": args}
+    scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
+    instant = {"ph": "i", "s": scope, "name": name, "cat": "finding", "pid": pid, "tid": tid, "ts": start}
+    yield {**instant, "args": args}
+
+
+def _clean(value: Any) -> Any:
+    return printable(value, 2000) if isinstance(value, str) else value
 
 
 def _spans(lane: Lane, tid: int) -> Iterator[Event]:
-    pid, category = lane.rank, lane.name
+    pid, category = lane.rank, printable(lane.name)
+    names = {label: printable(label) for label in set(lane.labels)}
     for start, duration, label in zip(lane.start_us, lane.duration_us, lane.labels, strict=True):
         if abs(start) < float("inf") and 0 <= duration < float("inf"):  # NaN fails both
-            yield {"ph": "X", "name": label, "cat": category, "pid": pid, "tid": tid, "ts": start, "dur": duration}
+            yield {
+                "ph": "X",
+                "name": names[label],
+                "cat": category,
+                "pid": pid,
+                "tid": tid,
+                "ts": start,
+                "dur": duration,
+            }
 
 
 def _counters(lanes: Sequence[Lane]) -> Iterator[Event]:
@@ -125,7 +139,7 @@ def _counter(name: str, pid: int, unit: str, time: F64, value: I64) -> Iterator[
 
 
 def _running(lanes: Sequence[Lane], rank: int, names: tuple[str, ...]) -> tuple[F64, I64]:
-    """Instants at which a lane of `names` changes, `[n]`, and whether (0, 1) each name runs from then on, `[names, n]`."""
+    """Instants at which a lane of `names` changes, `[n]`, and which names run from then on, 0 or 1, `[names, n]`."""
     times, rows, deltas = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for lane in lanes:
         if lane.rank == rank and lane.name in names:

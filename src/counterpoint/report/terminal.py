@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -41,12 +40,15 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     _notes(diagnosis, console)
 
 
-def _text(value: object, style: str = "", limit: int = 2000) -> Text:
+def _text(value: object, style: str = "", limit: int = 600) -> Text:
     return Text(printable(str(value), limit), style=style)
 
 
-def _below(value: str, style: str = "") -> Padding:
-    return Padding(_text(value, style), (0, 0, 0, 3), expand=False)
+def _below(console: Console, value: str, style: str = "") -> None:
+    """Print text indented by three, wrapped, without spaces at the ends of lines."""
+    for line in _text(value, style, 1200).wrap(console, max(20, console.width - 3)):
+        line.rstrip()
+        console.print(Text("   ").append_text(line), soft_wrap=True)
 
 
 def _heading(console: Console, title: str, unit: str = "") -> None:
@@ -54,7 +56,7 @@ def _heading(console: Console, title: str, unit: str = "") -> None:
     console.print(Text.assemble((title, "bold underline"), (f"  {unit}" if unit else "", "bright_black")))
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: frozenset[int] = frozenset({0})) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: frozenset[int]) -> Table:
     """A plain table; columns not in `left` are numbers and align right."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bright_black", show_edge=False)
     for index, name in enumerate(columns):
@@ -67,8 +69,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left
 def _scope(diagnosis: Diagnosis) -> str:
     steps, ranks = len(diagnosis.steps), len(diagnosis.ranks)
     parts = [f"{ranks} of {diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"]
-    parts.append(f"{steps} step{'s' * (steps != 1)} of {say.milliseconds(diagnosis.totals.duration_us / max(1, steps))} ms")
-    parts += [diagnosis.gpu] if diagnosis.gpu else []
+    mean = f"{say.milliseconds(diagnosis.totals.duration_us / max(1, steps))} ms"
+    parts.append(f"{steps} step{'s' * (steps != 1)} of {mean}" if steps else f"no steps found, {mean} in all")
+    parts += [printable(diagnosis.gpu, 60)] if diagnosis.gpu else []
     return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])
 
 
@@ -78,10 +81,10 @@ def _findings(findings: Sequence[Finding], console: Console) -> None:
         console.print(_text("Nothing found that is worth acting on."))
     for number, finding in enumerate(findings, start=1):
         cost = f"{say.milliseconds(finding.cost_us)} ms"
-        head = Text.assemble(f"{number}. ", (cost, SEVERITY_STYLE[finding.severity]), "  ", _text(finding.title, "bold"))
-        console.print(head)
-        console.print(_below(finding.evidence, "bright_black"))
-        console.print(_below("→ " + finding.advice))
+        costs = (cost, SEVERITY_STYLE[finding.severity])
+        console.print(Text.assemble(f"{number}. ", costs, "  ", _text(finding.title, "bold", 200)))
+        _below(console, finding.evidence, "bright_black")
+        _below(console, "→ " + finding.advice)
 
 
 def _bar(parts: dict[str, float], longest_us: float) -> Text:
@@ -98,7 +101,7 @@ def _bar(parts: dict[str, float], longest_us: float) -> Text:
 def _budget(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.per_rank:
         return
-    _heading(console, "Where the time goes", "ms per step, mean")
+    _heading(console, "Where the time goes", "ms per step, mean" if diagnosis.steps else "ms, the whole trace")
     shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS), say.steps_in(diagnosis)
     longest = max(account.duration_us for account in shown)
 
@@ -111,10 +114,12 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
 
     columns = ("rank", "", "compute", "wait", "transfer", "copies", "idle", "hidden")
     console.print(_table(columns, (row(account) for account in shown), left=frozenset({1})))
-    keys = (Text.assemble((part.glyph, part.colour), f"\u00a0{part.name}".replace(" ", "\u00a0")) for part in say.PARTS)
-    console.print(Padding(Text("  ").join(keys), (0, 0, 0, 5), expand=False))
+    keys = (Text.assemble((part.glyph, part.colour), " ", part.name.removeprefix("exposed ")) for part in say.PARTS)
+    console.print(Text("  ").join(keys))
     if len(shown) < len(diagnosis.per_rank):
-        console.print(_text(f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."))
+        console.print(
+            f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."
+        )
 
 
 def _mean_wait(collective: Collective) -> float:
@@ -149,7 +154,7 @@ def _stragglers(diagnosis: Diagnosis, console: Console) -> None:
         cause = say.CAUSES[straggler.cause] + detail
         delay = f"{say.milliseconds(straggler.delay_us / steps)} ms late, last {straggler.times_last} times: "
         console.print(Text.assemble((f"rank {straggler.rank}  ", "bold"), delay, _text(cause, "bold")))
-        console.print(_below(straggler.evidence, "bright_black"))
+        _below(console, straggler.evidence, "bright_black")
     if len(diagnosis.stragglers) > MAX_STRAGGLERS:
         console.print(f"   and {len(diagnosis.stragglers) - MAX_STRAGGLERS} more")
 
@@ -177,10 +182,12 @@ def _kernels(diagnosis: Diagnosis, console: Console) -> None:
 def _replay(replay: Replay, console: Console) -> None:
     _heading(console, "What it is worth", "step replayed, ms")
     error = f"measured {say.milliseconds(replay.measured_us)}, error {say.percent(replay.error, digits=1, sign=True)}"
-    rows = [("unchanged", say.milliseconds(replay.replayed_us), error)]
-    for case in replay.what_if:
-        rows.append((case.name, say.milliseconds(case.step_us), say.speed_up(replay.replayed_us, case.step_us)))
-    console.print(_table(("replay", "step", ""), rows, left=frozenset({0, 2})))
+    cases = (
+        (case.name, say.milliseconds(case.step_us), say.speed_up(replay.replayed_us, case.step_us))
+        for case in replay.what_if
+    )
+    unchanged = ("unchanged", say.milliseconds(replay.replayed_us), error)
+    console.print(_table(("replay", "step", ""), [unchanged, *cases], left=frozenset({0, 2})))
 
 
 def _notes(diagnosis: Diagnosis, console: Console) -> None:

@@ -50,9 +50,7 @@ def pack(diagnosis: Diagnosis, lanes: Sequence[Lane]) -> Packed:
     arrays = [(lane, *_finite(lane)) for lane in lanes if lane.rank in ranks]
     total = sum(len(kept) for *_, kept in arrays)
     shortest = _cut([end - start for _, start, end, _ in arrays], total)
-    origin = min((float(start.min()) for _, start, _, _ in arrays if len(start)), default=0.0)
-    last = max((float(end.max()) for _, _, end, _ in arrays if len(end)), default=origin)
-    tick = max(last - origin, 1e-3) / (2**32 - 1)
+    origin, tick = _window(diagnosis, [(start, end) for _, start, end, _ in arrays])
     labels: dict[str, int] = {}
     packed, drawn, shown = [], [], 0
     for lane, start, end, index in arrays:
@@ -75,6 +73,15 @@ def _finite(lane: Lane) -> tuple[F64, F64, npt.NDArray[np.int64]]:
     kept = np.flatnonzero(np.isfinite(start) & np.isfinite(end) & (end >= start))
     kept = kept[np.argsort(start[kept], kind="stable")]
     return start[kept], end[kept], kept
+
+
+def _window(diagnosis: Diagnosis, spans: Sequence[tuple[F64, F64]]) -> tuple[float, float]:
+    """Where the picture begins and the length of a tick, µs, so that all spans and steps lie in it."""
+    begins = [float(start.min()) for start, _ in spans if len(start)] + [step.start_us for step in diagnosis.steps]
+    ends = [float(end.max()) for _, end in spans if len(end)]
+    ends += [step.start_us + step.duration_us for step in diagnosis.steps]
+    origin = min(begins, default=0.0)
+    return origin, max(max(ends, default=origin) - origin, 1e-3) / (2**32 - 1)
 
 
 def _ranks(diagnosis: Diagnosis, lanes: Sequence[Lane]) -> set[int]:
@@ -104,7 +111,7 @@ def _text(column: npt.NDArray[np.uint32]) -> str:
 def _notes(ranks: int, all_ranks: int, spans: int, all_spans: int) -> tuple[str, ...]:
     notes = []
     if ranks < all_ranks:
-        notes.append(f"{ranks} of {all_ranks} ranks are drawn: stragglers, then those with the most exposed communication.")
+        notes.append(f"{ranks} of {all_ranks} ranks are drawn: stragglers, then the most exposed communication.")
     if spans < all_spans:
         notes.append(f"{spans:,} of {all_spans:,} spans are drawn: the longest.")
     return tuple(notes)

@@ -61,11 +61,9 @@ def steps_in(diagnosis: Diagnosis) -> int:
 def budget(account: Account) -> dict[str, float]:
     """µs of each of `PARTS`; they add up to the account's duration.
 
-    The account splits communication, not exposed communication, into wait and transfer, so the exposed time is
-    split in the same proportion. What neither computes, communicates nor idles is copies.
+    What neither computes, communicates nor idles is copies.
     """
-    joined = account.wait_us + account.transfer_us
-    wait = account.exposed_comm_us * account.wait_us / joined if joined > 0 else 0.0
+    wait = min(account.exposed_wait_us or 0.0, account.exposed_comm_us)
     copies = account.duration_us - account.compute_us - account.exposed_comm_us - account.idle_us
     return {
         "compute": account.compute_us - account.overlapped_us,
@@ -96,10 +94,10 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
 
 
 def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> str:
-    """`0.123` -> `12 %`."""
+    """`0.123` -> `12%`."""
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
-    return f"{fraction * 100:{'+' if sign else ''}.{digits}f} %"
+    return f"{fraction * 100:{'+' if sign else ''}.{digits}f}%"
 
 
 def factor(ratio: float | None) -> str:

@@ -21,6 +21,8 @@ __all__ = ["BLOCK_BYTES", "EventRuns"]
 
 BLOCK_BYTES = 4 << 20
 _LARGEST = 64 << 20  # header, trailer or a single event beyond this is not a trace
+_HEADERS = 16  # places that look like the start of the events and may turn out to lie inside another key
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what a decoder can say about bytes
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]|"', re.DOTALL)
@@ -46,6 +48,7 @@ class EventRuns(Generic[E]):
         self._stream, self._label = stream, label
         self._decode = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
         self._offset = 0  # of the first byte of the buffer in the file
+        self._bare = False  # the array alone, without an object around it
         self.header: dict[str, Any] = {}
 
     def bad(self, reason: str, at: int = 0) -> BadTrace:
@@ -65,7 +68,9 @@ class EventRuns(Generic[E]):
                 if closed is not None:
                     if cut:
                         yield self._run(buffer, cut)
-                    return self._read_trailer(buffer[closed + 1 :])
+                    if buffer[closed : closed + 1] != b"]" or buffer[cut:closed].strip(b" \t\r\n,"):
+                        raise self.bad("malformed JSON after this event", cut)
+                    return self._read_trailer(buffer, closed + 1)
                 if not cut and eof:
                     raise self.bad("the trace ends inside its events: truncated", len(buffer))
                 if not cut and len(buffer) > _LARGEST:
@@ -84,8 +89,8 @@ class EventRuns(Generic[E]):
     def _try(self, run: bytes) -> list[E] | None:
         try:
             return self._decode(b"[" + run + b"]")
-        except msgspec.DecodeError:
-            return None
+        except _MALFORMED:
+            return None  # cut at the wrong place, or damaged: the walk tells
 
     def _run(self, buffer: bytes, cut: int) -> tuple[bytes, list[E]]:
         self._run_offset = self._offset
@@ -96,6 +101,9 @@ class EventRuns(Generic[E]):
             found = _INDEX.search(str(error))
             at = _element(run, int(found.group(1))) if found else 0
             raise self.bad(f"an event of an unexpected form: {error}", at) from None
+        except UnicodeDecodeError as error:  # it counts from the start of the string
+            at = max(run.find(error.object), 0) + error.start
+            raise self.bad(f"a byte that is not UTF-8: {run[at]:#04x}", at) from None
         except msgspec.DecodeError as error:
             found = _BYTE.search(str(error))
             at = int(found.group(1)) - 1 if found else 0
@@ -112,7 +120,7 @@ class EventRuns(Generic[E]):
             buffer += block
             start = len(buffer) - len(buffer.lstrip(b"\xef\xbb\xbf \t\r\n"))
             if buffer[start : start + 1] == b"[":  # the bare array form of the Chrome trace format
-                self._offset = start + 1
+                self._offset, self._bare = start + 1, True
                 return buffer[start + 1 :], eof
             for found in _EVENTS_KEY.finditer(buffer, searched):
                 head = buffer[: found.start()].lstrip(b"\xef\xbb\xbf")

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from counterpoint.trace.timeline import GpuOps, HostKind, HostOps
+from counterpoint.trace.timeline import I64, GpuOps, HostKind, HostOps
 
-__all__ = ["Intern", "join_launches", "sorted_gpu", "sorted_host"]
+__all__ = ["Intern", "join_launches", "previous_on_stream", "sorted_gpu", "sorted_host"]
 
 K = TypeVar("K")
 
@@ -44,6 +44,15 @@ def join_launches(gpu: dict[str, Any], host: dict[str, Any]) -> None:
     gpu["launch_start"][found] = host["start"][source]
     gpu["launch_end"][found] = host["end"][source]
     gpu["launch_thread"][found] = host["thread"][source]
+
+
+def previous_on_stream(stream: I64) -> I64:
+    """For operations in order of start, the one before each on its stream; -1: none."""
+    order = np.argsort(stream, kind="stable")
+    previous = np.full(len(stream), -1, np.int64)
+    same = stream[order[1:]] == stream[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
 
 
 def sorted_gpu(columns: dict[str, Any]) -> GpuOps:

@@ -18,7 +18,7 @@ def device_ops_of_host(
     """Compute and communication of a rank that has no GPU.
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
-    `record_param_comms`; compute is every outermost dispatcher operation that is not a call into c10d.
+    `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
 
     Args:
         host: sorted host ranges.
@@ -28,9 +28,9 @@ def device_ops_of_host(
     """
     backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
     params = np.array([n == "record_param_comms" for n in names], bool)[host.name]
-    glue = np.array([n.startswith(("c10d::", "record_param_comms")) for n in names], bool)[host.name]
+    aten = np.array([n.startswith("aten::") for n in names], bool)[host.name]
     comm = np.flatnonzero(backend if backend.any() else params)
-    outermost = _outermost(host, np.flatnonzero((host.kind == HostKind.OP) & ~glue & ~backend))
+    outermost = _outermost(host, np.flatnonzero((host.kind == HostKind.OP) & aten))
     rows = np.concatenate((comm, outermost))
     rows = rows[np.argsort(host.start[rows], kind="stable")]
     is_comm = np.isin(rows, comm)

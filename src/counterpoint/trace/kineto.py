@@ -24,6 +24,7 @@ from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind, 
 
 __all__ = ["read_kineto"]
 
+_ON_GPU, _IGNORED = -1, -2
 _GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
 _HOST = {
     "cpu_op": HostKind.OP,
@@ -49,6 +50,7 @@ class Args(msgspec.Struct, gc=False):
     old_external: int | None = msgspec.field(default=None, name="external id")
     correlation: int | None = None
     device: int | None = None
+    in_device: int | None = msgspec.field(default=None, name="inDevice")  # peer copies: who carried it out
     stream: int | None = None
     grid: msgspec.Raw = _RAW
     block: msgspec.Raw = _RAW
@@ -89,10 +91,20 @@ class Event(msgspec.Struct, gc=False):
 _NO_ARGS = Args()
 
 
+class _Categories(dict[str | None, int]):
+    """HostKind of a category as the file spells it, or _ON_GPU, or _IGNORED."""
+
+    def __missing__(self, category: str | None) -> int:
+        name = (category or "").lower()
+        self[category] = kind = _ON_GPU if name in _GPU else _HOST.get(name, _IGNORED)
+        return kind
+
+
 @dataclass
 class _Columns:
     """What has been read so far: one list of arrays per column, and the tables that the columns point into."""
 
+    categories: _Categories = field(default_factory=_Categories)
     names: Intern[str] = field(default_factory=Intern)
     shapes: Intern[bytes] = field(default_factory=Intern)
     grids: Intern[bytes] = field(default_factory=Intern)
@@ -172,18 +184,14 @@ def _absorb(columns: _Columns, runs: EventRuns[Event], run: bytes, events: list[
             path=runs._label,
             offset=at,
         )
-    is_gpu = [(e.cat or "").lower() in _GPU for e in timed]
-    gpu = np.fromiter(is_gpu, bool, len(timed))
-    if gpu.any():
-        _absorb_gpu(columns, [e for e, yes in zip(timed, is_gpu, strict=True) if yes], ts[gpu], dur[gpu])
-    kinds = [-1 if yes else _HOST.get((e.cat or "").lower(), -1) for e, yes in zip(timed, is_gpu, strict=True)]
-    kind = np.fromiter(kinds, np.int8, len(timed))
-    host = kind >= 0
-    if host.any():
-        _absorb_host(columns, [e for e, k in zip(timed, kinds, strict=True) if k >= 0], ts[host], dur[host], kind[host])
+    kinds = columns.categories
+    kind = np.array([kinds[e.cat] for e in timed], np.int8)
+    for rows, absorb in ((np.flatnonzero(kind == _ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
+        if len(rows):
+            absorb(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
 
 
-def _absorb_gpu(columns: _Columns, events: list[Event], ts: Any, dur: Any) -> None:
+def _absorb_gpu(columns: _Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
     args = [e.args or _NO_ARGS for e in events]
     grids, names = columns.grids, columns.names
     _put(
@@ -191,7 +199,7 @@ def _absorb_gpu(columns: _Columns, events: list[Event], ts: Any, dur: Any) -> No
         start=ts,
         dur=dur,
         name=np.array([names[e.name or ""] for e in events], np.int32),
-        device=np.array([-1 if a.device is None else a.device for a in args], np.int32),
+        device=np.array([_first(a.device, a.in_device) for a in args], np.int32),
         stream=np.array(
             [a.stream if a.stream is not None else _stream_of(e.tid) for a, e in zip(args, events, strict=True)],
             np.int64,
@@ -209,35 +217,56 @@ def _absorb_gpu(columns: _Columns, events: list[Event], ts: Any, dur: Any) -> No
 
 def _absorb_host(columns: _Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
     args = [e.args or _NO_ARGS for e in events]
-    names, threads, shapes = columns.names, columns.threads, columns.shapes
-    externals = _externals(args)
-    infos = np.full(len(events), -1, np.int32)
-    for row, e in enumerate(events):
-        if e.name == _PARAM_COMMS and args[row].collective is not None:
-            infos[row] = columns.info_of(args[row])
-            if externals[row] >= 0:
-                columns.info_by_external[int(externals[row])] = int(infos[row])
+    names, shapes = columns.names, columns.shapes
+    is_op = kind == HostKind.OP
+    ops = [args[i] for i in np.flatnonzero(is_op).tolist()]
+    external = np.full(len(events), -1, np.int64)
+    external[is_op] = _externals(ops)
+    shape = np.full(len(events), -1, np.int32)
+    shape[is_op] = [shapes[bytes(a.dims)] for a in ops]
+    called = (kind == HostKind.RUNTIME) | (kind == HostKind.SYNC)
+    correlation = np.full(len(events), -1, np.int64)
+    correlation[called] = [_first(args[i].correlation) for i in np.flatnonzero(called).tolist()]
+    stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(3))
+    for i in np.flatnonzero(kind == HostKind.SYNC).tolist():
+        a = args[i]
+        stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
     _put(
         columns.host,
         start=ts,
         dur=dur,
         kind=kind.astype(np.uint8),
         name=np.array([names[e.name or ""] for e in events], np.int32),
-        thread=np.array([threads[e.pid, e.tid] for e in events], np.int32)
-        if _hashable(events)
-        else np.array([threads[str(e.pid), str(e.tid)] for e in events], np.int32),
-        correlation=_ints(args, "correlation"),
-        external=externals,
-        stream=_ints(args, "stream"),
-        waits_for=_ints(args, "waits_for"),
-        waits_on=_ints(args, "waits_on"),
-        info=infos,
-        shape=np.array([shapes[bytes(a.dims)] for a in args], np.int32),
+        thread=_threads(columns, events),
+        correlation=correlation,
+        external=external,
+        stream=stream,
+        waits_for=waits_for,
+        waits_on=waits_on,
+        info=_param_comms(columns, events, external),
+        shape=shape,
     )
 
 
-def _hashable(events: list[Event]) -> bool:
-    return all(type(e.tid) in (int, str, float) and type(e.pid) in (int, str, float) for e in events)
+def _param_comms(columns: _Columns, events: list[Event], external: Any) -> Any:
+    """Row of the metadata of each `record_param_comms`; -1 for everything else."""
+    infos = np.full(len(events), -1, np.int32)
+    for row in [i for i, e in enumerate(events) if e.name == _PARAM_COMMS]:
+        args = events[row].args
+        if args is not None and args.collective is not None:
+            infos[row] = columns.info_of(args)
+            if external[row] >= 0:
+                columns.info_by_external[int(external[row])] = int(infos[row])
+    return infos
+
+
+def _threads(columns: _Columns, events: list[Event]) -> Any:
+    """Dense number of each event's (pid, tid), whatever JSON value those are."""
+    threads = columns.threads
+    try:
+        return np.array([threads[e.pid, e.tid] for e in events], np.int32)
+    except TypeError:  # lists and objects cannot be keys
+        return np.array([threads[str(e.pid), str(e.tid)] for e in events], np.int32)
 
 
 def _ints(args: list[Args], name: str) -> Any:
@@ -247,9 +276,17 @@ def _ints(args: list[Args], name: str) -> Any:
 
 def _externals(args: list[Args]) -> Any:
     return np.array(
-        [a.external if a.external is not None else -1 if a.old_external is None else a.old_external for a in args],
+        [a.external if a.external is not None else _first(a.old_external) for a in args],
         np.int64,
     )
+
+
+def _first(*values: int | None) -> int:
+    """The first that is stated; -1 if none is."""
+    for value in values:
+        if value is not None:
+            return value
+    return -1
 
 
 def _put(table: dict[str, list[Any]], **columns: Any) -> None:
@@ -335,7 +372,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: _Columns, na
     gpu["info"][gpu["kind"] != Kind.COMM] = -1
     gpu["collective"] = gpu.pop("info")
     devices = gpu.pop("device")
-    if len(np.unique(devices)) > 1:  # stream numbers repeat on the devices of one process
+    if len(np.unique(devices[devices >= 0])) > 1:  # stream numbers repeat on the devices of one process
         gpu["stream"] = gpu["stream"] + (devices.astype(np.int64) << 32)
     external = gpu.pop("external")
     gpu["shape"] = np.full(len(external), -1, np.int32)
@@ -377,7 +414,9 @@ def _rank(info: dict[str, Any], columns: _Columns, file: TraceFile) -> tuple[int
 
 def _job(info: dict[str, Any]) -> dict[str, Any]:
     """What every rank of a job states alike."""
-    return {key: info[key] for key in ("backend", "nccl_version", "world_size") if isinstance(info.get(key), (str, int))}
+    return {
+        key: info[key] for key in ("backend", "nccl_version", "world_size") if isinstance(info.get(key), (str, int))
+    }
 
 
 def _device(header: dict[str, Any], device: int) -> Device:

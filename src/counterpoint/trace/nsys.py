@@ -251,12 +251,15 @@ def _take(values: npt.NDArray[Any], index: I64, otherwise: npt.NDArray[Any]) -> 
 def _launches(process: I64, correlation: I64, runtime: _Host) -> tuple[I64, I64]:
     """Row of the runtime call behind each correlation (-1: unknown), and the process of each.
 
-    Exports without `globalPid` (all 0) say the process only through that call.
+    Where an export has no `globalPid` (0), the process is that of the call, or the only one there is.
     """
     to_process = _process(runtime.thread)
-    if not process.any():
-        call = _join(process, correlation, np.zeros_like(to_process), runtime.correlation)
-        return call, _take(to_process, call, process)
+    unsaid = process == 0
+    if unsaid.any() and len(to_process):
+        everywhere = np.zeros_like(to_process)
+        call = _join(process[unsaid], correlation[unsaid], everywhere, runtime.correlation)
+        process = process.copy()
+        process[unsaid] = _take(to_process, call, np.full(len(call), to_process[0]))
     return _join(process, correlation, to_process, runtime.correlation), process
 
 

@@ -30,6 +30,7 @@ _SIZE, _ID, _RANKS, _RANK, _DEVICE = (
     "Message size [bytes]", "NCCL communicator ID", "No. of ranks", "Rank", "CUDA device",
 )  # fmt: skip
 _FORMATS = {5: "<i", 6: "<I", 9: "<q", 10: "<Q", 15: "<i", 16: "<I", 17: "<q", 18: "<Q", 22: "<Q"}  # NVTX entry types
+_MAX_BYTES, _MAX_RANKS = 1 << 42, 1 << 20  # anything larger is not a message, not a communicator
 _HEADER = struct.Struct("<IIIIQQ")  # domain, -, schema, -, payload bytes, total bytes
 
 
@@ -100,7 +101,7 @@ def _texts(export: Export, text_id: I64, names: Names, shapes: Names) -> tuple[I
     name_of, shape_of = look_up(text_id, named, names.index("unknown")), look_up(text_id, shaped, -1)
     if "text" in export.columns(_TABLE):
         rows = export.texts(_TABLE, _cut("text"))
-        for row, (name, shape) in enumerate(rows):
+        for row, (name, shape) in zip(range(len(name_of)), rows, strict=False):  # a damaged file may give more
             if isinstance(name, str):
                 name_of[row] = names.index(name)
                 shape_of[row] = shapes.index(shape) if isinstance(shape, str) else -1
@@ -109,15 +110,17 @@ def _texts(export: Export, text_id: I64, names: Names, shapes: Names) -> tuple[I
 
 def _cut(column: str) -> tuple[str, str]:
     """SQL for the name and for the shapes in PyTorch's text; NULL where `column` holds no text."""
-    text = f"(CASE typeof({column}) WHEN 'text' THEN {column} END)"
 
     def position(mark: str) -> str:
-        return f"ifnull(nullif(instr({text}, '{mark}'), 0), {MAX_TEXT + 1})"
+        return f"ifnull(nullif(instr({column}, '{mark}'), 0), {MAX_TEXT + 1})"
 
     ends = ", ".join(position(mark) for mark in (", seq = ", ", op_id = ", ", sizes = "))
-    after = f"instr({text}, ', sizes = ') + 10"
-    shape = f"substr({text}, {after}, max(0, {position(', input_op_ids')} - {after}))"
-    return f"substr({text}, 1, min({ends}) - 1)", f"CASE WHEN {after} > 10 THEN {shape} END"
+    after = f"(instr({column}, ', sizes = ') + 10)"
+    shape = f"substr({column}, {after}, max(0, {position(', input_op_ids')} - {after}))"
+    return (
+        f"CASE typeof({column}) WHEN 'text' THEN substr({column}, 1, min({ends}) - 1) END",
+        f"CASE WHEN typeof({column}) = 'text' AND {after} > 10 THEN {shape} END",
+    )
 
 
 def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
@@ -157,7 +160,7 @@ def nccl_calls(export: Export, ranges: NvtxRanges, names: Names) -> Calls:
     function = [m.group(1) if m else "" for m in matched]
     mine = mine[np.lexsort((-ranges.end[mine], ranges.start[mine], ranges.thread[mine]))]
     spoken = [payloads.get(int(row), {}) for row in ranges.row[mine]]
-    sizes = {said[_ID]: said[_RANKS] for said in spoken if _ID in said and _RANKS in said}
+    sizes = {said[_ID]: said[_RANKS] for said in spoken if _ID in said and 0 < said.get(_RANKS, 0) < _MAX_RANKS}
     thread, open_until, depth, pending = -1, -1, 0, list[CollectiveInfo]()
     for index, said in zip(mine.tolist(), spoken, strict=True):
         name = function[ranges.name[index]]
@@ -197,6 +200,8 @@ def _info(function: str, said: Mapping[str, int], sizes: Mapping[int, int]) -> C
         return None
     size, group = said.get(_SIZE), said.get(_ID)
     num_ranks = sizes.get(group) if group is not None else None
+    if size is not None and not 0 <= size < _MAX_BYTES:
+        size = None
     whole = None if size is None or num_ranks is None else size * num_ranks
     into = {"reduce_scatter": whole, "all_to_all": whole, "scatter": whole, "recv": None}.get(op, size)
     out = {"all_gather": whole, "all_to_all": whole, "gather": whole, "send": None}.get(op, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,13 +90,15 @@ def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, spok
 def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[Communicator]) -> list[RankId]:
     """Ranks from the largest communicator, if every pair joined it under a number of its own; else nothing."""
     size = max((one.num_ranks for one in communicators), default=0)
-    alone = {process for process, _ in pairs if sum(process == p for p, _ in pairs) == 1}
+    joined: dict[int, list[Communicator]] = {}
+    for one in communicators:
+        if one.num_ranks == size:
+            joined.setdefault(one.process, []).append(one)
+    devices = Counter(process for process, _ in pairs)
     found = []
     for process, device in pairs:
-        numbers = {
-            one.rank for one in communicators
-            if one.num_ranks == size and one.process == process and (process in alone or one.device == device)
-        }  # fmt: skip
+        lone = devices[process] == 1  # then it does not matter how NCCL counts its devices
+        numbers = {one.rank for one in joined.get(process, ()) if lone or one.device == device}
         if len(numbers) != 1 or not 0 <= (number := numbers.pop()) < size:
             return []
         found.append(RankId(process=process, device=device, number=number, known=True, world_size=size))

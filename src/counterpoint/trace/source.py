@@ -88,7 +88,7 @@ def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFi
 def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
     path = Path(source)
     if not path.exists() and has_magic(source):
-        matches = [Path(match) for match in sorted(glob(source, recursive=True))]
+        matches = [Path(match) for match in sorted(glob(source, recursive=True))]  # noqa: PTH207 (absolute patterns)
         traces = [file for match in matches if match.is_file() and (file := _sniff(match, str(match), strict=False))]
         if not traces:
             raise BadTrace("no trace matches this pattern; quote it and check the folder", path=source)
@@ -168,7 +168,9 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
     if not strict:
         return None
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
-        raise BadTrace("an Nsight Systems report; run `nsys export --type sqlite FILE` and give its .sqlite", path=label)
+        raise BadTrace(
+            "an Nsight Systems report; run `nsys export --type sqlite FILE` and give its .sqlite", path=label
+        )
     what = "empty" if not head else "neither a Kineto JSON trace (no traceEvents) nor an Nsight Systems SQLite export"
     raise BadTrace(f"{what}; record one with torch.profiler and export_chrome_trace", path=label, offset=0)
 

@@ -43,7 +43,10 @@ class Chromium:
         shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._log = (profile / "stderr.txt").open("wb")
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, "chromium", *command], pass_fds=(to_browser, from_browser), stdout=self._log, stderr=self._log
+            ["bash", "-c", shell, "chromium", *command],
+            pass_fds=(to_browser, from_browser),
+            stdout=self._log,
+            stderr=self._log,
         )
         os.close(to_browser)
         os.close(from_browser)
@@ -65,8 +68,8 @@ class Chromium:
         self._pages[page.session] = page
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable", page)
-        mobile = width < 700
-        self.call("Emulation.setDeviceMetricsOverride", page, width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+        self.call("Emulation.setDeviceMetricsOverride", page, **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", page, features=[scheme])
         self.call("Page.navigate", page, url=file.as_uri())
@@ -87,7 +90,8 @@ class Chromium:
 
     def call(self, method: str, page: Page | None = None, **params: Any) -> dict[str, Any]:
         self._next += 1
-        number, answer = self._next, {}
+        number = self._next
+        answer: dict[str, Any] = {}
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if page is not None:
             message["sessionId"] = page.session

@@ -33,7 +33,7 @@
   const KINDS = ["compute", "communication", "wait", "memcpy", "host"];
   const HEIGHT = { compute: 13, communication: 13, wait: 13, memcpy: 6, host: 6 };
   const COLOUR = { compute: "--compute", communication: "--transfer", wait: "--wait", memcpy: "--memcpy", host: "--host" };
-  const INK = { compute: "--on-compute", communication: "--on-transfer", wait: "--on-wait" };
+  const INK = { compute: "--on-compute", communication: "--on-transfer" };
   const GAP = 2, BETWEEN_RANKS = 11, MARGIN = { l: 58, r: 10, t: 26, b: 44 };
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -81,6 +81,12 @@
     return low;
   };
 
+  const under = (lane, tick, slack) => { // the latest span that holds the instant, within a pixel and a half
+    for (let i = firstAfter(lane.start, tick + slack) - 1; i >= 0 && lane.reach[i] >= tick - slack; i--)
+      if (lane.end[i] >= tick - slack) return i;
+    return -1;
+  };
+
   function segments(lane, from, to, pixels, put) {
     const perTick = pixels / (to - from);
     let start = -1, end = -1, only = -1;
@@ -94,6 +100,13 @@
     }
     flush();
   }
+
+  const waited = (lane, start) => {
+    if (lane.kind !== "communication") return start;
+    const waits = lanes.find((other) => other.rank === lane.rank && other.kind === "wait");
+    const i = waits ? under(waits, start, 0) : -1;
+    return i >= 0 ? waits.end[i] : start;
+  };
 
   function traces(range) {
     const pixels = Math.max(100, box.clientWidth - MARGIN.l - MARGIN.r);
@@ -111,10 +124,11 @@
         const wide = end - start > 6 * edge;
         trace.x.push(toMs(Math.max(start, from)), toMs(Math.min(wide ? end - edge : end, to)), null);
         trace.y.push(lane.y, lane.y, null);
-        const room = Math.floor((((Math.min(end, to) - Math.max(start, from)) / (to - from)) * pixels - 8) / 5.6);
+        const left = Math.max(from, waited(lane, start)); // a label stands beside the wait, not on it
+        const room = Math.floor((((Math.min(end, to) - left) / (to - from)) * pixels - 8) / 5.6);
         if (only >= 0 && room >= 6 && lane.kind in INK && text.x.length < 400) {
           const label = data.labels[lane.label[only]];
-          text.x.push(toMs(Math.max(start, from)));
+          text.x.push(toMs(left));
           text.y.push(lane.y);
           text.text.push(plain(label.length > room ? label.slice(0, room - 1) + "…" : label));
           text.textfont.color.push(css(INK[lane.kind]));
@@ -129,9 +143,13 @@
 
   function marks() {
     const shapes = [], annotations = [];
+    const room = (96 / Math.max(100, box.clientWidth - MARGIN.l - MARGIN.r)) * (range[1] - range[0]);
+    let named = -Infinity; // where the last name stands: names must not run into each other
     for (const step of data.steps) {
       const x = step.start / 1000;
       shapes.push({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("--soft"), width: 1, dash: "dot" } });
+      if (x < range[0] || x - named < room) continue;
+      named = x;
       annotations.push({ x, y: 1, yref: "paper", yanchor: "bottom", xanchor: "left", showarrow: false, text: plain(step.name), font: { size: 11, color: css("--soft") } });
     }
     for (const mark of data.marks) {
@@ -151,7 +169,7 @@
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     xaxis: { range: range.slice(), title: { text: "ms since the first step began", standoff: 8 }, zeroline: false, gridcolor: css("--line"), tickformat: ",~f", exponentformat: "none", automargin: false },
     yaxis: {
-      range: [depth + BETWEEN_RANKS / 2, -BETWEEN_RANKS / 2], fixedrange: true, zeroline: false, showgrid: false, ticks: "", automargin: false,
+      range: [depth + BETWEEN_RANKS / 2, -BETWEEN_RANKS / 2], fixedrange: true, zeroline: false, showgrid: false, ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)", automargin: false,
       tickvals: data.ranks.map((rank) => (bands[rank][0] + bands[rank][1]) / 2), ticktext: data.ranks.map((rank) => "rank " + rank),
     },
     ...marks(),
@@ -193,11 +211,6 @@
     const ms = range[0] + ((px - MARGIN.l) / wide) * (range[1] - range[0]);
     const slack = (((range[1] - range[0]) * 1000) / wide / data.tick) * 1.5;
     return { px, py, y: py - MARGIN.t - BETWEEN_RANKS / 2, tick: (ms * 1000 - data.origin) / data.tick, slack, inside: px >= MARGIN.l && px <= frame.width - MARGIN.r };
-  };
-  const under = (lane, tick, slack) => { // the latest span that holds the instant, within a pixel and a half
-    for (let i = firstAfter(lane.start, tick + slack) - 1; i >= 0 && lane.reach[i] >= tick - slack; i--)
-      if (lane.end[i] >= tick - slack) return i;
-    return -1;
   };
   box.addEventListener("pointermove", (event) => {
     const { px, py, y, tick, slack, inside } = at(event);

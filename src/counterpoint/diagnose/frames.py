@@ -21,8 +21,8 @@ def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
     """Frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.
 
     Columns are the fields of the records, times are µs. Fields that hold several values become nested columns:
-    `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one row
-    per rank), `ranks` a `List[Int64]`, `grid` and `block` an `Array[Int64, 3]`. Null is a value that is not known.
+    `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one
+    row per rank), `ranks` a `List[Int64]`, `grid` and `block` an `Array[Int64, 3]`. Null is a value that is not known.
     """
     what_if = diagnosis.replay.what_if if diagnosis.replay else ()
     tables: dict[str, tuple[type[Record], Sequence[Record]]] = {
@@ -55,7 +55,7 @@ def _cell(value: Any) -> Any:
 
 
 def _dtype(hint: Any) -> Any:
-    """The polars type of a field: scalars, `X | None`, literals, `tuple[X, ...]`, `tuple[X, X, X]`, `dict[rank, µs]`."""
+    """The polars type of a field: scalar, `X | None`, literal, `tuple[X, ...]`, `tuple[X, X, X]`, `dict[rank, µs]`."""
     import polars as pl
 
     origin, args = get_origin(hint), get_args(hint)

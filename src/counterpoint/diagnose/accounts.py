@@ -1,0 +1,186 @@
+"""Where the time of each rank went, and what each collective was: waiting, or moving bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnose.intervals import Intervals
+from counterpoint.diagnose.job import Job
+from counterpoint.machine.gpus import peak_tflops
+from counterpoint.records import Account, Collective, RankAccount, Step
+from counterpoint.trace.timeline import F64, Kind
+
+__all__ = ["Activity", "Waits", "activity", "collectives", "rank_accounts", "steps", "totals", "waits"]
+
+_RING_FACTOR = ("all_gather", "reduce_scatter", "all_to_all", "peer_copy", "gather", "scatter")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What one rank's GPU was busy with, on the job's clock."""
+
+    compute: Intervals
+    comm: Intervals
+    memcpy: Intervals
+    any: Intervals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """Joined collectives [J, R], NaN where a rank took no part; µs."""
+
+    last_start: F64  # [J]
+    last_column: np.typing.NDArray[np.int64]  # [J]
+    wait: F64
+    transfer: F64
+    exposed: F64  # of the whole collective: no compute runs
+    exposed_wait: F64  # of its waiting
+    step: np.typing.NDArray[np.int64]  # [J] index of the step, -1: outside
+
+
+def activity(job: Job, column: int) -> Activity:
+    """Busy sets of one rank."""
+    compute, comm, memcpy = (job.busy(column, kind) for kind in (Kind.COMPUTE, Kind.COMM, Kind.MEMCPY))
+    return Activity(compute=compute, comm=comm, memcpy=memcpy, any=compute | comm | memcpy)
+
+
+def waits(job: Job, busy: list[Activity]) -> Waits:
+    """Split every collective into waiting for the last rank and transfer after it."""
+    start, end = job.joined.start, job.joined.end
+    count = len(job.joined)
+    if not count:
+        empty = np.empty((0, len(job.ranks)))
+        none = np.empty(0, np.int64)
+        return Waits(last_start=np.empty(0), last_column=none, wait=empty, transfer=empty, exposed=empty,
+                     exposed_wait=empty, step=none)  # fmt: skip
+    last = np.nanmax(start, axis=1)
+    wait = np.minimum(last[:, None], end) - start
+    exposed, exposed_wait = np.full_like(start, np.nan), np.full_like(start, np.nan)
+    for column, rank in enumerate(busy):
+        there = np.isfinite(start[:, column])
+        low, high = start[there, column], end[there, column]
+        arrived = low + wait[there, column]
+        exposed[there, column] = (high - low) - rank.compute.within(low, high)
+        exposed_wait[there, column] = wait[there, column] - rank.compute.within(low, arrived)
+    step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
+    step[last >= job.step_end.max()] = -1
+    return Waits(
+        last_start=last,
+        last_column=np.nanargmax(start, axis=1),
+        wait=wait,
+        transfer=np.maximum(end - np.maximum(last[:, None], start), 0.0),
+        exposed=exposed,
+        exposed_wait=np.maximum(exposed_wait, 0.0),
+        step=step,
+    )
+
+
+def steps(job: Job) -> tuple[Step, ...]:
+    """Steps of the job: mean over ranks."""
+    return tuple(
+        Step(name=name, start_us=float(s.min()), duration_us=float((e - s).mean()))
+        for name, s, e in zip(job.step_names, job.step_start, job.step_end, strict=True)
+    )
+
+
+def rank_accounts(job: Job, busy: list[Activity], w: Waits) -> tuple[RankAccount, ...]:
+    """One account per rank over all steps."""
+    return tuple(_account(job, column, rank, w) for column, rank in enumerate(busy))
+
+
+def _account(job: Job, column: int, busy: Activity, w: Waits) -> RankAccount:
+    start, end = job.step_start[:, column], job.step_end[:, column]
+    duration = float((end - start).sum())
+    compute, comm = float(busy.compute.within(start, end).sum()), float(busy.comm.within(start, end).sum())
+    overlapped = float((busy.compute & busy.comm).within(start, end).sum())
+    there = (w.step >= 0) & np.isfinite(w.wait[:, column])
+    d = job.digests[column]
+    flops = float(np.nansum(d.flops[_inside(job, column)]))
+    peak = peak_tflops(d.device.name)
+    return RankAccount(
+        rank=d.rank,
+        duration_us=duration,
+        compute_us=compute,
+        comm_us=comm,
+        exposed_wait_us=min(float(w.exposed_wait[there, column].sum()), comm - overlapped),
+        overlapped_us=overlapped,
+        exposed_comm_us=comm - overlapped,
+        memcpy_us=float(busy.memcpy.within(start, end).sum()),
+        idle_us=duration - float(busy.any.within(start, end).sum()),
+        wait_us=float(w.wait[there, column].sum()),
+        transfer_us=float(w.transfer[there, column].sum()),
+        hidden=overlapped / comm if comm > 0 else None,
+        comm_to_compute=comm / compute if compute > 0 else None,
+        mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,
+    )
+
+
+def _inside(job: Job, column: int) -> np.typing.NDArray[np.bool_]:
+    """Operations that start inside a step."""
+    at = np.searchsorted(job.step_start[:, column], job.op_start[column], side="right") - 1
+    return np.asarray((at >= 0) & (job.op_start[column] < job.step_end[np.maximum(at, 0), column]))
+
+
+def totals(accounts: tuple[RankAccount, ...]) -> Account:
+    """Means over ranks; the ratios from the means."""
+    fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f != "exposed_wait_us"]
+    mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
+    exposed_waits = [a.exposed_wait_us for a in accounts if a.exposed_wait_us is not None]
+    mfus = [a.mfu for a in accounts if a.mfu is not None]
+    comm, compute = mean["comm_us"], mean["compute_us"]
+    return Account(
+        **mean,
+        hidden=mean["overlapped_us"] / comm if comm > 0 else None,
+        comm_to_compute=comm / compute if compute > 0 else None,
+        mfu=float(np.mean(mfus)) if mfus else None,
+        exposed_wait_us=float(np.mean(exposed_waits)) if exposed_waits else None,
+    )
+
+
+def collectives(job: Job, w: Waits) -> tuple[Collective, ...]:
+    """Every collective, in order of time."""
+    joined, ranks = job.joined, job.ranks
+    return tuple(_collective(job, w, j, ranks) for j in range(len(joined)))
+
+
+def _collective(job: Job, w: Waits, j: int, ranks: tuple[int, ...]) -> Collective:
+    joined = job.joined
+    there = np.flatnonzero(joined.row[j] >= 0)
+    rows = [(int(c), int(joined.row[j, c])) for c in there]
+    tables = [(job.digests[c].comm, row) for c, row in rows]
+    sizes = [int(t.bytes[row]) for t, row in tables if t.bytes[row] >= 0]
+    size = max(sizes) if sizes else None
+    ctas = [int(t.ctas[row]) for t, row in tables if t.ctas[row] >= 0]
+    members = max([int(t.size[row]) for t, row in tables] + [len(rows)])
+    end = float(np.nanmax(joined.end[j]))
+    transfer = max(end - float(w.last_start[j]), 0.0)
+    algo = size / transfer / 1e3 if size and transfer > 0 else None
+    return Collective(
+        op=joined.op[j],
+        group=joined.group[j],
+        index=int(joined.index[j]),
+        bytes=size,
+        ranks=tuple(ranks[c] for c, _ in rows),
+        last_rank=ranks[int(w.last_column[j])],
+        start_us=float(np.nanmin(joined.start[j])),
+        end_us=end,
+        wait_us={str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) for c, _ in rows},
+        transfer_us=transfer,
+        algo_gb_per_s=algo,
+        bus_gb_per_s=algo * bus_factor(joined.op[j], members) if algo is not None else None,
+        exposed_us=float(np.nanmean(w.exposed[j])),
+        num_ctas=max(ctas) if ctas else None,
+        joined_by=joined.by[j],
+        step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
+    )
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """nccl-tests: bus bandwidth over algorithm bandwidth."""
+    if ranks < 2:
+        return 1.0
+    if op == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if op in _RING_FACTOR else 1.0

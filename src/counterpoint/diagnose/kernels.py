@@ -1,0 +1,206 @@
+"""Compute kernels alone and beside communication: how much slower, and for which reason.
+
+Three reasons are told apart. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM
+contention: SMs are lost without that, in proportion. Bandwidth (and power): the communication takes no SMs, or the
+kernel lives from memory, and it is slower all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnose.accounts import Activity
+from counterpoint.diagnose.job import Job
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_without_extra_wave, waves
+from counterpoint.records import Kernel, KernelCause
+from counterpoint.trace.timeline import F64, I64, Device, Kind
+
+__all__ = ["KernelSet", "compare_overlap", "sm_limits"]
+
+_ALONE, _OVERLAPPED = 0.02, 0.5  # shares of a kernel's time beside communication
+_SLOWER = 1.05
+_FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
+_SHOWN = 200
+_MEMORY_BOUND = re.compile(
+    r"elementwise|reduce_kernel|layer_?norm|rms_?norm|softmax|CatArray|index|scatter|gather|embedding|multi_tensor|"
+    r"copy|triton_(poi|red|per)|fused_(poi|red|per)|transpose|dropout|cast|fill|nll_loss|adam|unrolled|"
+    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSet:
+    """The kinds of kernels, and for every GPU operation of every rank its duration without contention."""
+
+    kernels: tuple[Kernel, ...]  # by cost
+    alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: as measured
+
+
+def sm_limits(device: Device) -> SmLimits | None:
+    """What the trace or the datasheet says of an SM; None for an unknown GPU."""
+    known = find_gpu(device.name)
+    num_sms = device.num_sms or (known.num_sms if known else None)
+    if num_sms is None:
+        return None
+    return SmLimits(
+        num_sms=num_sms,
+        regs=device.regs_per_sm or (known.regs_per_sm if known else 65536),
+        smem=device.smem_per_sm or (known.smem_per_sm if known else 98304),
+        threads=device.threads_per_sm or (known.threads_per_sm if known else 2048),
+        blocks=known.blocks_per_sm if known else 32,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """Compute operations of all ranks, one below the other."""
+
+    column: I64
+    op: I64
+    duration: F64
+    share: F64  # of it beside communication
+    ctas: I64  # most blocks of a communication kernel that ran when it started; 0: none or copies
+    kind: I64  # index into `facts`
+    facts: list[tuple[str, tuple[int, ...], str, int, int]]  # name, grid + block, shapes, regs, smem
+
+
+def compare_overlap(job: Job, busy: list[Activity]) -> KernelSet:
+    """Compare every kind of compute kernel (same name, grid, block and shapes) over all ranks and steps."""
+    rows = _collect(job, busy)
+    alone_us = tuple(np.full(len(d.gpu), np.nan) for d in job.digests)
+    limits = sm_limits(job.digests[0].device)
+    kernels = []
+    order = np.argsort(rows.kind, kind="stable")
+    bounds = np.searchsorted(rows.kind[order], np.arange(len(rows.facts) + 1))
+    for kind, fact in enumerate(rows.facts):
+        members = order[bounds[kind] : bounds[kind + 1]]
+        share = rows.share[members]
+        alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
+        kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
+        kernels.append(kernel)
+        if kernel.alone_us is not None and kernel.slowdown is not None and kernel.slowdown > 1.0:
+            touched = members[share > _ALONE]
+            for column in np.unique(rows.column[touched]).tolist():
+                mine = touched[rows.column[touched] == column]
+                alone_us[column][rows.op[mine]] = np.minimum(rows.duration[mine], kernel.alone_us)
+    kernels.sort(key=lambda k: -k.cost_us)
+    return KernelSet(kernels=tuple(kernels[:_SHOWN]), alone_us=alone_us)
+
+
+def _collect(job: Job, busy: list[Activity]) -> _Rows:
+    column, op, duration, share, ctas, kinds = [], [], [], [], [], []
+    table: dict[tuple[str, tuple[int, ...], str, int, int], int] = {}
+    for c, d in enumerate(job.digests):
+        gpu = d.gpu
+        rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
+        if not len(rows):
+            continue
+        start, end = job.op_start[c][rows], job.op_end[c][rows]
+        facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.regs[rows], gpu.smem[rows],
+                                 gpu.grid[rows], gpu.block[rows]])  # fmt: skip
+        unique, which = np.unique(facts, axis=0, return_inverse=True)
+        number = []
+        for n, shape, regs, smem, *dims in unique.tolist():
+            fact = (d.names[n], tuple(dims), d.shapes[shape] if shape >= 0 else "", regs, smem)
+            number.append(table.setdefault(fact, len(table)))
+        column.append(np.full(len(rows), c))
+        op.append(rows)
+        duration.append(end - start)
+        share.append(busy[c].comm.within(start, end) / np.maximum(end - start, 1e-9))
+        ctas.append(_ctas_beside(job, c, start, end))
+        kinds.append(np.array(number, np.int64)[which.ravel()])
+    if not column:
+        none = np.empty(0, np.int64)
+        zero = np.empty(0)
+        return _Rows(column=none, op=none, duration=zero, share=zero, ctas=none, kind=none, facts=[])
+    return _Rows(
+        column=np.concatenate(column),
+        op=np.concatenate(op),
+        duration=np.concatenate(duration),
+        share=np.concatenate(share),
+        ctas=np.concatenate(ctas),
+        kind=np.concatenate(kinds),
+        facts=list(table),
+    )
+
+
+def _ctas_beside(job: Job, column: int, start: F64, end: F64) -> I64:
+    """Blocks of the communication kernel that runs in the middle of each window; 0 where none does."""
+    comm = job.digests[column].comm
+    low, high = job.on_job_clock(column, comm.start), job.on_job_clock(column, comm.end)
+    found = np.zeros(len(start), np.int64)
+    middle = (start + end) / 2
+    for stream in np.unique(comm.stream):
+        own = np.flatnonzero(comm.stream == stream)
+        at = np.searchsorted(low[own], middle, side="right") - 1
+        inside = (at >= 0) & (middle < high[own[np.maximum(at, 0)]])
+        found = np.maximum(found, np.where(inside, np.maximum(comm.ctas[own[np.maximum(at, 0)]], 0), 0))
+    return found
+
+
+def _kernel(
+    fact: tuple[str, tuple[int, ...], str, int, int],
+    rows: _Rows,
+    alone: I64,
+    beside: I64,
+    limits: SmLimits | None,
+    ranks: int,
+) -> Kernel:
+    name, dims, shapes, regs, smem = fact
+    grid, block = dims[:3], dims[3:]
+    a, b = rows.duration[alone], rows.duration[beside]
+    slowdown = float(np.median(b) / np.median(a)) if len(a) and len(b) and np.median(a) > 0 else None
+    blocks = int(np.prod(np.maximum(grid, 0), dtype=np.int64))
+    ctas = int(np.median(rows.ctas[beside])) if len(beside) else 0
+    fit = lost = before = after = None
+    if limits is not None and blocks > 0:
+        fit = blocks_per_sm(threads=int(np.prod(block)), regs_per_thread=regs, smem_bytes=smem, sm=limits)
+        before = waves(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
+        after = waves(blocks, num_sms=limits.num_sms - ctas, blocks_per_sm=fit)
+        lost = most_ctas_without_extra_wave(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
+    extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if slowdown is not None and slowdown > 1 else 0.0
+    cause = _cause(name, slowdown, a, b, ctas, before, after)
+    return Kernel(
+        name=name,
+        grid=(grid[0], grid[1], grid[2]),
+        block=(block[0], block[1], block[2]),
+        shapes=shapes or None,
+        alone_count=len(a),
+        overlapped_count=len(b),
+        alone_us=_quantile(a, 50),
+        alone_p10_us=_quantile(a, 10),
+        alone_p90_us=_quantile(a, 90),
+        overlapped_us=_quantile(b, 50),
+        overlapped_p10_us=_quantile(b, 10),
+        overlapped_p90_us=_quantile(b, 90),
+        slowdown=slowdown,
+        cost_us=extra if cause != "none" else 0.0,
+        cause=cause,
+        waves_alone=before,
+        waves_overlapped=after,
+        blocks_per_sm=fit,
+        comm_ctas=ctas if len(beside) else None,
+        comm_ctas_without_extra_wave=lost,
+    )
+
+
+def _quantile(values: F64, q: float) -> float | None:
+    return float(np.percentile(values, q)) if len(values) else None
+
+
+def _cause(
+    name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
+) -> KernelCause:
+    """Why it is slower, if it is: by more than 5 % and by more than its own spread."""
+    if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
+        return "none"
+    if ctas == 0 or _MEMORY_BOUND.search(name):
+        return "bandwidth"
+    if before is not None and after is not None and before <= _FEW_WAVES and after > before:
+        return "tail_effect"
+    return "sm_contention"

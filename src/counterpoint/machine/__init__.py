@@ -1,0 +1,1 @@
+"""What a machine is: GPUs and how many blocks of a kernel live on them."""

@@ -1,0 +1,529 @@
+"""Nsight exports: numbers worked out by hand on small synthetic ones, and hostile files."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from nsys_export import (
+    ANALYSIS,
+    CAPTURE,
+    CUDA_DEVICES,
+    EVENT,
+    GPUS,
+    GRAPH,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    NVTX,
+    RUNTIME,
+    SESSION,
+    SYNC,
+    NsysExport,
+    pid,
+)
+
+from counterpoint.errors import BadTrace
+from counterpoint.trace.nsys import read_nsys
+from counterpoint.trace.timeline import Device, HostKind, Kind, Timeline
+
+GEMM, ALL_GATHER = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+THIRD_PARTY = Path(__file__).parents[4] / "shared" / "data" / "formats" / "nsys-2026.2-2gpu.sqlite"
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> list[Timeline]:
+    """Two processes with a GPU each: a step with a GEMM on stream 7, an all-gather on stream 20 and a peer copy."""
+    export = NsysExport()
+    for process, late in ((11, 0), (12, 500)):
+        export.range("ProfilerStep#3", 1_000, 90_000, process=process)
+        export.range("aten::mm, seq = 4, op_id = 12, sizes = [[2, 3], [3, 4]], input_op_ids = [(1, 0)]", 2_000, 6_000,
+                     process=process)  # fmt: skip
+        export.kernel(GEMM, 10_000, 30_000, process=process, launch=(3_000, 4_500), gridX=132, gridY=2, blockX=384,
+                      registersPerThread=168, staticSharedMemory=1_024, dynamicSharedMemory=200_000)  # fmt: skip
+        export.kernel(ALL_GATHER, 12_000 + late, 40_000, process=process, launch=(7_500, 8_500), streamId=20, gridX=24)
+        export.nccl("ncclAllGather", 7_000, 9_000, size=4_096, process=process)
+        export.nccl_init(rank=12 - process, num_ranks=2, process=process)
+        export.add(MEMCPY, start=45_000, end=50_000, globalPid=pid(process), streamId=30, bytes=1 << 20, copyKind=8,
+                   srcDeviceId=0, dstDeviceId=1)  # fmt: skip
+    export.payload_schemas()
+    return read_nsys(export.write(tmp_path / "report.sqlite"))
+
+
+def _names(timeline: Timeline) -> list[str]:
+    return [timeline.names[i] for i in timeline.gpu.name]
+
+
+def _host(timeline: Timeline, kind: HostKind) -> list[str]:
+    return [timeline.names[i] for i, k in zip(timeline.host.name, timeline.host.kind, strict=True) if k == kind]
+
+
+def _one(tmp_path: Path, export: NsysExport, name: str = "report.sqlite") -> Timeline:
+    (timeline,) = read_nsys(export.write(tmp_path / name))
+    return timeline
+
+
+def test_a_process_with_a_gpu_is_a_rank(two_ranks: list[Timeline]) -> None:
+    assert [timeline.rank for timeline in two_ranks] == [0, 1]
+
+
+def test_ranks_and_world_size_are_what_nccl_said_when_the_processes_joined(two_ranks: list[Timeline]) -> None:
+    # Process 12 joined as rank 0, process 11 as rank 1; only process 12's all-gather starts 500 ns late.
+    assert [(t.rank_known, t.world_size, t.gpu.start[1]) for t in two_ranks] == [(True, 2, 12.499), (True, 2, 11.999)]
+
+
+def test_times_are_us_since_the_first_event_of_the_file(two_ranks: list[Timeline]) -> None:
+    # The first event is the range of ncclCommInitRank at 1 ns.
+    assert [(t.origin_ns, t.gpu.end[0]) for t in two_ranks] == [(1, 29.999)] * 2
+
+
+def test_operations_are_sorted_and_told_by_what_they_are(two_ranks: list[Timeline]) -> None:
+    timeline = two_ranks[0]
+    assert (_names(timeline), timeline.gpu.kind.tolist()) == (
+        [GEMM, ALL_GATHER, "Memcpy PtoP (Device -> Device)"], [Kind.COMPUTE, Kind.COMM, Kind.COMM])  # fmt: skip
+
+
+def test_launch_geometry_of_a_kernel_is_kept(two_ranks: list[Timeline]) -> None:
+    gpu = two_ranks[0].gpu
+    came = (*gpu.grid[0].tolist(), *gpu.block[0].tolist(), int(gpu.regs[0]), int(gpu.smem[0]), int(gpu.stream[0]))
+    assert came == (132, 2, 1, 384, 1, 1, 168, 201_024, 7)
+
+
+def test_a_copy_has_bytes_and_no_grid(two_ranks: list[Timeline]) -> None:
+    gpu = two_ranks[0].gpu
+    assert (gpu.bytes.tolist(), gpu.grid[2].tolist()) == ([-1, -1, 1 << 20], [0, 0, 0])
+
+
+def test_kernels_are_joined_with_the_call_of_their_own_process(two_ranks: list[Timeline]) -> None:
+    launches = [t.gpu.launch_start.tolist() + t.gpu.launch_end.tolist() for t in two_ranks]
+    assert launches == [pytest.approx([2.999, 7.499, np.nan, 4.499, 8.499, np.nan], nan_ok=True)] * 2
+
+
+def test_launch_thread_is_the_threads_index_and_minus_one_where_unknown(two_ranks: list[Timeline]) -> None:
+    assert [(t.gpu.launch_thread.tolist(), set(t.host.thread.tolist())) for t in two_ranks] == [([0, 0, -1], {0})] * 2
+
+
+def test_pytorchs_operations_lose_their_numbers_and_give_their_shapes(two_ranks: list[Timeline]) -> None:
+    timeline = two_ranks[0]
+    assert (_host(timeline, HostKind.OP), timeline.shapes[timeline.gpu.shape[0]], timeline.gpu.shape[1]) == (
+        ["aten::mm"], "[[2, 3], [3, 4]]", -1)  # fmt: skip
+
+
+def test_step_ranges_keep_their_names(two_ranks: list[Timeline]) -> None:
+    assert _host(two_ranks[1], HostKind.ANNOTATION) == ["ncclCommInitRank", "ProfilerStep#3", "ncclAllGather"]
+
+
+def test_runtime_calls_are_host_ranges_without_version_suffix(two_ranks: list[Timeline]) -> None:
+    assert _host(two_ranks[0], HostKind.RUNTIME) == ["cudaLaunchKernel", "cudaLaunchKernel"]
+
+
+def test_an_all_gathers_message_is_one_ranks_part(two_ranks: list[Timeline]) -> None:
+    timeline = two_ranks[0]
+    info = timeline.collectives[timeline.gpu.collective[1]]
+    assert (info.op, info.group, info.group_size, info.in_nelems, info.out_nelems, info.dtype) == (
+        "all_gather", "0xabc", 2, 4_096, 8_192, "uint8")  # fmt: skip
+
+
+def test_only_the_communication_kernel_carries_the_collective(two_ranks: list[Timeline]) -> None:
+    assert two_ranks[0].gpu.collective.tolist() == [-1, 0, -1]
+
+
+def test_a_reduce_scatters_message_is_the_part_received(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL()", 50, 90, launch=(20, 30))
+    export.nccl("ncclReduceScatter", 10, 40, size=100)
+    export.nccl_init(rank=0, num_ranks=4)
+    export.payload_schemas()
+    (info,) = _one(tmp_path, export).collectives
+    assert (info.in_nelems, info.out_nelems) == (400, 100)
+
+
+def test_a_group_launched_as_one_kernel_adds_up(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL()", 50, 90, launch=(34, 36))
+    export.range("ncclGroupStart", 10, 11)
+    export.nccl("ncclAllReduce", 12, 14, size=100)
+    export.nccl("ncclAllReduce", 15, 17, size=28)
+    export.range("ncclGroupEnd", 30, 40)
+    export.payload_schemas()
+    (info,) = _one(tmp_path, export).collectives
+    assert (info.op, info.in_nelems, info.out_nelems) == ("all_reduce", 128, 128)
+
+
+def test_a_group_launched_as_one_kernel_per_call_keeps_them_apart(tmp_path: Path) -> None:
+    export = NsysExport()
+    for at in (34, 37):
+        export.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL()", at + 20, at + 22, launch=(at, at + 1))
+    export.range("ncclGroupStart", 10, 11)
+    export.range("ncclGroupStart", 12, 13)
+    export.nccl("ncclAllReduce", 14, 15, size=100)
+    export.range("ncclGroupEnd", 16, 17)
+    export.nccl("ncclAllReduce", 18, 19, size=28)
+    export.range("ncclGroupEnd", 30, 40)
+    export.payload_schemas()
+    timeline = _one(tmp_path, export)
+    assert [timeline.collectives[i].in_nelems for i in timeline.gpu.collective] == [100, 28]
+
+
+def test_without_blobs_the_operation_is_known_and_its_bytes_are_not(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(ALL_GATHER, 50, 90, launch=(20, 30))
+    export.range("ncclAllGather", 10, 40)
+    (info,) = _one(tmp_path, export).collectives
+    assert (info.op, info.in_nelems, info.dtype) == ("all_gather", None, None)
+
+
+def test_a_call_that_ended_before_the_launch_is_not_its_collective(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(ALL_GATHER, 50, 90, launch=(20, 30))
+    export.range("ncclAllGather", 10, 19)
+    assert _one(tmp_path, export).gpu.collective.tolist() == [-1]
+
+
+def test_shapes_are_those_of_the_innermost_open_operation(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.range("aten::linear, op_id = 1, sizes = [[1]]", 10, 100)
+    export.range("aten::t, op_id = 2, sizes = [[2]]", 20, 30)
+    export.range("aten::addmm, op_id = 3, sizes = [[3]]", 40, 60)
+    for at in (25, 35, 50, 70):  # in t; between, so in linear; in addmm; after it, so in linear
+        export.kernel(GEMM, at + 1_000, at + 1_001, launch=(at, at + 1))
+    timeline = _one(tmp_path, export)
+    assert [timeline.shapes[i] for i in timeline.gpu.shape] == ["[[2]]", "[[1]]", "[[3]]", "[[1]]"]
+
+
+def test_names_of_ranges_may_come_from_string_ids(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.range(None, 10, 40, textId=export.text("aten::relu, op_id = 9, sizes = [[7]]"))
+    assert _host(_one(tmp_path, export), HostKind.OP) == ["aten::relu"]
+
+
+@pytest.mark.parametrize("event_type", [60, 70, 71])
+def test_other_kinds_of_closed_ranges_are_read(tmp_path: Path, event_type: int) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.range("epoch 1, part 2", 10, 40, eventType=event_type)
+    assert _host(_one(tmp_path, export), HostKind.ANNOTATION) == ["epoch 1, part 2"]
+
+
+def test_marks_and_ranges_left_open_are_dropped(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.range("mark", 10, None, eventType=34)
+    export.range("never popped", 10, None)
+    assert len(_one(tmp_path, export).host) == 0
+
+
+def test_a_wait_names_the_stream_that_waits_and_the_record_it_waits_for(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.add(EVENT, streamId=20, correlationId=77, globalPid=pid(1), eventId=5, eventSyncId=900)
+    export.add(EVENT, streamId=21, correlationId=78, globalPid=pid(1), eventId=5, eventSyncId=901)
+    export.add(SYNC, start=60, end=61, streamId=7, correlationId=80, globalPid=pid(1), eventId=5, eventSyncId=900)
+    host = _one(tmp_path, export).host
+    assert [(HostKind(host.kind[0]), int(c[0])) for c in (host.stream, host.waits_for, host.waits_on)] == [
+        (HostKind.SYNC, 7), (HostKind.SYNC, 77), (HostKind.SYNC, 20)]  # fmt: skip
+
+
+def test_a_synchronisation_is_on_the_thread_that_called_it(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.add(
+        RUNTIME, start=95, end=99, globalTid=pid(1) | 5, correlationId=80, nameId=export.text("cudaStreamSynchronize")
+    )
+    export.add(SYNC, start=96, end=98, globalPid=pid(1), correlationId=80, syncType=3)
+    host = _one(tmp_path, export).host
+    assert host.thread.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"copyKind": 1, "srcKind": 1, "dstKind": 2}, "Memcpy HtoD (Pinned -> Device)"),
+        ({"copyKind": 2, "srcKind": 2, "dstKind": 0}, "Memcpy DtoH (Device -> Pageable)"),
+        ({"copyKind": 8}, "Memcpy DtoD (Device -> Device)"),
+        ({"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 1}, "Memcpy DtoD (Device -> Device)"),
+        ({"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 0}, "Memcpy PtoP (Device -> Device)"),
+        ({"copyKind": 10, "srcKind": None, "dstKind": None}, "Memcpy PtoP (Device -> Device)"),
+        ({"copyKind": 99}, "Memcpy Unknown (Unknown -> Unknown)"),
+    ],
+)
+def test_copies_are_named_as_kineto_names_them(tmp_path: Path, values: dict[str, int], name: str) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.add(MEMCPY, start=10, end=20, globalPid=pid(1), **values)
+    assert _names(_one(tmp_path, export))[0] == name
+
+
+def test_memsets_are_not_communication(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    export.add(MEMSET, start=10, end=20, globalPid=pid(1), bytes=64)
+    timeline = _one(tmp_path, export)
+    assert (_names(timeline)[0], timeline.gpu.kind[0], timeline.gpu.bytes[0]) == ("Memset (Device)", Kind.MEMCPY, 64)
+
+
+def test_kernels_of_a_graph_share_the_launch_of_the_graph(tmp_path: Path) -> None:
+    export = NsysExport()
+    graph = export.kernel(GEMM, 50, 90, launch=(20, 30), call="cudaGraphLaunch_v10000", graphNodeId=1)
+    export.kernel(GEMM, 91, 95, correlationId=graph, graphNodeId=2)
+    assert _one(tmp_path, export).gpu.launch_start.tolist() == [0.0, 0.0]
+
+
+def test_a_graph_captured_as_one_span_is_compute(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.add(GRAPH, start=50, end=90, globalPid=pid(1), correlationId=3)
+    timeline = _one(tmp_path, export)
+    assert (_names(timeline), timeline.gpu.kind.tolist()) == (["CUDA graph"], [Kind.COMPUTE])
+
+
+def test_device_properties_are_those_of_the_gpu_behind_the_ordinal(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90, process=8)
+    export.add(GPUS, id=0, name="other", smCount=1)
+    export.add(GPUS, id=3)
+    export.add(CUDA_DEVICES, gpuId=0, cudaId=0, pid=7)
+    export.add(CUDA_DEVICES, gpuId=3, cudaId=0, pid=8)
+    assert _one(tmp_path, export).device == Device(
+        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
+        compute_capability=(9, 0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("clock", "starts", "utc"),
+    [
+        (7_000_000, 0, 10**18 + 5_000),  # times count from the start of the session
+        (2_000, 2_000, 10**18 + 3_000),  # times are the system clock's
+    ],
+)
+def test_files_of_one_job_share_utc_as_time_base(tmp_path: Path, clock: int, starts: int, utc: int) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 5_000, 9_000)
+    export.add(SESSION, utcEpochNs=10**18, systemClockNs=clock)
+    export.add(ANALYSIS, startTime=starts)
+    assert _one(tmp_path, export).origin_ns == utc
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "known", "world_size"),
+    [
+        (('RANK="5"', 'WORLD_SIZE="16"', 'SLURM_PROCID="1"'), 5, True, 16),
+        (('OMPI_COMM_WORLD_RANK="2"', 'OMPI_COMM_WORLD_SIZE="4"'), 2, True, 4),
+        (('SLURM_PROCID="3"',), 3, True, None),
+        (('RANK="none"',), 9, False, None),  # then the file name decides
+    ],
+)
+def test_the_launchers_environment_says_the_rank_of_a_lone_process(
+    tmp_path: Path, variables: tuple[str, ...], rank: int, known: bool, world_size: int | None
+) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    for text in variables:
+        export.add(CAPTURE, name="PROCESS_0:ENVIRONMENT_VARIABLE", value=text)
+    timeline = _one(tmp_path, export, "trace_rank9.sqlite")
+    assert (timeline.rank, timeline.rank_known, timeline.world_size) == (rank, known, world_size)
+
+
+def test_ranks_that_nobody_names_are_in_order_of_process_then_device(tmp_path: Path) -> None:
+    export = NsysExport()
+    for at, (process, device) in enumerate(((9, 1), (4, 1), (9, 0), (4, 0))):
+        export.kernel(GEMM, 50 + at, 90, process=process, deviceId=device)
+    timelines = read_nsys(export.write(tmp_path / "report.sqlite"))
+    # Process 4's devices 0 and 1 started at 53 and 51, process 9's at 52 and 50; 50 is the origin.
+    assert [(t.rank, t.rank_known, round(t.gpu.start[0] * 1e3)) for t in timelines] == [
+        (0, False, 3), (1, False, 1), (2, False, 2), (3, False, 0)]  # fmt: skip
+
+
+def test_ranks_of_a_later_node_come_after_those_of_earlier_ones(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.add(CAPTURE, name="PROCESS_0:ENVIRONMENT_VARIABLE", value='SLURM_NODEID="2"')
+    for process in (1, 2):
+        export.kernel(GEMM, 50, 90, process=process)
+    assert [t.rank for t in read_nsys(export.write(tmp_path / "report.sqlite"))] == [4, 5]
+
+
+def test_subgroup_communicators_do_not_pass_for_ranks(tmp_path: Path) -> None:
+    export = NsysExport()
+    for process, rank in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        export.kernel(GEMM, 50, 90, process=process)
+        export.nccl_init(rank=rank, num_ranks=2, process=process)
+    export.payload_schemas()
+    timelines = read_nsys(export.write(tmp_path / "report.sqlite"))
+    assert [(t.rank, t.rank_known) for t in timelines] == [(0, False), (1, False), (2, False), (3, False)]
+
+
+def test_one_process_with_two_devices_keeps_their_launches_apart(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90, launch=(20, 22), deviceId=0)
+    export.kernel(GEMM, 51, 90, launch=(24, 26), deviceId=1)
+    timelines = read_nsys(export.write(tmp_path / "report.sqlite"))
+    assert [t.host.start.tolist() for t in timelines] == [[0.0], [0.004]]
+
+
+def test_an_old_schema_without_optional_columns_is_read_with_what_it_has(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 5_000, 9_000, process=3, launch=(2_000, 3_000))
+    export.add(MEMCPY, start=9_500, end=9_900, globalPid=pid(3), bytes=64, copyKind=1)
+    export.range("step", 1_000, 10_000, process=3)
+    optional = [(KERNEL, c) for c in ("globalPid", "demangledName", "registersPerThread", "gridZ", "graphNodeId")]
+    optional += [(KERNEL, c) for c in ("staticSharedMemory", "dynamicSharedMemory")]
+    optional += [(MEMCPY, c) for c in ("srcKind", "dstKind", "srcDeviceId", "dstDeviceId")]
+    optional += [(NVTX, c) for c in ("textId", "domainId", "binaryData")]
+    (timeline,) = read_nsys(export.write(tmp_path / "old.sqlite", without=[*optional, (MEMCPY, "globalPid")]))
+    assert (_names(timeline), timeline.gpu.launch_start[0], _host(timeline, HostKind.ANNOTATION)) == (
+        ["short", "Memcpy HtoD (Unknown -> Device)"], 1.0, ["step"])  # fmt: skip
+
+
+def test_a_name_missing_from_string_ids_is_unknown(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.add(KERNEL, start=50, end=90, globalPid=pid(1), demangledName=77)
+    assert _names(_one(tmp_path, export)) == ["unknown"]
+
+
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel("x" * 100_000, 50, 90)
+    assert len(_names(_one(tmp_path, export))[0]) == 4096
+
+
+def test_the_path_is_quoted(tmp_path: Path) -> None:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90)
+    assert len(_one(tmp_path, export, "a?mode=rwc&b#c%20d.sqlite").gpu) == 1
+
+
+def _edit(path: Path, *statements: str) -> Path:
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90, launch=(20, 30))
+    export.range("aten::mm, op_id = 1, sizes = [[1]]", 10, 40)
+    export.write(path)
+    with closing(sqlite3.connect(path)) as db, db:
+        for statement in statements:
+            db.execute(statement)
+    return path
+
+
+@pytest.mark.parametrize("table", [KERNEL, RUNTIME, NVTX])
+@pytest.mark.parametrize(
+    "change",
+    ["start = -5", "start = 50.5", "start = NULL", "start = 'x'", "start = x'00'", '"end" = 5', '"end" = 1e300'],
+)
+def test_impossible_times_are_refused(tmp_path: Path, table: str, change: str) -> None:
+    path = _edit(tmp_path / "report.sqlite", f"UPDATE {table} SET {change}")
+    with pytest.raises(BadTrace, match=f"{table} row 1 has impossible times"):
+        read_nsys(path)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE StringIds SET value = x'ff00'",
+        "UPDATE StringIds SET value = ''",
+        f"UPDATE {KERNEL} SET demangledName = 'text', shortName = x'00'",
+        f"UPDATE {KERNEL} SET gridX = 'many', registersPerThread = 1e300, streamId = NULL",
+        f"UPDATE {NVTX} SET text = x'ff00ff'",
+        f"UPDATE {NVTX} SET text = cast(x'61ff62' AS TEXT)",
+        f"UPDATE {NVTX} SET globalTid = 'main', eventType = 59",
+        f"UPDATE {NVTX} SET binaryData = x'0102'",
+        f"UPDATE {RUNTIME} SET correlationId = x'01'",
+        "DROP TABLE StringIds",
+        f"DROP TABLE {NVTX}",
+        f"DROP TABLE {RUNTIME}",
+    ],
+)
+def test_values_of_the_wrong_type_cost_only_themselves(tmp_path: Path, statement: str) -> None:
+    (timeline,) = read_nsys(_edit(tmp_path / "report.sqlite", statement))
+    assert len(timeline.gpu) == 1
+
+
+@pytest.mark.parametrize(
+    ("statements", "text"),
+    [
+        ((f"DROP TABLE {KERNEL}",), "no GPU activity"),
+        ((f"DELETE FROM {KERNEL}",), "no GPU activity"),
+        ((f"ALTER TABLE {KERNEL} RENAME TO t", f"CREATE VIEW {KERNEL} AS SELECT * FROM t"), "is a view"),
+        ((f"DROP TABLE {NVTX}", f"CREATE VIRTUAL TABLE {NVTX} USING fts5(start)"), "is a view or a virtual table"),
+        ((f'ALTER TABLE {KERNEL} RENAME COLUMN "end" TO stop',), "has no column 'end'"),
+        (
+            (f"CREATE TABLE t AS SELECT * FROM {KERNEL}", *[f"INSERT INTO {KERNEL} SELECT * FROM t"] * 5),
+            "more than 5 rows",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_trusted_is_refused(tmp_path: Path, statements: tuple[str, ...], text: str) -> None:
+    path = _edit(tmp_path / "report.sqlite", *statements)
+    with pytest.raises(BadTrace, match=text):
+        read_nsys(path, max_rows=5)
+
+
+def _truncated(path: Path) -> None:
+    export = NsysExport()
+    for at in range(2_000):
+        export.kernel(GEMM, at, at + 1)
+    data = export.write(path).read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _damaged(path: Path) -> None:
+    export = NsysExport()
+    for at in range(2_000):
+        export.kernel(GEMM, at, at + 1)
+    data = bytearray(export.write(path).read_bytes())
+    data[8_192:] = b"\xa5" * (len(data) - 8_192)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "text"),
+    [
+        ("report.nsys-rep", lambda path: path.write_bytes(b"\x1f\x8bxx"), "nsys export --type sqlite"),
+        ("report.sqlite", lambda path: path.write_bytes(b"{}"), "is not an SQLite database"),
+        ("report.sqlite", lambda path: path.write_bytes(b""), "is not an SQLite database"),
+        ("report.sqlite", lambda path: path.write_bytes(b"SQLite format 3\0" + b"\xff" * 500), "SQLite cannot read it"),
+        ("report.sqlite", _truncated, "SQLite cannot read it"),
+        ("report.sqlite", _damaged, "SQLite cannot read it"),
+        ("report.sqlite", lambda path: path.mkdir(), "cannot be read"),
+        ("report.sqlite", lambda path: None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_export_is_refused(
+    tmp_path: Path, name: str, write: Callable[[Path], None], text: str
+) -> None:
+    write(tmp_path / name)
+    with pytest.raises(BadTrace, match=text) as caught:
+        read_nsys(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_damage_escapes_as_anything_but_bad_trace(tmp_path: Path, seed: int) -> None:
+    data = bytearray(_edit(tmp_path / "report.sqlite").read_bytes())
+    random = Random(seed)
+    for _ in range(random.choice((1, 5, 25))):
+        data[random.randrange(16, len(data))] = random.randrange(256)
+    (tmp_path / "report.sqlite").write_bytes(data)
+    try:
+        timelines = read_nsys(tmp_path / "report.sqlite")
+    except BadTrace:
+        return
+    assert all(len(timeline.gpu) for timeline in timelines)
+
+
+def test_a_column_that_hides_the_row_numbers_is_refused(tmp_path: Path) -> None:
+    path = _edit(tmp_path / "report.sqlite", f"ALTER TABLE {NVTX} ADD COLUMN rowid INTEGER")
+    with pytest.raises(BadTrace, match="has a column 'rowid'"):
+        read_nsys(path)
+
+
+@pytest.mark.skipif(not THIRD_PARTY.exists(), reason="the third-party export is not part of the repository")
+def test_a_real_export_joins_each_operation_that_has_a_launch() -> None:
+    timelines = read_nsys(THIRD_PARTY)
+    # Counted with SQL: 2092 of 4368 GPU operations have their launch inside the second that was kept.
+    assert [len(t.gpu) for t in timelines] == [2184, 2184]
+    assert sum(int(np.isfinite(t.gpu.launch_start).sum()) for t in timelines) == 2092
