@@ -16,9 +16,7 @@ import hashlib
 import json
 import shlex
 import statistics
-import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 
 import synthetic_job
 import synthetic_model
+from peers import hta_python
 from process_cost import run
 from provenance import provenance
 from rich.console import Console
@@ -33,7 +32,6 @@ from rich.table import Table
 from synthetic_job import Job, write_traces
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER = ["traceinsight==0.6.1", "ijson==3.6.0"]  # ijson: its reader for large files, recommended, not a dependency
 PEER_LOAD = """
 import json, sys, time
 from importlib.metadata import version
@@ -131,13 +129,7 @@ def traces(cache: Path, job: Job, ranks: Sequence[int]) -> Path:
 
 def peer_rows(cache: Path, folder: Path) -> list[Row]:
     """The peer's load with each parser it recommends, in an environment made once."""
-    environment = cache / "-".join(["peer", *PEER]).replace("==", "-")
-    if not environment.exists():
-        unfinished = environment.with_name("peer-unfinished")
-        venv.create(unfinished, with_pip=True, clear=True)
-        subprocess.run([unfinished / "bin" / "python", "-m", "pip", "install", "-qq", *PEER], check=True)
-        unfinished.rename(environment)
-    python = str(environment / "bin" / "python")
+    python = hta_python(cache)
     return [
         Row(name, [python, "-c", PEER_LOAD, str(folder), parser], times_itself=True)
         for parser, name in PEER_PARSERS.items()

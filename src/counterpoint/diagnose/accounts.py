@@ -10,7 +10,7 @@ from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.job import Job
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records import Account, Collective, RankAccount, Step
-from counterpoint.trace.timeline import F64, Kind
+from counterpoint.trace.timeline import F64, I64, Kind
 
 __all__ = ["Activity", "Waits", "activity", "collectives", "rank_accounts", "steps", "totals", "waits"]
 
@@ -142,39 +142,49 @@ def totals(accounts: tuple[RankAccount, ...]) -> Account:
 def collectives(job: Job, w: Waits) -> tuple[Collective, ...]:
     """Every collective, in order of time."""
     joined, ranks = job.joined, job.ranks
-    return tuple(_collective(job, w, j, ranks) for j in range(len(joined)))
+    if not len(joined):
+        return ()
+    first, end = np.nanmin(joined.start, axis=1), np.nanmax(joined.end, axis=1)
+    transfer = np.maximum(end - w.last_start, 0.0)
+    exposed = np.nanmean(w.exposed, axis=1)
+    sizes, members, ctas = (_most(job, column) for column in ("bytes", "size", "ctas"))
+    there = joined.row >= 0
+    out = []
+    for j in range(len(joined)):
+        columns = np.flatnonzero(there[j]).tolist()
+        size = int(sizes[j]) if sizes[j] >= 0 else None
+        algo = size / float(transfer[j]) / 1e3 if size and transfer[j] > 0 else None
+        bus = bus_factor(joined.op[j], max(int(members[j]), len(columns)))
+        out.append(
+            Collective(
+                op=joined.op[j],
+                group=joined.group[j],
+                index=int(joined.index[j]),
+                bytes=size,
+                ranks=tuple(ranks[c] for c in columns),
+                last_rank=ranks[int(w.last_column[j])],
+                start_us=float(first[j]),
+                end_us=float(end[j]),
+                wait_us={str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) for c in columns},
+                transfer_us=float(transfer[j]),
+                algo_gb_per_s=algo,
+                bus_gb_per_s=algo * bus if algo is not None else None,
+                exposed_us=float(exposed[j]),
+                num_ctas=int(ctas[j]) if ctas[j] >= 0 else None,
+                joined_by=joined.by[j],
+                step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
+            )
+        )
+    return tuple(out)
 
 
-def _collective(job: Job, w: Waits, j: int, ranks: tuple[int, ...]) -> Collective:
-    joined = job.joined
-    there = np.flatnonzero(joined.row[j] >= 0)
-    rows = [(int(c), int(joined.row[j, c])) for c in there]
-    tables = [(job.digests[c].comm, row) for c, row in rows]
-    sizes = [int(t.bytes[row]) for t, row in tables if t.bytes[row] >= 0]
-    size = max(sizes) if sizes else None
-    ctas = [int(t.ctas[row]) for t, row in tables if t.ctas[row] >= 0]
-    members = max([int(t.size[row]) for t, row in tables] + [len(rows)])
-    end = float(np.nanmax(joined.end[j]))
-    transfer = max(end - float(w.last_start[j]), 0.0)
-    algo = size / transfer / 1e3 if size and transfer > 0 else None
-    return Collective(
-        op=joined.op[j],
-        group=joined.group[j],
-        index=int(joined.index[j]),
-        bytes=size,
-        ranks=tuple(ranks[c] for c, _ in rows),
-        last_rank=ranks[int(w.last_column[j])],
-        start_us=float(np.nanmin(joined.start[j])),
-        end_us=end,
-        wait_us={str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) for c, _ in rows},
-        transfer_us=transfer,
-        algo_gb_per_s=algo,
-        bus_gb_per_s=algo * bus_factor(joined.op[j], members) if algo is not None else None,
-        exposed_us=float(np.nanmean(w.exposed[j])),
-        num_ctas=max(ctas) if ctas else None,
-        joined_by=joined.by[j],
-        step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
-    )
+def _most(job: Job, column: str) -> I64:
+    """The largest value of a column of `CommRows` over the ranks of each collective; -1 where none states it."""
+    most = np.full(len(job.joined), -1, np.int64)
+    for c, d in enumerate(job.digests):
+        took = np.flatnonzero(job.joined.row[:, c] >= 0)
+        most[took] = np.maximum(most[took], getattr(d.comm, column)[job.joined.row[took, c]])
+    return most
 
 
 def bus_factor(op: str, ranks: int) -> float:

@@ -14,9 +14,9 @@ CAUSE_TITLE = {
     "unknown": "cause not found",
 }
 KERNEL_TITLE = {
-    "tail_effect": "{count} kinds of kernels need an extra wave beside communication (tail effect)",
-    "sm_contention": "{count} kinds of kernels lose SMs to communication",
-    "bandwidth": "{count} kinds of kernels lose memory bandwidth or power to communication",
+    "tail_effect": "Tail effect: {kernels} in need of an extra wave beside communication",
+    "sm_contention": "{kernels} slowed by the SMs that communication takes",
+    "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
 IDLE_TITLE = {
     "launch": "The GPUs wait for launches: host-bound",

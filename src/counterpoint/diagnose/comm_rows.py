@@ -74,8 +74,8 @@ def comm_rows(timeline: Timeline) -> CommRows:
 
 def _members(gpu: GpuOps, first: int, last: int) -> I64:
     """Communication operations from `first` to `last` on their stream."""
-    part: I64 = np.arange(first, last + 1, dtype=np.int64)
-    return part[(gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM)]
+    part = slice(first, last + 1)
+    return first + np.flatnonzero((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
 
 
 def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: int | None) -> tuple[I64, I64]:

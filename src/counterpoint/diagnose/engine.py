@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 from counterpoint.diagnose.digest import RankDigest, digest
-from counterpoint.errors import BadTrace, Misconfigured, Unsupported
+from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
 
@@ -72,6 +74,7 @@ def digest_all(
 
     Raises:
         BadTrace: of the first file (in that order) that cannot be read.
+        CounterpointError: a process or worker died.
         Unsupported: engine dask without the package or without an answer from its scheduler.
     """
     tell = progress or (lambda done, total, what: None)
@@ -87,7 +90,7 @@ def digest_all(
 def _in_turn(files: list[TraceFile], limits: Limits, tell: Progress) -> list[RankDigest]:
     found: list[RankDigest] = []
     for done, file in enumerate(files):
-        tell(done, len(files), f"reading {file.path.name}")
+        tell(done, len(files), f"reading {file.label}")
         if file.format == "kineto":
             timeline = read_kineto(
                 file,
@@ -103,7 +106,7 @@ def _in_turn(files: list[TraceFile], limits: Limits, tell: Progress) -> list[Ran
 
 def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Progress) -> list[RankDigest]:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_die_of_interrupts) as pool:
         futures = [pool.submit(digest_file, file, limits) for file in files]
         try:
             for done, future in enumerate(as_completed(futures)):
@@ -111,24 +114,38 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
                 if future.exception() is not None:
                     break
             return [d for future in futures for d in future.result()]
+        except BrokenProcessPool:
+            raise CounterpointError(
+                "a process that read a rank died; if it ran out of memory, ask for fewer at once (--workers 1); "
+                'a script that calls counterpoint.diagnose needs `if __name__ == "__main__":`'
+            ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _die_of_interrupts() -> None:
+    """Ctrl-C reaches every process of the terminal: a reader ends at once and without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _on_dask(files: list[TraceFile], limits: Limits, engine: Engine, tell: Progress) -> list[RankDigest]:
     try:
-        from distributed import Client
+        from distributed import CancelledError, Client, KilledWorker
         from distributed import as_completed as dask_completed
+        from distributed.comm import CommClosedError
     except ImportError:
         raise Unsupported("engine dask needs the package distributed: pip install 'counterpoint[cluster]'") from None
     try:
         client = Client(engine.scheduler, timeout="10s", set_as_default=False)
     except (OSError, TimeoutError, ValueError) as error:
         raise Unsupported(f"no Dask scheduler answers at {engine.scheduler}: {error}") from None
-    with client:
+    with client, client.as_current():
         futures = client.map(digest_file, files, [limits] * len(files), pure=False)
-        for done, future in enumerate(dask_completed(futures)):
-            tell(done + 1, len(files), "ranks read")
-            if future.status == "error":
-                break
-        return [d for future in futures for d in future.result()]
+        try:
+            for done, future in enumerate(dask_completed(futures)):
+                tell(done + 1, len(files), "ranks read")
+                if future.status == "error":
+                    break
+            return [d for future in futures for d in future.result()]
+        except (KilledWorker, CancelledError, CommClosedError) as error:
+            raise CounterpointError(f"the Dask cluster at {engine.scheduler} lost a rank's work: {error}") from None

@@ -52,10 +52,11 @@ def _severity(cost_us: float, step_us: float) -> Severity:
 
 def _stragglers(job: Job, stragglers: tuple[Straggler, ...], saved: dict[str, float], step: float) -> list[Finding]:
     whole = sum(s.delay_us for s in stragglers)
+    launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot move a host
     out = []
     for s in stragglers:
         cost = s.delay_us / max(len(job.step_names), 1)
-        if "no straggler" in saved and whole > 0:
+        if "no straggler" in saved and whole > 0 and launched:
             cost = saved["no straggler"] * s.delay_us / whole
         out.append(
             Finding(
@@ -89,7 +90,8 @@ def _slow_kernels(job: Job, kernels: tuple[Kernel, ...], saved: dict[str, float]
         parts = [f"{_short(k.name)} {_times(k)}" for k in group[:_KERNELS_NAMED]]
         waves = (
             f"; {worst.grid[0] * worst.grid[1] * worst.grid[2]} blocks at {worst.blocks_per_sm} a SM take "
-            f"{worst.waves_alone} wave(s) alone, {worst.waves_overlapped} beside {worst.comm_ctas} communication CTAs"
+            f"{_count(worst.waves_alone or 0, 'wave')} alone, {worst.waves_overlapped} beside {worst.comm_ctas} "
+            "communication CTAs"
             if cause == "tail_effect"
             else ""
         )
@@ -98,13 +100,17 @@ def _slow_kernels(job: Job, kernels: tuple[Kernel, ...], saved: dict[str, float]
                 kind=cause,
                 cost_us=cost,
                 severity=_severity(cost, step),
-                title=advice.KERNEL_TITLE[cause].format(count=len(group)),
+                title=advice.KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
                 evidence=f"{lost / max(len(job.step_names), 1) / 1e3:.2f} ms of kernel time a step: "
                 + "; ".join(parts) + waves,
                 advice=advice.kernel(worst, job.digests[0].device.num_sms),
             )
         )  # fmt: skip
     return out
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _times(k: Kernel) -> str:
@@ -135,7 +141,7 @@ def _launch_order(job: Job, blocked: tuple[Blocked, ...], saved: dict[str, float
             kind="launch_order",
             cost_us=cost,
             severity=_severity(cost, step),
-            title=f"{len(blocked)} collectives were queued but could not start: a kernel held every SM",
+            title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
             evidence=f"{lost / 1e3:.2f} ms a step and rank, mostly behind {_short(most)} ({by_kernel[most]} times); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {_short(kernel)}; {worst.proof}",
             advice=advice.launch_order(d.device.num_sms, int(d.comm.ctas[worst.row])),

@@ -65,9 +65,7 @@ def assemble(digests: list[RankDigest]) -> Job:
     missing = tuple(r for r in range(min(world, 1 << 20)) if r not in {d.rank for d in digests})
     if missing:
         shown = ", ".join(map(str, missing[:_MISSING_SHOWN])) + (" …" if len(missing) > _MISSING_SHOWN else "")
-        notes.append(
-            f"{len(missing)} of {world} ranks have no trace ({shown}): one that is late shows as transfer"
-        )
+        notes.append(f"{len(missing)} of {world} ranks have no trace ({shown}): one that is late shows as transfer")
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     ranks = tuple(d.rank for d in digests)
     joined = join(ranks, [d.comm for d in digests], base)
@@ -172,22 +170,20 @@ def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64, str]:
     """(zero, names, start [S, R], end [S, R], how found): common steps, else those of one rank for all."""
-    stated = [d.steps.found_by == "profiler" for d in digests]
-    if all(stated):
-        common = [n for n in digests[0].steps.names if all(n in d.steps.names for d in digests)]
-        if common:
-            rows = [[d.steps.names.index(n) for n in common] for d in digests]
-            start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
-            end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
-            zero = float(start[0].min())
-            return zero, tuple(common), start - zero, end - zero, "profiler"
-        notes.append("the ranks share no ProfilerStep: the steps of the lowest rank are used for all")
     best = ("profiler", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
     if steps.found_by != "profiler":
         how = {"repetition": "found from repetition", "whole": "not found: the whole trace counts as one"}
         notes.append(f"no ProfilerStep ranges; steps {how[steps.found_by]}")
+    if steps.found_by != "whole" and (common := _common_steps(digests, steps.found_by)):
+        rows = [[d.steps.names.index(n) for n in common] for d in digests]
+        start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        zero = float(start[0].min())
+        return zero, common, start - zero, end - zero, steps.found_by
+    if steps.found_by != "whole":
+        notes.append(f"the ranks share no steps: those of rank {digests[column].rank} are used for all")
     start = clocks.corrected(column, steps.start + base[column])
     end = clocks.corrected(column, steps.end + base[column])
     if steps.found_by == "whole":
@@ -201,6 +197,16 @@ def _steps(
         (end - start[0])[:, None] * wide,
         steps.found_by,
     )
+
+
+def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
+    """Names of the steps that every rank has; steps found from repetition only if all ranks have as many."""
+    if any(d.steps.found_by != found_by for d in digests):
+        return ()
+    if found_by == "repetition" and len({d.steps.names for d in digests}) > 1:
+        return ()
+    shared = set.intersection(*(set(d.steps.names) for d in digests))
+    return tuple(n for n in digests[0].steps.names if n in shared)
 
 
 def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> None:

@@ -60,7 +60,7 @@ def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> 
             groups.setdefault(key, {})[column] = members
     found: list[tuple[_Key, str, dict[int, int]]] = []
     for key, columns in groups.items():
-        found += _join_group(key, columns, rows)
+        found += _join_group(key, columns, rows, base_us)
     return _table(ranks, rows, base_us, found)
 
 
@@ -74,7 +74,9 @@ def _by_group(table: CommRows) -> dict[_Key, I64]:
     return {key: np.array(value, np.int64) for key, value in members.items()}
 
 
-def _join_group(key: _Key, columns: dict[int, I64], rows: list[CommRows]) -> list[tuple[_Key, str, dict[int, int]]]:
+def _join_group(
+    key: _Key, columns: dict[int, I64], rows: list[CommRows], base_us: list[float]
+) -> list[tuple[_Key, str, dict[int, int]]]:
     for by in ("comms_id", "seq"):
         keyed = {c: _ids(rows[c], members, by) for c, members in columns.items()}
         if all(ids is not None for ids in keyed.values()):
@@ -83,7 +85,7 @@ def _join_group(key: _Key, columns: dict[int, I64], rows: list[CommRows]) -> lis
                 for ident, row in zip(ids or (), columns[column].tolist(), strict=True):
                     together.setdefault(ident, {})[column] = row
             return [(key, by, members) for members in together.values()]
-    return [(key, "order", members) for members in _by_order(columns, rows)]
+    return [(key, "order", members) for members in _by_order(columns, rows, base_us)]
 
 
 def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
@@ -106,15 +108,16 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
     return ids
 
 
-def _by_order(columns: dict[int, I64], rows: list[CommRows]) -> list[dict[int, int]]:
+def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float]) -> list[dict[int, int]]:
     """Align every rank's sequence with the longest one, which takes in what it lacks itself."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
-    token, end = _tokens(rows[reference], columns[reference]), rows[reference].end[columns[reference]]
+    token = _tokens(rows[reference], columns[reference])
+    end = rows[reference].end[columns[reference]] + base_us[reference]
     for column, members in columns.items():
         if column == reference:
             continue
-        own_token, own_end = _tokens(rows[column], members), rows[column].end[members]
+        own_token, own_end = _tokens(rows[column], members), rows[column].end[members] + base_us[column]
         partner = align(token, end, own_token, own_end)
         lag = float(np.median(own_end[partner >= 0] - end[partner[partner >= 0]])) if (partner >= 0).any() else 0.0
         shift = 0  # elements taken in so far
@@ -142,7 +145,8 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
 
     Dynamic programme over k = partner - own index in a band: matched elements must have equal tokens, and the
     difference of their ends should stay as it was at the match before (clocks may differ, rhythms do not). An element
-    of the reference left out costs one penalty, one of `other` two, wherever it stands.
+    of the reference left out costs one penalty, one of `other` two, wherever it stands. Where the rhythm cannot tell,
+    as with even spacing, the clocks that agree better decide.
     """
     n, m = len(reference), len(other)
     if not n or not m:
@@ -166,7 +170,8 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
         valid = (j >= 0) & (j < n)
         valid[valid] = ref_token[j[valid]] == table[other[i]]
         lag[i, valid] = other_end[i] - reference_end[j[valid]]
-        start = np.where(valid, np.abs(j) * penalty + 2 * i * penalty, far)
+        apart = 0.1 * penalty * np.minimum(np.abs(lag[i]) / max(spacing, 1.0), 1.0)
+        start = np.where(valid, np.abs(j) * penalty + 2 * i * penalty + apart, far)
         best, source = start, np.full((len(band), 2), -1, np.int64)
         for before, moves in ((1, skip), (2, None)):
             if i < before:

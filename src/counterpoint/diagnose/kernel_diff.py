@@ -7,33 +7,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnose.job import Job
-from counterpoint.trace.timeline import F64, Kind
+from counterpoint.trace.timeline import F64, I64, Kind
 
 __all__ = ["KernelDiff", "compare_kernels"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelDiff:
-    """Compute kernels of a late rank against those of a peer, over all steps.
+    """Compute kernels of a late rank against those of a peer, in some steps.
 
     Signature = name, grid, block and input shapes. ratio: time of kernels that both ran, mean against mean, weighted by
     the late rank's counts; other_share: part of its kernels whose signature the peer did not run; extra_us: its kernel
-    time beyond the peer's that those others account for, per step.
+    time beyond the peer's that those others, and more of the same, account for; slower_us: what ratio costs.
     """
 
     peer: int
     count: int
     matched: int
     ratio: float
+    slower_us: float
     other_share: float
     extra_us: float
     example: str | None
 
 
-def compare_kernels(job: Job, column: int) -> KernelDiff:
-    """Compare a rank's compute kernels inside steps with those of the typical other rank (median kernel time)."""
-    mine = _signatures(job, column)
-    others_of = {c: _signatures(job, c) for c in range(len(job.ranks)) if c != column}
+def compare_kernels(job: Job, column: int, steps: I64) -> KernelDiff:
+    """Compare a rank's compute kernels in some steps with those of the typical other rank (median kernel time)."""
+    mine = _signatures(job, column, steps)
+    others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c != column}
     by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
     peer = by_time[(len(by_time) - 1) // 2]
     theirs = others_of[peer]
@@ -60,16 +61,19 @@ def compare_kernels(job: Job, column: int) -> KernelDiff:
         matched=matched,
         ratio=measured / expected if expected > 0 else 1.0,
         other_share=1 - matched / count if count else 0.0,
-        extra_us=(extra + surplus) / max(len(job.step_names), 1),
+        slower_us=measured - expected,
+        extra_us=extra + surplus,
         example=worst[0][:120] if worst else None,
     )
 
 
-def _signatures(job: Job, column: int) -> dict[tuple[str, tuple[int, ...], str], F64]:
-    """Durations per (name, grid + block, shapes) of the compute kernels inside steps."""
+def _signatures(job: Job, column: int, steps: I64) -> dict[tuple[str, tuple[int, ...], str], F64]:
+    """Durations per (name, grid + block, shapes) of the compute kernels of some steps."""
     d, gpu = job.digests[column], job.digests[column].gpu
     start = job.op_start[column]
-    inside = (start >= job.step_start[0, column]) & (start < job.step_end[-1, column])
+    low, high = job.step_start[steps, column], job.step_end[steps, column]
+    at = np.searchsorted(low, start, side="right") - 1
+    inside = (at >= 0) & (start < high[np.maximum(at, 0)])
     rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & inside)
     if not len(rows):
         return {}

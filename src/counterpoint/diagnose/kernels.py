@@ -53,6 +53,7 @@ def sm_limits(device: Device) -> SmLimits | None:
         smem=device.smem_per_sm or (known.smem_per_sm if known else 98304),
         threads=device.threads_per_sm or (known.threads_per_sm if known else 2048),
         blocks=known.blocks_per_sm if known else 32,
+        smem_reserved=known.smem_reserved if known else 1024,
     )
 
 

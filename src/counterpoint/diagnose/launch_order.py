@@ -70,13 +70,14 @@ def _of_rank(job: Job, column: int) -> tuple[list[Blocked], set[tuple[str, str]]
     if not len(holds):
         return found, beside
     previous = previous_on_stream(gpu.stream)
-    longest = float((gpu.end[holds] - gpu.start[holds]).max())
+    begin = gpu.start[holds]
+    longest = float((gpu.end[holds] - begin).max())
     for row in range(len(comm)):
         op = _lead(gpu, previous, int(comm.first[row]))
         if (comm.ctas[row] <= 0 and op == comm.first[row]) or not np.isfinite(gpu.launch_start[op]):
             continue  # peer copies need no SM; what runs before them on their stream may
         start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
-        low, high = np.searchsorted(gpu.start[holds], [start - longest - _CLOSE_US, comm.end[row]])
+        low, high = np.searchsorted(begin, [start - longest - _CLOSE_US, comm.end[row]])
         others = holds[low:high]
         others = others[gpu.stream[others] != gpu.stream[op]]
         late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # blocks leave one by one

@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
+from counterpoint.trace.timeline import F64, I64, GpuOps, HostKind, Timeline
 
 __all__ = ["StepWindows", "find_steps"]
 
@@ -37,14 +38,8 @@ def find_steps(timeline: Timeline) -> StepWindows:
     rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & np.isin(host.name, list(numbers)))
     if len(rows):
         return _from_profiler(timeline, rows)
-    if len(gpu) and (period := _period(timeline)):
-        first, length = period
-        starts = np.arange(first, len(gpu) - length + 1, length)
-        start = gpu.start[starts]
-        last_end = gpu.end[starts[-1] : starts[-1] + length].max()
-        end = np.append(start[1:], last_end)
-        names = tuple(f"step {i} (found from repetition)" for i in range(len(starts)))
-        return StepWindows(names=names, start=start, end=end, found_by="repetition")
+    if len(gpu) and (repeated := _from_repetition(timeline)):
+        return repeated
     parts = [t for t in (gpu, host) if len(t)]
     if len(gpu):
         parts = [gpu]
@@ -62,45 +57,79 @@ def _from_profiler(timeline: Timeline, rows: I64) -> StepWindows:
     reach = cpu_end.copy()
     np.maximum.at(reach, step_of[inside], gpu.end[inside])
     end = np.maximum.accumulate(reach)
-    start = np.maximum(cpu_start, np.concatenate(([-np.inf], end[:-1])))
+    start = np.maximum(cpu_start, np.concatenate(([_earlier_work(gpu, cpu_start[0], step_of >= 0)], end[:-1])))
     names = tuple(timeline.names[i] for i in host.name[rows].tolist())
     return StepWindows(names=names, start=start, end=end, found_by="profiler")
 
 
-def _period(timeline: Timeline) -> tuple[int, int] | None:
-    """(first operation, operations per step) if the GPU operations repeat as a whole; None if they do not.
+def _earlier_work(gpu: GpuOps, begins: float, launched_inside: npt.NDArray[np.bool_]) -> float:
+    """When the GPU is through with what was launched before the first step, if it was still at it as that began.
+
+    An operation without a launch, in a trace that has launches, was launched before the recording.
+    """
+    if not len(gpu):
+        return -np.inf
+    known = np.isfinite(gpu.launch_start)
+    own = launched_inside & known if known.mean() > 0.5 else launched_inside
+    if not own.any():
+        return -np.inf
+    first = float(gpu.start[own].min())
+    earlier = ~own & (gpu.start < first)
+    return first if (gpu.end[earlier] > begins).any() else -np.inf
+
+
+def _from_repetition(timeline: Timeline) -> StepWindows | None:
+    """Steps of the busiest stream: its operations keep their order, while how streams interleave differs by step."""
+    gpu = timeline.gpu
+    streams, count = np.unique(gpu.stream, return_counts=True)
+    rows = np.flatnonzero(gpu.stream == streams[np.argmax(count)])
+    if (period := _period(timeline, rows)) is None:
+        return None
+    first, length = period
+    edges = np.arange(first, len(rows) + 1, length)
+    end = np.maximum.accumulate(gpu.end[rows])[edges[1:] - 1]
+    start = np.append(gpu.start[rows[first]], end[:-1])
+    if first == 0:
+        start[0] = gpu.start.min()
+    if edges[-1] == len(rows):
+        end[-1] = gpu.end.max()
+    names = tuple(f"step {i} (found from repetition)" for i in range(len(end)))
+    return StepWindows(names=names, start=start, end=end, found_by="repetition")
+
+
+def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
+    """(first operation, operations per step) if these GPU operations repeat as a whole; None if they do not.
 
     A layer repeats too, so a period counts only if one of its windows holds nearly all kinds of operations that recur,
-    and nearly every operation equals the one a period later.
+    and nearly every operation equals the one a period later. Of the phases that leave the most whole steps, the one
+    with the longest pauses before it begins a step.
     """
     gpu = timeline.gpu
-    tokens = (
-        np.unique(np.stack([gpu.name, gpu.grid[:, 0], gpu.stream]), axis=1, return_inverse=True)[1]
-        .ravel()
-        .astype(np.int64)
-    )
-    count = len(tokens)
-    if not 8 <= count <= _LONGEST_PATTERN * 8:
+    kinds = np.stack([gpu.name[rows], gpu.grid[rows, 0]])
+    tokens = np.unique(kinds, axis=1, return_inverse=True)[1].ravel().astype(np.int64)[:_LONGEST_PATTERN]
+    if not 8 <= len(rows) <= _LONGEST_PATTERN * 8:
         return None
-    tokens = tokens[:_LONGEST_PATTERN]
-    count = len(tokens)
     occurrences = np.bincount(tokens).astype(np.int64)
     recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
     if not len(recurring):
         return None
+    span = np.zeros(len(occurrences), np.int64)  # from first to last
+    np.maximum.at(span, tokens, np.arange(len(tokens)))
+    span -= np.unique(tokens, return_index=True)[1]
     best: tuple[float, int] | None = None
     for period in _candidates(tokens, recurring, occurrences):
         same = float((tokens[period:] == tokens[:-period]).mean())
-        held = len(np.intersect1d(tokens[:period], recurring)) / len(recurring)
+        middle = (len(tokens) - period) // 2
+        lasting = recurring[span[recurring] >= period]  # not only within one step, as in a warm-up
+        held = len(np.intersect1d(tokens[middle : middle + period], lasting)) / max(len(lasting), 1)
         if same >= 0.97 and held >= 0.9 and (best is None or same > best[0] + 0.005):
             best = (same, period)
     if best is None:
         return None
     period = best[1]
-    idle_before = np.concatenate(([0.0], gpu.start[1:count] - np.maximum.accumulate(gpu.end[: count - 1])))
-    phases = [float(idle_before[phase::period].mean()) for phase in range(min(period, count - 2 * period + 1))]
-    first = int(np.argmax(phases)) if phases and max(phases) > 0 else 0
-    return first, period
+    pause = np.concatenate(([0.0], gpu.start[rows[1:]] - np.maximum.accumulate(gpu.end[rows])[:-1]))
+    phases = [float(pause[phase::period].mean()) for phase in range(len(rows) % period + 1)]
+    return int(np.argmax(phases)), period
 
 
 def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:

@@ -1,12 +1,14 @@
 """Who makes the others wait, and why.
 
-A late arrival is accounted for exactly. Since the moment P at which the ranks were last together (the end of an earlier
-collective), rank r and a typical rank o spent
+A rank that makes others wait is told by what they felt: exposed waiting in collectives that it entered last. Why, is
+told by how its own time in those steps differs from the typical other rank's:
 
-    start_r - start_o = (compute_r - compute_o) + (copies) + (other communication) + (idle_r - idle_o)
+    wait_o - wait_r = (compute_r - compute_o) + (copies_r - copies_o) + (idle_r - idle_o)
 
-up to their own arrivals; the largest term is where the cause is looked for: in the host, where r's GPU idled; in the
-kernels, where it computed for longer. A delay inherited through another group's collective is not r's.
+
+The largest term is where the cause is looked for: in the host, where its GPU idled; in its kernels, where it computed
+for longer. Whole steps are compared, not single collectives: one stall in the forward pass leaves a rank behind in
+every collective of the backward pass. A rank that waits longer itself, in another group, has inherited its delay.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from counterpoint.trace.timeline import F64, I64
 
 __all__ = ["Delays", "find_delays", "find_stragglers"]
 
-_WORTH = 0.015  # of the time of all steps: less is noise between healthy GPUs (0.3 to 1.3 % measured on 8 x H200)
+_WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
+_JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
+_WORTH_IN_JITTER = 0.03
 _WORTH_ONCE = 0.035  # of one step
 _WORTH_UNEXPLAINED = 0.05  # where no cause can be shown
 _OUTSTANDING = 3.0  # times the delay of the median rank
-_EXPLAINED = 48  # late arrivals of one rank that are looked into
+_CONCENTRATED = 0.25  # steps in which it was felt this much of the worst step's are looked into
+_ENOUGH = 0.3  # of what was felt: less explains nothing
 _STRUCTURAL = ("send_recv", "recv", "send")  # a pipeline waits by design
 
 
@@ -82,43 +87,44 @@ def _stands_out(job: Job, w: Waits, delays: Delays, column: int, total: F64) -> 
     duration = (job.step_end - job.step_start).mean(axis=1)
     own = delays.column == column
     per_step = np.bincount(w.step[delays.collective[own]], weights=delays.felt_us[own], minlength=len(duration))
-    enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > _WORTH * duration.sum()
+    share = _WORTH if total[column] > _JITTER_US * own.sum() else _WORTH_IN_JITTER
+    enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
     others = np.delete(total, column)
     return bool(enough and total[column] > _OUTSTANDING * float(np.median(others)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """How one late arrival is made up (µs), and over which window of the late rank."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Excess:
+    """A late rank's time beyond the typical other rank's in the steps where it was felt (µs)."""
 
-    weight: float
-    start: float
-    end: float
     compute: float
     memcpy: float
     comm: float
     idle: float
-    peer: int
 
 
 def _explain(
     job: Job, busy: list[Activity], w: Waits, delays: Delays, column: int, felt: float, times_last: int
 ) -> Straggler | None:
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
-    own = own[np.argsort(-delays.felt_us[own], kind="stable")][:_EXPLAINED]
-    terms = [_term(job, busy, w, int(delays.collective[i]), column, float(delays.felt_us[i])) for i in own.tolist()]
-    weight = np.array([t.weight for t in terms])
-    share = {name: _amount(terms, name) for name in ("compute", "memcpy", "comm", "idle")}
-    if share["comm"] > 0.6 * sum(share.values()):
-        return None  # it waits in another group itself: the cause is found there
-    main = max(share, key=lambda name: share[name] if name != "comm" else -1.0)
-    worst = terms[int(weight.argmax())]
-    if main == "idle":
-        cause, detail, evidence = _host_cause(job, column, terms)
-    elif main == "memcpy":
-        cause, detail, evidence = _copy_cause(share["memcpy"], felt)
+    per_step = np.bincount(w.step[delays.collective[own]], weights=delays.felt_us[own], minlength=len(job.step_names))
+    steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
+    excess = _excess(job, busy, column, steps)
+    shown = float(per_step[steps].sum())
+    worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
+    start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
+    if excess.comm > _ENOUGH * shown or _waited_elsewhere(job, w, delays.collective[own], column, steps) > 0.5 * shown:
+        return None  # it waits for others itself: the cause is found there
+    cause: Cause = "unknown"
+    detail, evidence = None, "its time differs from the others' in nothing that the trace shows"
+    if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
+        cause, detail, evidence, gap = _host_cause(job, column, steps)
+        if gap is not None:
+            start, end = job.on_job_clock(column, np.array([gap.start, gap.end])).tolist()
+    elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
+        cause, detail, evidence = _copy_cause(excess.memcpy, shown)
     else:
-        cause, detail, evidence = _compute_cause(compare_kernels(job, column), share["compute"])
+        cause, detail, evidence = _compute_cause(compare_kernels(job, column, steps), excess.compute, shown)
     if cause == "unknown" and felt < _WORTH_UNEXPLAINED * float((job.step_end - job.step_start).mean(axis=1).sum()):
         return None
     return Straggler(
@@ -128,93 +134,81 @@ def _explain(
         cause=cause,
         evidence=evidence,
         detail=detail,
-        start_us=worst.start,
-        end_us=worst.end,
+        start_us=start,
+        end_us=end,
     )
 
 
-def _amount(terms: list[_Term], name: str) -> float:
-    """Lateness that a kind of activity explains, weighted by what the others felt of it."""
-    amount = 0.0
-    for term in terms:
-        parts = {n: max(getattr(term, n), 0.0) for n in ("compute", "memcpy", "comm", "idle")}
-        whole = sum(parts.values())
-        amount += term.weight * parts[name] / whole if whole > 0 else 0.0
-    return amount
+def _waited_elsewhere(job: Job, w: Waits, felt_in: I64, column: int, steps: I64) -> float:
+    """What a rank waited itself, in these steps, among other ranks than those that felt it."""
+    there = np.isfinite(job.joined.start)
+
+    def same_ranks(j: int, k: int) -> bool:  # or fewer, if a trace lacks one of the group's collectives
+        smaller = job.joined.group[j] == job.joined.group[k] and not (there[j] & ~there[k]).any()
+        return smaller or bool((there[j] == there[k]).all())
+
+    own = np.unique(there[felt_in], axis=0, return_index=True)[1]
+    rows = np.flatnonzero(np.isin(w.step, steps) & there[:, column] & (w.exposed_wait[:, column] > 0))
+    elsewhere = [j for j in rows.tolist() if not any(same_ranks(j, int(felt_in[k])) for k in own)]
+    return float(w.exposed_wait[elsewhere, column].sum())
 
 
-def _term(job: Job, busy: list[Activity], w: Waits, j: int, column: int, felt: float) -> _Term:
-    start = job.joined.start[j]
-    there = np.flatnonzero(np.isfinite(start))
-    others = there[there != column]
-    peer = int(others[np.argsort(start[others], kind="stable")[(len(others) - 1) // 2]])
-    since = _together_before(job, w, j, there, 0.25 * float(start[column] - start[peer]))
-    mine = _spent(busy[column], since, float(start[column]))
-    theirs = _spent(busy[peer], since, float(start[peer]))
-    compute, memcpy, comm, idle = (a - b for a, b in zip(mine, theirs, strict=True))
-    return _Term(weight=felt, start=since, end=float(start[column]), compute=compute, memcpy=memcpy, comm=comm,
-                 idle=idle, peer=peer)  # fmt: skip
+def _excess(job: Job, busy: list[Activity], column: int, steps: I64) -> _Excess:
+    """The rank's own time less the median of the others', per kind, over these steps."""
+    spent = np.array([_spent(b, job.step_start[steps, c], job.step_end[steps, c]) for c, b in enumerate(busy)])
+    beyond = spent[column] - np.median(np.delete(spent, column, axis=0), axis=0)
+    compute, memcpy, comm, idle = beyond.tolist()
+    return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
 
 
-def _together_before(job: Job, w: Waits, j: int, members: I64, slack: float) -> float:
-    """When the members of collective j last ended one together before any of them started this one.
-
-    One that some awaited while they computed does not count: they are still ahead of its last rank by that much.
-    """
-    first = float(np.nanmin(job.joined.start[j]))
-    before = job.joined.end[:j, :][:, members]
-    ahead = (w.wait - w.exposed_wait)[:j, :][:, members]
-    whole = np.isfinite(before).all(axis=1)
-    whole[whole] = ahead[whole].max(axis=1) <= slack
-    ends = before[whole].max(axis=1) if whole.any() else np.empty(0)
-    ends = ends[ends <= first]
-    floor = float(job.step_start.min())
-    return float(ends.max()) if len(ends) else min(floor, first)
+def _spent(busy: Activity, start: F64, end: F64) -> tuple[float, float, float, float]:
+    """(compute, copies beside no compute, communication beside neither, idle) in windows."""
+    compute = float(busy.compute.within(start, end).sum())
+    copying = float((busy.compute | busy.memcpy).within(start, end).sum())
+    working = float(busy.any.within(start, end).sum())
+    return compute, copying - compute, working - copying, float((end - start).sum()) - working
 
 
-def _spent(busy: Activity, start: float, end: float) -> tuple[float, float, float, float]:
-    """(compute, copies beside no compute, other communication beside neither, idle) in a window."""
-    compute = busy.compute.clip(start, end)
-    memcpy = busy.memcpy.clip(start, end) - compute
-    comm = busy.comm.clip(start, end) - compute - memcpy
-    parts = compute.measure, memcpy.measure, comm.measure
-    return (*parts, max(end - start, 0.0) - sum(parts))
-
-
-def _host_cause(job: Job, column: int, terms: list[_Term]) -> tuple[Cause, str | None, str]:
-    """What the host sat in while the GPU had nothing to do."""
+def _host_cause(job: Job, column: int, steps: I64) -> tuple[Cause, str | None, str, Gap | None]:
+    """What the host sat in while the GPU had nothing to do, in these steps."""
     blamed: dict[tuple[str, str | None], float] = defaultdict(float)
     longest: dict[tuple[str, str | None], Gap] = {}
     gaps = job.digests[column].gaps
-    low = job.on_job_clock(column, np.array([g.start for g in gaps]))
-    high = job.on_job_clock(column, np.array([g.end for g in gaps]))
-    seen: set[int] = set()
-    for term in terms:
-        for i in np.flatnonzero((high > term.start) & (low < term.end + 1.0)).tolist():
-            key = (gaps[i].category, gaps[i].operation)
-            if i not in seen:
-                blamed[key] += float(high[i] - low[i])
-                seen.add(i)
-            if key not in longest or gaps[i].end - gaps[i].start > longest[key].end - longest[key].start:
-                longest[key] = gaps[i]
+    middle = job.on_job_clock(column, np.array([(g.start + g.end) / 2 for g in gaps]))
+    for at, gap in zip(middle.tolist(), gaps, strict=True):
+        if not ((at >= job.step_start[steps, column]) & (at < job.step_end[steps, column])).any():
+            continue
+        key = (gap.category, gap.operation)
+        blamed[key] += gap.end - gap.start
+        if key not in longest or gap.end - gap.start > longest[key].end - longest[key].start:
+            longest[key] = gap
     if not blamed:
-        return "host_stall", None, "its GPU had nothing to do; no single gap is long enough to say why"
+        return "host_stall", None, "its GPU had nothing to do; no single gap is long enough to say why", None
     (category, operation), idle = max(blamed.items(), key=lambda item: item[1])
     gap = longest[category, operation]
     host_ms, gap_ms = (gap.host_end - gap.host_start) / 1e3, (gap.end - gap.start) / 1e3
     where = f" (inside {gap.inside})" if gap.inside else ""
     dry = f"its GPU ran dry for {idle / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    cause: Cause = "host_stall"
+    detail = operation
     if category == "late_input":
-        return "late_input", operation, f"{dry}, while its host waited {host_ms:.2f} ms for input in {operation}{where}"
-    if category == "launch":
-        return "host_stall", "launch", f"{dry}: its host launches more slowly than the GPU works (host-bound)"
-    if category == "unrecorded":
-        evidence = f"{dry}; its host launched nothing for {host_ms:.2f} ms and no operation was recorded{where}: "
-        return "host_stall", None, evidence + "Python code, garbage collection or the system"
-    named = {"allocator": f"the allocator ({operation})", "garbage_collection": f"garbage collection ({operation})"}
-    what = named.get(category, operation)
-    detail = category if category in named else operation
-    return "host_stall", detail, f"{dry}, while its host sat {host_ms:.2f} ms in {what}{where}"
+        cause = "late_input"
+        evidence = f"{dry}, while its host waited {host_ms:.2f} ms for input in {operation}{where}"
+    elif category == "launch":
+        detail = "launch"
+        evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound)"
+    elif category == "unrecorded":
+        detail = None
+        evidence = (
+            f"{dry}; its host launched nothing for {host_ms:.2f} ms and no operation was recorded{where}: Python code, "
+            "garbage collection or the system"
+        )
+    elif category in ("allocator", "garbage_collection"):
+        detail = category
+        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {category.replace('_', ' ')} ({operation}){where}"
+    else:
+        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
+    return cause, detail, evidence, gap
 
 
 def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:
@@ -222,27 +216,20 @@ def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:
     return "late_input", "memcpy", evidence
 
 
-def _compute_cause(diff: KernelDiff, compute_us: float) -> tuple[Cause, str | None, str]:
-    """Same kernels for longer, or more of them."""
-    late = f"it computed {compute_us / 1e3:.2f} ms longer before arriving"
-    if diff.other_share >= 0.1 and diff.extra_us > 0:
-        return (
-            "more_work",
-            diff.example,
-            (
-                f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
-                f"{diff.extra_us / 1e3:+.2f} ms of kernels a step (such as {diff.example})"
-            ),
-        )
-    if diff.ratio > 1.02:
-        return (
-            "slow_kernels",
-            diff.example,
-            (
-                f"{late}: the same kernels take {diff.ratio:.2f} x as long as on rank {diff.peer} "
-                f"({diff.matched} of {diff.count} kernels compared, worst {diff.example})"
-            ),
-        )
-    if diff.extra_us > 0.5 * compute_us:
+def _compute_cause(diff: KernelDiff, compute_us: float, felt: float) -> tuple[Cause, str | None, str]:
+    """Other kernels, the same ones for longer, or more of them; if that is enough to explain what was felt."""
+    late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank"
+    enough = _ENOUGH * felt
+    if diff.other_share >= 0.1 and diff.extra_us > enough:
+        return "more_work", diff.example, (
+            f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
+            f"{diff.extra_us / 1e3:+.2f} ms of kernels (such as {diff.example})"
+        )  # fmt: skip
+    if diff.ratio > 1.02 and diff.slower_us > enough:
+        return "slow_kernels", diff.example, (
+            f"{late}: the same kernels take {diff.ratio:.2f} x as long as on rank {diff.peer} "
+            f"({diff.matched} of {diff.count} kernels compared, worst {diff.example})"
+        )  # fmt: skip
+    if diff.extra_us > max(enough, 0.5 * compute_us):
         return "more_work", diff.example, f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
     return "unknown", None, f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"

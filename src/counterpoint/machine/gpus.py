@@ -18,6 +18,7 @@ class Gpu:
     smem_per_sm: int = 167936
     threads_per_sm: int = 2048
     blocks_per_sm: int = 32
+    smem_reserved: int = 1024  # per block
 
 
 _GPUS = (  # the first whose key is in the name
@@ -35,7 +36,7 @@ _GPUS = (  # the first whose key is in the name
     Gpu(key="A10", bf16_tflops=125.0, num_sms=72, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=16),
     Gpu(key="L40", bf16_tflops=362.0, num_sms=142, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=24),
     Gpu(key="L4", bf16_tflops=121.0, num_sms=58, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=24),
-    Gpu(key="V100", bf16_tflops=125.0, num_sms=80, smem_per_sm=98304),
+    Gpu(key="V100", bf16_tflops=125.0, num_sms=80, smem_per_sm=98304, smem_reserved=0),
     Gpu(key="MI325X", bf16_tflops=1307.4, num_sms=304, regs_per_sm=131072, smem_per_sm=65536),
     Gpu(key="MI300X", bf16_tflops=1307.4, num_sms=304, regs_per_sm=131072, smem_per_sm=65536),
     Gpu(key="MI250", bf16_tflops=191.5, num_sms=104, regs_per_sm=131072, smem_per_sm=65536),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 __all__ = ["SmLimits", "blocks_per_sm", "most_ctas_without_extra_wave", "waves"]
 
 _REGISTERS_ALLOCATED_BY = 256  # per warp
-_SMEM_RESERVED = 1024  # per block, compute capability 8 and later
+_WARPS_ALLOCATED_BY = 4  # one for each of an SM's four register files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,7 @@ class SmLimits:
     smem: int
     threads: int
     blocks: int = 32
+    smem_reserved: int = 1024  # per block, by the system; 0 before compute capability 8
 
 
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
@@ -40,9 +41,9 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
     limits = [sm.blocks, sm.threads // (warps * 32)]
     if regs_per_thread > 0:
         per_warp = -(-regs_per_thread * 32 // _REGISTERS_ALLOCATED_BY) * _REGISTERS_ALLOCATED_BY
-        limits.append(sm.regs // per_warp // warps)
+        limits.append(sm.regs // per_warp // _WARPS_ALLOCATED_BY * _WARPS_ALLOCATED_BY // warps)
     if smem_bytes > 0:
-        limits.append(sm.smem // (smem_bytes + _SMEM_RESERVED))
+        limits.append(sm.smem // (smem_bytes + sm.smem_reserved))
     return max(1, min(limits))
 
 

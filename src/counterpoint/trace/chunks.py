@@ -80,11 +80,12 @@ class EventRuns(Generic[E]):
             else:
                 self._run_offset = self._offset
                 yield buffer[:cut], events
-            rest = buffer[cut:].lstrip(b" \t\r\n,") if cut else buffer
-            self._offset += len(buffer) - len(rest)
-            block = self._stream.read(BLOCK_BYTES) or b""
+            rest = buffer[cut:]
+            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubling: a huge event is walked few times
             eof = not block
-            buffer = rest + block
+            rest += block
+            buffer = rest.lstrip(b" \t\r\n,")  # the comma after an event may come with the next block
+            self._offset += cut + len(rest) - len(buffer)
 
     def _try(self, run: bytes) -> list[E] | None:
         try:
@@ -113,7 +114,7 @@ class EventRuns(Generic[E]):
             raise self.bad("nested too deeply: not a trace") from None
 
     def _read_header(self) -> tuple[bytes, bool]:
-        buffer, eof, searched = b"", False, 0
+        buffer, eof, searched, tried = b"", False, 0, 0
         while True:
             block = self._stream.read(BLOCK_BYTES) or b""
             eof = not block
@@ -127,27 +128,35 @@ class EventRuns(Generic[E]):
                 if self._absorb(head + b'"traceEvents":[]}'):
                     self._offset = found.end()
                     return buffer[found.end() :], eof
+                tried += 1
+                if tried > _HEADERS:
+                    raise self.bad("traceEvents again and again inside other keys: not a trace", found.start())
             if eof:
                 raise self.bad("no traceEvents in this file: not a trace, or truncated", len(buffer))
             if len(buffer) > _LARGEST:
                 raise self.bad("no traceEvents in the first 64 MiB: not a trace")
             searched = max(0, len(buffer) - 64)
 
-    def _read_trailer(self, rest: bytes) -> None:
+    def _read_trailer(self, buffer: bytes, start: int) -> None:
+        self._offset += start
+        rest = buffer[start:]
         while block := self._stream.read(BLOCK_BYTES):
             rest += block
             if len(rest) > _LARGEST:
                 raise self.bad("more than 64 MiB after the events: not a trace")
-        text = rest.strip()
-        if not text and not self.header:
-            return  # the bare array form
-        if not self._absorb(b'{"traceEvents":[]' + text):
-            raise self.bad("the trace ends before its closing brace: truncated or damaged")
+        if self._bare:
+            if rest.strip():
+                raise self.bad("something follows the array of events: not a trace, or damaged")
+            return
+        if not self._absorb(b'{"traceEvents":[]' + rest.strip()):
+            raise self.bad("what follows the events is not the end of a JSON object: truncated or damaged", len(rest))
+        if self.header.pop("traceEvents", None):
+            raise self.bad("traceEvents twice: two traces in one file, or damaged")
 
     def _absorb(self, text: bytes) -> bool:
         try:
             found = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
+        except _MALFORMED:
             return False
         if not isinstance(found, dict):
             return False

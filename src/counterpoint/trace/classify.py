@@ -15,14 +15,16 @@ from counterpoint.trace.timeline import Kind
 
 __all__ = ["collective_op", "dtype_bytes", "is_barrier", "kernel_kind", "memcpy_kind", "normal_op"]
 
+_SCOPE = r"^(?:void )?(?:(?:\w+|\(anonymous namespace\))::)*"
 _COMM_KERNEL = re.compile(
-    r"^nccl(?:Dev|Sym|Symk)*Kernel|^nccl\w*Kernel_|^ncclSymm?k?\w*|^rccl|^msccl|^void msccl|mscclpp::"
+    r"^nccl(?:Dev|Sym|Symk)*Kernel|^nccl\w*Kernel_|^ncclSymm?k?\w*|^rccl|^msccl|^void msccl|mscclpp"
     r"|nvshmem"
-    r"|deep_?ep::\w+(?:::\w+)*?(?:dispatch|combine|notify|barrier|clean_low_latency)|^void (?:\w+::)*cached_notify"
-    r"|^(?:void )?(?:[\w:]+::)?(?:one_shot_all_reduce|two_shot_all_reduce|multimem_\w+|all_to_all_vdev\w*|symm_mem_\w+)"
-    r"|c10d::symmetric_memory|\bbarrier_kernel\b|put_signal_kernel|wait_signal_kernel|stream_write_value32_kernel"
+    r"|(?:deep_?|hybrid_)ep::(?:\w+::)*(?:cached_)?(?:dispatch|combine|notify|barrier|clean_low_latency)"
+    rf"|{_SCOPE}(?:(?:one|two)_shot_all_reduce|multimem_\w+|all_to_all_vdev|symm_mem_\w+|cached_notify)"
+    r"|c10d::(?:symmetric_memory|intra_node_comm)"
+    r"|\bbarrier_kernel\b|put_signal_kernel|wait_signal_kernel|stream_write_value32_kernel"
     r"|cross_device_reduce_[12]stage|(?:one|two)ShotAllReduceKernel|allreduce_fusion_kernel|lamport\w*AllReduce"
-    r"|userbuffers_\w+|kuserbuffers_"
+    r"|userbuffers_\w+"
     r"|quick_?reduce|hcclKernel|oneccl_",
     re.IGNORECASE,
 )
@@ -35,9 +37,9 @@ _OPS = (  # first hit wins: longer names before the names they contain
     ("broadcast", re.compile(r"broad_?cast", re.I)),
     ("send_recv", re.compile(r"send_?recv|batch_?isend", re.I)),
     ("barrier", re.compile(r"barrier", re.I)),
+    ("notify", re.compile(r"notify", re.I)),
     ("dispatch", re.compile(r"dispatch", re.I)),
     ("combine", re.compile(r"combine", re.I)),
-    ("notify", re.compile(r"notify", re.I)),
     ("gather", re.compile(r"gather", re.I)),
     ("scatter", re.compile(r"scatter", re.I)),
     ("send", re.compile(r"^i?send|pushsend|nccl:send", re.I)),

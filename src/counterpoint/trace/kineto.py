@@ -7,7 +7,7 @@ with the text. Old and new spellings are read alike (`Kernel`/`kernel`, `externa
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,102 +19,35 @@ from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.columns import Intern, join_launches, sorted_gpu, sorted_host
 from counterpoint.trace.host_only import device_ops_of_host
+from counterpoint.trace.kineto_events import ON_GPU, Args, Categories, Event, Instant
+from counterpoint.trace.kineto_header import base_ns, device_of, distributed_info, job_of, whole
 from counterpoint.trace.source import Limits, TraceFile, open_bytes, rank_from_name
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind, Timeline
 
 __all__ = ["read_kineto"]
 
-_ON_GPU, _IGNORED = -1, -2
-_GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
-_HOST = {
-    "cpu_op": HostKind.OP,
-    "operator": HostKind.OP,
-    "cuda_runtime": HostKind.RUNTIME,
-    "cuda_driver": HostKind.RUNTIME,
-    "hip_runtime": HostKind.RUNTIME,
-    "runtime": HostKind.RUNTIME,
-    "driver": HostKind.RUNTIME,
-    "overhead": HostKind.RUNTIME,
-    "user_annotation": HostKind.ANNOTATION,
-    "python_function": HostKind.PYTHON,
-    "cuda_sync": HostKind.SYNC,
-}
 _PARAM_COMMS = "record_param_comms"
-_RAW = msgspec.Raw(b"")
-
-
-class Args(msgspec.Struct, gc=False):
-    """The arguments of an event that any account needs; all others are skipped by the decoder."""
-
-    external: int | None = msgspec.field(default=None, name="External id")
-    old_external: int | None = msgspec.field(default=None, name="external id")
-    correlation: int | None = None
-    device: int | None = None
-    in_device: int | None = msgspec.field(default=None, name="inDevice")  # peer copies: who carried it out
-    stream: int | None = None
-    grid: msgspec.Raw = _RAW
-    block: msgspec.Raw = _RAW
-    regs: int | None = msgspec.field(default=None, name="registers per thread")
-    smem: int | None = msgspec.field(default=None, name="shared memory")
-    bytes: int | None = None
-    dims: msgspec.Raw = msgspec.field(default=_RAW, name="Input Dims")
-    waits_for: int | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
-    waits_on: int | None = msgspec.field(default=None, name="wait_on_stream")
-    collective: str | None = msgspec.field(default=None, name="Collective name")
-    in_nelems: int | None = msgspec.field(default=None, name="In msg nelems")
-    out_nelems: int | None = msgspec.field(default=None, name="Out msg nelems")
-    group_size: int | None = msgspec.field(default=None, name="Group size")
-    dtype: str | None = None
-    group: str | None = msgspec.field(default=None, name="Process Group Name")
-    group_desc: str | None = msgspec.field(default=None, name="Process Group Description")
-    group_ranks: msgspec.Raw = msgspec.field(default=_RAW, name="Process Group Ranks")
-    seq: int | None = msgspec.field(default=None, name="Seq")
-    comms_id: msgspec.Raw = msgspec.field(default=_RAW, name="Comms Id")
-    comm_rank: int | None = msgspec.field(default=None, name="Rank")
-    src_rank: int | None = msgspec.field(default=None, name="Src Rank")
-    dst_rank: int | None = msgspec.field(default=None, name="Dst Rank")
-
-
-class Event(msgspec.Struct, gc=False):
-    """One trace event; only complete events (`ph` X) carry time."""
-
-    ph: str = ""
-    cat: str | None = ""
-    name: str | None = ""
-    pid: Any = 0
-    tid: Any = 0
-    ts: float | None = 0.0
-    dur: float | None = 0.0
-    args: Args | None = None
-
-
+_LAST_US = 9.2e15  # in the year 2261: 63 bits of ns
+_EXACT_US = 1 << 43  # below, a float64 of µs holds ns
 _NO_ARGS = Args()
-
-
-class _Categories(dict[str | None, int]):
-    """HostKind of a category as the file spells it, or _ON_GPU, or _IGNORED."""
-
-    def __missing__(self, category: str | None) -> int:
-        name = (category or "").lower()
-        self[category] = kind = _ON_GPU if name in _GPU else _HOST.get(name, _IGNORED)
-        return kind
 
 
 @dataclass
 class _Columns:
     """What has been read so far: one list of arrays per column, and the tables that the columns point into."""
 
-    categories: _Categories = field(default_factory=_Categories)
+    categories: Categories = field(default_factory=Categories)
     names: Intern[str] = field(default_factory=Intern)
-    shapes: Intern[bytes] = field(default_factory=Intern)
+    shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
     grids: Intern[bytes] = field(default_factory=Intern)
-    threads: Intern[tuple[Any, Any]] = field(default_factory=Intern)
-    streams: Intern[Any] = field(default_factory=Intern)
+    threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
     infos: list[CollectiveInfo] = field(default_factory=list)
     info_by_external: dict[int, int] = field(default_factory=dict)
     count: int = 0
+    base_us: int | None = None  # what `start` counts from: the first event's whole µs
+    inexact: bool = False  # starts have more digits than a float64 holds
     comm_rank: int | None = None
 
     def info_of(self, args: Args) -> int:
@@ -175,20 +108,31 @@ def _absorb(columns: _Columns, runs: EventRuns[Event], run: bytes, events: list[
         return
     ts = np.array([e.ts for e in timed], np.float64)
     dur = np.array([e.dur or 0.0 for e in timed], np.float64)
-    wrong = ~(np.isfinite(ts) & np.isfinite(dur) & (ts >= 0) & (dur >= 0))
+    wrong = ~((ts >= 0) & (ts < _LAST_US) & (dur >= 0) & (dur < _LAST_US))  # NaN is neither
     if wrong.any():
         event = timed[int(np.argmax(wrong))]
         at = runs.offset_of(run, next(i for i, e in enumerate(events) if e is event))
         raise BadTrace(
-            f"an event with an impossible time (ts {event.ts}, dur {event.dur}); times are finite and not negative",
+            f"an event with an impossible time (ts {event.ts}, dur {event.dur}); times are µs from 0 to {_LAST_US:.1e}",
             path=runs._label,
             offset=at,
         )
+    if columns.base_us is None:
+        columns.base_us = int(ts[0])
+    if ts.max() >= _EXACT_US and (ts % 1).any():
+        columns.inexact = True
+    ts = _exact_starts(run, columns.base_us) if columns.inexact else ts - columns.base_us
     kinds = columns.categories
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
-    for rows, absorb in ((np.flatnonzero(kind == _ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
+    for rows, absorb in ((np.flatnonzero(kind == ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
         if len(rows):
             absorb(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
+
+
+def _exact_starts(run: bytes, base_us: int) -> Any:
+    """Starts of the complete events less `base_us`, to the ns even where the file counts fractions of µs from 1970."""
+    instants = msgspec.json.decode(b"[" + run + b"]", type=list[Instant], strict=False)
+    return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
 
 
 def _absorb_gpu(columns: _Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
@@ -266,7 +210,8 @@ def _threads(columns: _Columns, events: list[Event]) -> Any:
     try:
         return np.array([threads[e.pid, e.tid] for e in events], np.int32)
     except TypeError:  # lists and objects cannot be keys
-        return np.array([threads[str(e.pid), str(e.tid)] for e in events], np.int32)
+        keys = [tuple(v if isinstance(v, Hashable) else str(v) for v in (e.pid, e.tid)) for e in events]
+        return np.array([threads[key] for key in keys], np.int32)
 
 
 def _ints(args: list[Args], name: str) -> Any:
@@ -296,9 +241,7 @@ def _put(table: dict[str, list[Any]], **columns: Any) -> None:
 
 def _stream_of(tid: Any) -> int:
     """The stream in a tid such as 7 or "stream 7" (before 2022)."""
-    if isinstance(tid, int):
-        return tid
-    digits = "".join(c for c in str(tid) if c.isdigit())
+    digits = "".join(c for c in str(tid) if c in "0123456789")
     return int(digits[:9]) if digits else 0
 
 
@@ -316,13 +259,13 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: _Columns) -> Tim
     columns.gpu.clear()
     columns.host.clear()
     names = tuple(columns.names)
-    shapes = tuple(s.decode("utf-8", "replace") for s in columns.shapes)
-    origin = min(float(t["start"].min()) for t in (gpu, host) if t)
+    shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
+    origin = min(float(t["start"].min()) for t in (gpu, host) if t)  # after base_us
     for table in (gpu, host):
         if table:
             table["start"] -= origin
             table["end"] = table["start"] + table.pop("dur")
-    device = int(np.bincount(gpu["device"][gpu["device"] >= 0]).argmax()) if _known(gpu, "device") else 0
+    device = _commonest(gpu["device"]) if gpu else 0
     if gpu:
         _finish_gpu(gpu, host, columns, names)
         gpu_ops, host_ops = sorted_gpu(gpu), sorted_host(host)
@@ -330,18 +273,18 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: _Columns) -> Tim
         host_ops = sorted_host(host)
         order = np.lexsort((-host["end"], host["start"]))
         gpu_ops = device_ops_of_host(host_ops, names, tuple(columns.infos), host["info"][order])
-    info = _dict(header.get("distributedInfo"))
+    info = distributed_info(header)
     rank, known = _rank(info, columns, file)
     return Timeline(
         rank=rank,
         rank_known=known,
-        world_size=_int(info.get("world_size")),
-        job=_job(info),
+        world_size=whole(info.get("world_size")),
+        job=job_of(info),
         path=file.label,
         format="kineto",
         events=columns.count,
-        origin_ns=(_int(header.get("baseTimeNanoseconds")) or 0) + round(origin * 1000),
-        device=_device(header, device) if len(gpu) else Device(name="cpu"),
+        origin_ns=base_ns(header) + (columns.base_us or 0) * 1000 + round(origin * 1000),
+        device=device_of(header, device) if len(gpu) else Device(name="cpu"),
         names=names,
         shapes=shapes,
         gpu=gpu_ops,
@@ -350,8 +293,10 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: _Columns) -> Tim
     )
 
 
-def _known(table: dict[str, Any], column: str) -> bool:
-    return bool(table) and bool((table[column] >= 0).any())
+def _commonest(devices: Any) -> int:
+    """The device that ran most operations; 0 where none is stated."""
+    numbers, counts = np.unique(devices[devices >= 0], return_counts=True)
+    return int(numbers[counts.argmax()]) if len(numbers) else 0
 
 
 def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: _Columns, names: tuple[str, ...]) -> None:
@@ -397,38 +342,8 @@ def _dims(text: bytes) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
 def _rank(info: dict[str, Any], columns: _Columns, file: TraceFile) -> tuple[int, bool]:
-    for candidate in (_int(info.get("rank")), columns.comm_rank, rank_from_name(file.label)):
+    for candidate in (whole(info.get("rank")), columns.comm_rank, rank_from_name(file.label)):
         if candidate is not None and candidate >= 0:
             return candidate, True
     return 0, False
-
-
-def _job(info: dict[str, Any]) -> dict[str, Any]:
-    """What every rank of a job states alike."""
-    return {
-        key: info[key] for key in ("backend", "nccl_version", "world_size") if isinstance(info.get(key), (str, int))
-    }
-
-
-def _device(header: dict[str, Any], device: int) -> Device:
-    listed = header.get("deviceProperties")
-    found = [d for d in listed if isinstance(d, dict)] if isinstance(listed, list) else []
-    props = next((d for d in found if d.get("id") == device), found[0] if found else {})
-    name, major, minor = props.get("name"), _int(props.get("computeMajor")), _int(props.get("computeMinor"))
-    return Device(
-        name=name if isinstance(name, str) else None,
-        num_sms=_int(props.get("numSms")),
-        regs_per_sm=_int(props.get("regsPerMultiprocessor")),
-        smem_per_sm=_int(props.get("sharedMemPerMultiprocessor") or props.get("maxSharedMemoryPerMultiProcessor")),
-        threads_per_sm=_int(props.get("maxThreadsPerMultiprocessor")),
-        compute_capability=None if major is None or minor is None else (major, minor),
-    )

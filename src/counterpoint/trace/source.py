@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
+import os
 import re
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,10 @@ __all__ = ["Limits", "TraceFile", "find_traces", "open_bytes", "rank_from_name"]
 
 _SUFFIXES = (".json", ".json.gz", ".gz", ".sqlite", ".sqlite3", ".db")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-_SQLITE_MAGIC = b"SQLite format 3\0"
+_SQLITE_MAGIC, _GZIP_MAGIC = b"SQLite format 3\0", b"\x1f\x8b"
+_HEAD_BYTES = 1 << 16
+_KINETO_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
+_DAMAGED = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError, OverflowError)
 _RANK = (
     re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE),
     re.compile(r"(?:^|[-_.])r(\d{1,6})(?=[-_.]|$)", re.IGNORECASE),
@@ -38,14 +44,19 @@ class Limits:
     """How much one input may ask of this machine.
 
     Args:
-        trace_bytes: decompressed bytes of one trace.
-        ratio: decompressed bytes per compressed byte, checked above 256 MiB (real traces: 8 to 40).
+        trace_bytes: decompressed bytes of one trace, and an eighth of those of an archive.
+        ratio: decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32.
         files: traces in one folder or archive.
     """
 
     trace_bytes: int = 8 << 30
-    ratio: int = 250
+    ratio: int = 64
     files: int = 100_000
+
+    def allow(self, compressed_bytes: int, *, traces: int = 1) -> int:
+        """The most that a compressed file may expand to."""
+        most = self.trace_bytes * traces
+        return min(most, max(self.trace_bytes // 32, compressed_bytes * self.ratio))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,39 +97,49 @@ def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFi
 
 
 def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    path = Path(source)
-    if not path.exists() and has_magic(source):
-        matches = [Path(match) for match in sorted(glob(source, recursive=True))]  # noqa: PTH207 (absolute patterns)
-        traces = [file for match in matches if match.is_file() and (file := _sniff(match, str(match), strict=False))]
-        if not traces:
-            raise BadTrace("no trace matches this pattern; quote it and check the folder", path=source)
-        return traces
+    path, name = Path(source), _readable(source)
     try:
+        if has_magic(source) and not path.exists():
+            return _pattern(source, name)
         if path.is_dir():
-            return _folder(path, str(path), limits)
-        if not path.exists():
-            raise BadTrace("no such file or folder", path=source)
-        if source.endswith(_TAR_SUFFIXES) or tarfile.is_tarfile(path):
-            scratch.mkdir()
-            _unpack(path, scratch, limits)
-            return [
-                TraceFile(path=file.path, label=f"{source}!{file.path.name.split('-', 1)[1]}", format=file.format)
-                for file in _folder(scratch, source, limits)
-            ]
-        file = _sniff(path, source, strict=True)
-    except PermissionError:
-        raise BadTrace("no permission to read it; check the owner and mode of the file", path=source) from None
+            return _folder(path, name, limits)
+        if not path.is_file():
+            raise BadTrace("not a regular file" if path.exists() else "no such file or folder", path=name)
+        if _is_archive(path):
+            return _unpack(path, name, scratch, limits)
+        file = _sniff(path, name, strict=True)
     except OSError as error:
-        raise BadTrace(f"cannot be opened: {error.strerror}", path=source) from None
+        raise _unreadable(error, name) from None
     assert file is not None
     return [file]
 
 
+def _readable(path: str) -> str:
+    """A path that can be printed and encoded, whatever bytes its name is made of."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _unreadable(error: OSError, label: str) -> BadTrace:
+    if isinstance(error, PermissionError):
+        return BadTrace("no permission to read it; check the owner and mode of the file", path=label)
+    return BadTrace(f"cannot be read: {error.strerror or error}", path=label)
+
+
+def _pattern(pattern: str, label: str) -> list[TraceFile]:
+    matches = [Path(match) for match in sorted(glob(pattern, recursive=True))]  # noqa: PTH207 (absolute patterns)
+    traces = [file for p in matches if p.is_file() and (file := _sniff(p, _readable(str(p)), strict=False))]
+    if not traces:
+        raise BadTrace("no trace matches this pattern; quote it and check the folder", path=label)
+    return traces
+
+
 def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
+    with os.scandir(path):
+        pass  # rglob would call a folder that it may not read empty
     candidates = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(_SUFFIXES))
     if len(candidates) > limits.files:
         raise BadTrace(f"{len(candidates)} files; at most {limits.files} are read at once", path=label)
-    traces = [file for p in candidates if (file := _sniff(p, str(p), strict=False))]
+    traces = [file for p in candidates if (file := _sniff(p, _readable(str(p)), strict=False))]
     if not traces:
         raise BadTrace(
             "no trace in this folder; expected Kineto *.json or *.json.gz (torch.profiler's export_chrome_trace) "
@@ -128,42 +149,60 @@ def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
     return traces
 
 
-def _unpack(path: Path, scratch: Path, limits: Limits) -> None:
-    """Regular files with a trace's name, flattened and numbered; links, devices and paths upward are never followed."""
-    budget = min(limits.trace_bytes * 8, max(256 << 20, path.stat().st_size * limits.ratio))
+def _is_archive(path: Path) -> bool:
+    if path.name.lower().endswith(_TAR_SUFFIXES):
+        return True
+    try:
+        return tarfile.is_tarfile(path)
+    except _DAMAGED:
+        return False  # a damaged gzip file: its reader says where
+
+
+def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
+    """The traces among the regular files, written under numbers; links, devices and the members' paths lead nowhere."""
+    budget = limits.allow(path.stat().st_size, traces=8)
+    found: list[TraceFile] = []
+    scratch.mkdir()
     try:
         with tarfile.open(path) as archive:
             for number, member in enumerate(archive):
-                if number > limits.files:
-                    raise BadTrace(f"more than {limits.files} members", path=str(path))
-                name = member.name.rsplit("/", 1)[-1]
-                if not member.isreg() or not name.lower().endswith(_SUFFIXES):
+                budget -= member.size  # of those passed over, too: they have to be decompressed
+                if number >= limits.files or budget < 0:
+                    what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
+                    raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
+                source = archive.extractfile(member) if member.isreg() else None
+                if source is None or not member.name.lower().endswith(_SUFFIXES):
                     continue
-                budget -= member.size
-                if budget < 0:
-                    raise BadTrace("unpacks to more than allowed; raise --max-trace-gb if it is yours", path=str(path))
-                source = archive.extractfile(member)
-                assert source is not None
-                with source, (scratch / f"{number:06d}-{name}").open("wb") as target:
-                    while block := source.read(1 << 20):
-                        target.write(block)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise BadTrace(f"the archive is damaged: {error}", path=str(path)) from None
+                base = re.sub(r"[^\w.-]", "_", member.name.rsplit("/", 1)[-1], flags=re.ASCII)
+                target = scratch / f"{number:06d}-{base[-100:]}"
+                with source, target.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+                if file := _sniff(target, f"{label}!{_readable(member.name)}", strict=False):
+                    found.append(file)
+    except _DAMAGED as error:
+        raise BadTrace(f"the archive is damaged: {error}", path=label) from None
+    if not found:
+        raise BadTrace("no trace in this archive; expected *.json, *.json.gz or *.sqlite, one per rank", path=label)
+    return sorted(found, key=lambda file: file.label)
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
     """What the file is by its first bytes; None (or BadTrace when `strict`) if it is no trace at all."""
-    with path.open("rb") as raw:
-        head = raw.read(1 << 16)
+    try:
+        with path.open("rb") as raw:
+            head = raw.read(_HEAD_BYTES)
+    except OSError as error:
+        raise _unreadable(error, label) from None
     if head.startswith(_SQLITE_MAGIC):
         return TraceFile(path=path, label=label, format="nsys")
-    if head.startswith(b"\x1f\x8b"):
+    if head.startswith(_GZIP_MAGIC):
         try:
-            head = zlib.decompressobj(wbits=31).decompress(head, 1 << 16)
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
         except zlib.error as error:
             raise BadTrace(f"the gzip stream is damaged: {error}", path=label, offset=0) from None
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    if start.startswith(b"[") or (start.startswith(b"{") and (b'"traceEvents"' in head or len(head) >= 1 << 16)):
+    known = any(key in head for key in _KINETO_KEYS) or (strict and len(head) == _HEAD_BYTES)
+    if (start.startswith(b"{") and known) or (start.startswith(b"[") and b'"ph"' in head):
         return TraceFile(path=path, label=label, format="kineto")
     if not strict:
         return None
@@ -189,7 +228,7 @@ class _Capped(io.RawIOBase):
         except (gzip.BadGzipFile, zlib.error) as error:
             raise BadTrace(f"the gzip stream is damaged: {error}", path=self._label, offset=self._count) from None
         except OSError as error:
-            raise BadTrace(f"reading failed: {error.strerror}", path=self._label, offset=self._count) from None
+            raise BadTrace(f"reading failed: {error.strerror or error}", path=self._label, offset=self._count) from None
         self._count += len(block)
         if self._count > self._limit:
             raise BadTrace(
@@ -205,9 +244,16 @@ class _Capped(io.RawIOBase):
 
 
 def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
-    """The decompressed bytes of a trace, in order, never more than `limits` allows."""
-    raw = file.path.open("rb")
-    if raw.peek(2)[:2] != b"\x1f\x8b":
-        return _Capped(raw, file.label, limits.trace_bytes)
-    allowed = max(256 << 20, file.path.stat().st_size * limits.ratio)
-    return _Capped(gzip.open(raw), file.label, min(limits.trace_bytes, allowed))  # type: ignore[arg-type]
+    """The decompressed bytes of a trace, in order, never more than `limits` allows.
+
+    Raises:
+        BadTrace: it cannot be opened here (on a cluster every worker needs the file under the same path).
+    """
+    try:
+        with file.path.open("rb") as raw:
+            compressed = raw.read(2) == _GZIP_MAGIC
+        stream = gzip.GzipFile(file.path) if compressed else file.path.open("rb")
+        limit = limits.allow(file.path.stat().st_size) if compressed else limits.trace_bytes
+    except OSError as error:
+        raise _unreadable(error, file.label) from None
+    return _Capped(stream, file.label, limit)  # type: ignore[arg-type]

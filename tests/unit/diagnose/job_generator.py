@@ -7,13 +7,14 @@ Three kinds of jobs: `ddp` on V100 (old kernel names, whole µs, no metadata, no
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Fault", "JobPlan", "Truth", "write_job"]
+__all__ = ["Fault", "JobPlan", "Truth", "varied", "write_job"]
 
 COMPUTE, COMM, COPY = 7, 20, 24
 _LATENCY_US = 5.0
@@ -186,7 +187,7 @@ class _Job:
             r.kernel("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", 60.0, grid=4096)
 
     def collective(self, kernel: str, name: str, layer: int) -> None:
-        """Every rank launches; all end `transfer` after the last started (peer copies: each its own, at the same time)."""
+        """Every rank launches; all end `transfer` after the last started, peer copies too."""
         copies, number = kernel.startswith("Memcpy"), len(self.truth)
         stream = COPY if "gather" in name else COMM
         starts = []
@@ -218,7 +219,7 @@ class _Job:
             return
         peers = self.plan.ranks - 1
         edges = [start, *(last + (end - last) * (i + 1) / peers for i in range(peers))]
-        for begin, finish in zip(edges, edges[1:], strict=False):  # the first waits for the last rank to be ready
+        for begin, finish in itertools.pairwise(edges):  # the first waits for the last rank to be ready
             r.on_gpu("gpu_memcpy", kernel, stream, begin, finish - begin - 1.0 * (finish < end), bytes=32 << 20)
 
     def metadata(self, name: str, number: int, r: _Rank) -> dict[str, Any]:
@@ -240,13 +241,16 @@ def write_job(plan: JobPlan, folder: Path) -> Truth:
     name, num_sms = _GPU[plan.style]
     whole = plan.style == "ddp"
     for r in job.ranks:
-        header: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [{"id": r.rank, "name": name, "numSms": num_sms}]}
+        device = {"id": r.rank, "name": name, "numSms": num_sms}
+        header: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [device]}
         if not whole:
             header["distributedInfo"] = {"backend": "nccl", "rank": r.rank, "world_size": plan.ranks}
         scale, shift = 1 + 1e-6 * plan.drift_ppm.get(r.rank, 0.0), 1e9 + plan.shift_us.get(r.rank, 0.0)
         for e in r.events:
             begin, end = e["ts"] * scale + shift, (e["ts"] + e["dur"]) * scale + shift
-            e["ts"], e["dur"] = (int(begin), int(end) - int(begin)) if whole else (round(begin, 3), round(end - begin, 3))
+            if whole:
+                begin, end = int(begin), int(end)
+            e["ts"], e["dur"] = round(begin, 3), round(end - begin, 3)
         r.events.sort(key=lambda e: e["ts"])
         (folder / f"rank{r.rank}.json").write_text(json.dumps({**header, "traceEvents": r.events}))
     transfer, last, late = zip(*job.truth, strict=True)

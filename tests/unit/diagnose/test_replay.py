@@ -80,9 +80,21 @@ def test_no_straggler_gives_slow_kernels_the_time_of_the_typical_ones() -> None:
     assert step_us(replay(job(worker(0), slow), typical={1: 0}), "no straggler") == pytest.approx(160)
 
 
+def test_no_straggler_takes_kernels_one_by_one_where_both_ranks_have_as_many() -> None:
+    """The collective waits for the first kernel only: 50 as on the typical rank. It ends before the second does."""
+    asks = host("cudaStreamWaitEvent", 0.5, 1)
+    typical = rank(op("a", 10, 60, launch=0), op("b", 60, 260, launch=2), asks, comm("all_reduce", 60, 410, launch=5))
+    slow = rank(op("a", 10, 310, launch=0), op("b", 310, 360, launch=2), asks, comm("all_reduce", 310, 410, launch=5))
+    assert step_us(replay(job(typical, slow), typical={1: 0}), "no straggler") == pytest.approx(260)
+
+
 def test_no_straggler_never_makes_a_rank_slower() -> None:
-    """A typical rank that is slower than the straggler changes nothing."""
-    assert step_us(replay(job(*LATE_RANK), typical={0: 1}), "no straggler") == pytest.approx(260)
+    """The rank's kernel of 100 stays although the typical one takes 200: only then its own 300 µs begin."""
+    alone = rank(
+        op("matmul", 10, 110, launch=0), host("cudaStreamWaitEvent", 1, 2), comm("send", 110, 410, launch=3, seq=9)
+    )
+    typical = rank(op("matmul", 10, 210, launch=0))
+    assert step_us(replay(job(typical, alone), typical={1: 0}), "no straggler") == pytest.approx(410)
 
 
 def test_scenarios_without_a_cause_are_not_replayed() -> None:
@@ -160,6 +172,18 @@ def test_collective_behind_a_kernel_stays_there_in_other_scenarios() -> None:
     assert step_us(replay(job(BLOCKED)), "communication twice as fast") == pytest.approx(250)
 
 
+def test_collective_behind_a_kernel_follows_its_end() -> None:
+    """The kernel takes 100 instead of 200: the collective begins 10 µs before its end, at 100."""
+    assert step_us(replay(job(BLOCKED), alone_us=[np.array([100.0, NAN])]), "no contention") == pytest.approx(200)
+
+
+def test_launch_order_fixed_drops_a_wait_that_nothing_explains() -> None:
+    """It begins 40 µs after the kernel, 220 after its launch came through; fixed, at most 20: it ends at 150."""
+    late = rank(op("nvjet", 10, 210, launch=0), comm("all_gather", 250, 350, launch=20))
+    played = replay(job(late), blocked=[np.array([False, True])])
+    assert step_us(played, "launch order fixed") == pytest.approx(210)
+
+
 def test_launch_order_fixed_keeps_true_dependencies() -> None:
     """The collective waits for a copy that ends at 110, which the trace shows by a stream wait: 110 to 210, not 30."""
     blocked = rank(
@@ -227,6 +251,13 @@ def test_as_many_steps_are_replayed_as_fit(limit: int, steps: int, mean_us: floa
     assert [played.measured_us, played.replayed_us] == pytest.approx([mean_us, mean_us])
 
 
+def test_time_before_the_window_does_not_count() -> None:
+    """The host is a step ahead: the middle step's kernel, launched at 11, runs from 111 to 211."""
+    parts = [op("matmul", 11 + 100 * i, 111 + 100 * i, launch=1 + 10 * i) for i in range(3)]
+    played = replay(job(rank(*parts, steps=[(0, 10), (10, 20), (20, 30)])), limit=1)
+    assert replayed_us(played) == pytest.approx(100)
+
+
 def test_steps_follow_one_another_in_the_simulation() -> None:
     """With free collectives a step is 10 µs to the collective, 3 to the return and 2 to the next launch."""
     assert step_us(replay(three_steps()), "communication free") == pytest.approx(15)
@@ -246,9 +277,9 @@ def test_trace_that_the_graph_cannot_explain_keeps_its_waits() -> None:
 
 
 def test_operations_without_launches_follow_their_streams() -> None:
-    """Launches unknown: the kernel still follows the collective that it began after."""
-    unknown = rank(comm("all_gather", 10, 210, launch=NAN), op("matmul", 212, 312, launch=NAN), steps=[(0, 312)])
-    assert step_us(replay(job(unknown)), "communication twice as fast") == pytest.approx(212)
+    """Launches unknown: the kernel follows the collective that it began after, the end of the step the last kernel."""
+    unknown = rank(comm("all_gather", 10, 210, launch=NAN), op("matmul", 212, 312, launch=NAN), steps=[(0, 330)])
+    assert step_us(replay(job(unknown)), "communication twice as fast") == pytest.approx(230)
 
 
 def test_job_without_gpu_operations_is_not_replayed() -> None:

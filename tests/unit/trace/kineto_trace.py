@@ -70,6 +70,13 @@ def annotation(name: str, ts: Time, dur: Time, *, tid: Any = PID) -> Event:
     return event("user_annotation", name, ts, dur, tid=tid)
 
 
+def stream_wait(ts: Time, *, stream: int, waits_on: int, waits_for: int, correlation: int | None = None) -> Event:
+    """cudaStreamWaitEvent as the driver saw it: `stream` waits for the event that call `waits_for` recorded."""
+    made = event("cuda_sync", "Stream Wait Event", ts, 0.0, tid=stream, stream=stream, correlation=correlation)
+    made["args"] |= {"wait_on_stream": waits_on, "wait_on_cuda_event_record_corr_id": waits_for}
+    return made
+
+
 def metadata(
     op: str, *, ranks: Sequence[int] = (0, 1), group: str = "0", nelems: tuple[int, int] = (1024, 2048),
     dtype: str = "BFloat16", seq: int | None = None, comms_id: int | str | None = None, rank: int | None = None,
@@ -98,7 +105,9 @@ def launched(name: str, at: float, dur: float, *, correlation: int, delay: float
 
 def training(ranks: int = 2, steps: int = 2, *, rank: int = 0, at: float = 1000.0) -> list[Event]:
     """A few steps of one rank: a matmul, an all-gather beside it, and an instant that carries no time."""
-    made: list[Event] = [{"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "ts": at, "args": {"name": "python"}}]
+    made: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "ts": at, "args": {"name": "python"}}
+    ]
     for number in range(steps):
         t, n = at + 1000.0 * number, 10 * number
         facts = metadata("_allgather_base", ranks=range(ranks), seq=number, rank=rank)
@@ -143,7 +152,11 @@ def spelt_as_in_2020(events: Iterable[Event]) -> list[Event]:
 
 
 def text(
-    events: Sequence[Event], head: Mapping[str, Any] | None = None, *, layout: str = "compact", events_first: bool = False
+    events: Sequence[Event],
+    head: Mapping[str, Any] | None = None,
+    *,
+    layout: str = "compact",
+    events_first: bool = False,
 ) -> bytes:
     """The trace as a profiler would write it: one of LAYOUTS, with its header before or after the events.
 

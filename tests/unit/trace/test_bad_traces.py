@@ -1,0 +1,357 @@
+"""Damaged, hostile and absurd traces: each a BadTrace that names the file and the byte, never another exception."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kineto_trace as kt
+import pytest
+
+from counterpoint.diagnose.api import diagnose
+from counterpoint.errors import BadTrace
+from counterpoint.trace import chunks
+from counterpoint.trace.kineto import read_kineto
+from counterpoint.trace.source import Limits, find_traces
+from counterpoint.trace.timeline import Timeline
+
+SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, dims=[[2]])]
+
+
+def read(path: Path, limits: Limits | None = None) -> Timeline:
+    with find_traces([str(path)], limits or Limits()) as (file,):
+        return read_kineto(file, limits)
+
+
+def spoilt(content: bytes, tmp_path: Path, name: str = "rank0.json", limits: Limits | None = None) -> BadTrace:
+    """The error that a file with this content makes."""
+    with pytest.raises(BadTrace) as caught:
+        read(kt.write_bytes(tmp_path / name, content), limits)
+    assert caught.value.path == str(tmp_path / name)
+    return caught.value
+
+
+@pytest.mark.parametrize("events_first", [False, True], ids=["header first", "events first"])
+@pytest.mark.parametrize("layout", kt.LAYOUTS)
+def test_truncated_anywhere(layout: str, events_first: bool, tmp_path: Path) -> None:
+    """A trace cut after any byte before its closing bracket is refused."""
+    whole = kt.text(SMALL, layout=layout, events_first=events_first).rstrip()
+    accepted = []
+    for end in range(len(whole)):
+        try:
+            read(kt.write_bytes(tmp_path / "t.json", whole[:end]))
+        except BadTrace as error:
+            assert error.path  # noqa: PT017
+        else:
+            accepted.append(end)
+    assert accepted == []
+
+
+def test_a_cut_is_reported_where_it_is(tmp_path: Path) -> None:
+    """The offset is that of the last byte, counted in the decompressed text."""
+    whole = kt.text(SMALL)
+    error = spoilt(whole[:-30], tmp_path, "rank0.json")
+    assert (error.offset, "truncated" in error.reason) == (len(whole) - 30, True)
+
+
+def test_truncated_gzip_anywhere(tmp_path: Path) -> None:
+    """So is a compressed trace, even where only its checksum is missing."""
+    whole = gzip.compress(kt.text(SMALL), mtime=0)
+    for end in range(len(whole)):
+        with pytest.raises(BadTrace):
+            read(kt.write_bytes(tmp_path / "t.json", whole[:end]))
+
+
+def test_a_wrong_checksum(tmp_path: Path) -> None:
+    """What was read before the checksum is not trusted."""
+    whole = bytearray(gzip.compress(kt.text(SMALL)))
+    whole[-6] ^= 1
+    assert "damaged" in spoilt(bytes(whole), tmp_path, "t.json").reason
+
+
+BOMBS = {
+    "spaces among the events": (b'{"traceEvents": [', b" " * (1 << 20), b"]}"),
+    "zeros among the events": (b'{"traceEvents": [', bytes(1 << 20), b"]}"),
+    "spaces in the header": (b'{"schemaVersion": ', b" " * (1 << 20), b'1, "traceEvents": []}'),
+    "a name without end": (b'{"traceEvents": [{"ph": "X", "name": "', b"a" * (1 << 20), b'"}]}'),
+    "spaces after the events": (b'{"traceEvents": [{"ph": "M"}]', b" " * (1 << 20), b"}"),
+    "valid events": (b'{"traceEvents": [{"ph": "M"}', b', {"ph": "i"}' * (1 << 16), b"]}"),
+}
+
+
+def bomb(path: Path, parts: tuple[bytes, bytes, bytes], repeats: int) -> Path:
+    """A gzip file that repeats its middle part."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(parts[0])
+        for _ in range(repeats):
+            file.write(parts[1])
+        file.write(parts[2])
+    return path
+
+
+@pytest.mark.parametrize("parts", BOMBS.values(), ids=BOMBS.keys())
+def test_bombs(parts: tuple[bytes, bytes, bytes], tmp_path: Path) -> None:
+    """A small file that expands beyond what is allowed is given up, whatever it expands to."""
+    path = bomb(tmp_path / "t.json.gz", parts, 100)
+    with pytest.raises(BadTrace) as caught:
+        read(path, Limits(trace_bytes=64 << 20))
+    assert caught.value.path == str(path)
+
+
+def test_the_cap_can_be_raised(tmp_path: Path) -> None:
+    """What one limit refuses, a higher one reads: the error names the option."""
+    path = bomb(
+        tmp_path / "t.json.gz", (b'{"traceEvents": [{"ph":"X","cat":"kernel","ts":1}', b" " * (1 << 20), b"]}"), 4
+    )
+    with pytest.raises(BadTrace, match="--max-trace-gb"):
+        read(path, Limits(trace_bytes=32 << 20))
+    assert read(path, Limits(trace_bytes=256 << 20)).events == 1
+
+
+NOT_TRACES = {
+    "empty": b"",
+    "text": b"step 1 took 3 ms\n",
+    "png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "number": b"17",
+    "other JSON": b'{"steps": [1, 2]}',
+    "other array": b'[{"steps": 1}]',
+    "events of another kind": b'{"traceEvents": 5}',
+    "no events": b'{"traceEvents": []}',
+    "no closing": b'{"traceEvents": [',
+    "null": b"null",
+    "UTF-16": b"\xff\xfe{\0}\0",
+    "only the word": b'"traceEvents"',
+    "nested": b'{"a": {"traceEvents": [{"ph": "X"}]}}',
+    "gzip of nothing": gzip.compress(b""),
+    "two in one": kt.text(SMALL) * 2,
+    "events twice": kt.text(SMALL)[:-1] + b', "traceEvents": [{"ph": "X"}]}',
+    "array and more": kt.text(SMALL, layout="array") + b"}",
+    "wrong bracket": b'{"traceEvents": [{"ph": "X"}}, "a": 1}',
+    "words between": b'{"traceEvents": [{"ph": "M"} nonsense]}',
+    "numbers between": b'{"traceEvents": [{"ph": "M"}, 5]}',
+    "sqlite": b"SQLite format 3\0" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("content", NOT_TRACES.values(), ids=NOT_TRACES.keys())
+def test_not_a_trace(content: bytes, tmp_path: Path) -> None:
+    """Whatever else a file may hold is refused by name."""
+    path = kt.write_bytes(tmp_path / "t.json", content)
+    with pytest.raises(BadTrace) as caught:
+        diagnose(path)
+    assert caught.value.path == str(path)
+
+
+def test_an_nsys_report_says_how_to_export_it(tmp_path: Path) -> None:
+    """The binary report is not the export."""
+    assert "nsys export --type sqlite" in spoilt(b"NVTXR\0\1\2", tmp_path, "a.nsys-rep").reason
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        "-1",
+        "-0.001",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "null",
+        '"soon"',
+        "1e308",
+        "1e16",
+        "9.3e15",
+        '"nan"',
+        "true",
+        "[1]",
+        "1e999",
+        '"inf"',
+        "{}",
+    ],
+)
+@pytest.mark.parametrize("key", ["ts", "dur"])
+def test_impossible_times(key: str, time: str, tmp_path: Path) -> None:
+    """Negative, not finite, not a number or beyond 63 bits of ns: refused at the event that has it."""
+    good = b'{"ph":"X","cat":"kernel","name":"a","ts":1,"dur":1},'
+    other = "dur" if key == "ts" else "ts"
+    bad = f'{{"ph":"X","cat":"kernel","name":"b","{key}":{time},"{other}":1}}'.encode()
+    content = b'{"traceEvents":[' + good * 3 + bad + b"]}"
+    if (key, time) == ("dur", "null"):
+        assert read(kt.write_bytes(tmp_path / "t.json", content)).events == 4  # an instant, as some versions write it
+        return
+    start = content.index(bad)
+    offset = spoilt(content, tmp_path).offset
+    assert offset is not None
+    assert start <= offset <= start + len(bad)
+
+
+def test_a_timed_event_without_a_time(tmp_path: Path) -> None:
+    """It is not taken to be at 0."""
+    content = b'{"traceEvents":[{"ph":"X","cat":"kernel","name":"a","ts":5,"dur":1},{"ph":"X","cat":"kernel"}]}'
+    assert "impossible time" in spoilt(content, tmp_path).reason
+
+
+@pytest.mark.parametrize("block", [16, 100, 1 << 20])
+def test_the_offset_counts_from_the_start_of_the_file(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks were read before."""
+    events = [*kt.training(), kt.kernel("bad", -5.0, 1.0), *kt.training()]
+    content = kt.text(events, layout="pretty")
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
+    offset = spoilt(content, tmp_path).offset
+    assert offset is not None
+    assert json.loads(content[offset : content.index(b"}\n    }", offset) + 7])["name"] == "bad"
+
+
+ABSURD = {
+    "a string for a number": {"stream": "seven"},
+    "a float for a count": {"correlation": 1.5},
+    "2**63": {"correlation": 2**63},
+    "2**31 registers": {"registers per thread": 2**31},
+    "a list for a stream": {"stream": [7]},
+    "true": {"device": True},
+    "2**40 devices": {"device": 2**40},
+    "an object for a name": {"Collective name": {}},
+    "text for bytes": {"bytes": "1 MB"},
+}
+
+
+@pytest.mark.parametrize("args", ABSURD.values(), ids=ABSURD.keys())
+def test_absurd_args(args: dict[str, Any], tmp_path: Path) -> None:
+    """An argument of the wrong type is refused, with the event that has it."""
+    content = kt.text([*SMALL, kt.kernel("bad", 1.0, 1.0, more=args)])
+    assert spoilt(content, tmp_path).offset == content.rindex(b'{"ph"')
+
+
+@pytest.mark.parametrize("args", [[], "none", 5, [{}]])
+def test_args_that_are_no_object(args: Any, tmp_path: Path) -> None:
+    """So are args that hold no names."""
+    assert "unexpected form" in spoilt(kt.text([SMALL[0] | {"args": args}]), tmp_path).reason
+
+
+@pytest.mark.parametrize("args", [None, {}, {"stream": "7"}, {"correlation": None}, {"Seq": "12"}, {"bytes": -1}])
+def test_args_that_are_odd_but_clear(args: Any, tmp_path: Path) -> None:
+    """A number in quotes is one; what is missing is unknown."""
+    assert read(kt.write(tmp_path / "t.json", [SMALL[0] | {"args": args}])).events == 1
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**30, 1.5, "3", None, [], {}, True])
+@pytest.mark.parametrize("key", ["rank", "world_size", "backend", "nccl_version"])
+def test_absurd_distributed_info(key: str, number: Any, tmp_path: Path) -> None:
+    """The header cannot break the reader: what makes no sense is unknown."""
+    head = kt.header()
+    head["distributedInfo"][key] = number
+    content = json.dumps(head | {"traceEvents": SMALL}).encode()
+    assert diagnose(kt.write_bytes(tmp_path / "rank0.json", content)).diagnosis.ranks == (0,)
+
+
+@pytest.mark.parametrize("info", [None, [], "x", 5, [{"rank": 1}]])
+def test_distributed_info_that_is_no_object(info: Any, tmp_path: Path) -> None:
+    """Neither can a header of another form."""
+    path = kt.write(tmp_path / "rank4.json", SMALL, kt.header(rank=None) | {"distributedInfo": info})
+    assert read(path).rank == 4
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    """The offset is that of the first byte that is not UTF-8."""
+    content = kt.text([*SMALL, kt.kernel("xyz", 1.0, 1.0)]).replace(b"xyz", b"x\xffz")
+    error = spoilt(content, tmp_path)
+    assert (error.offset, "UTF-8" in error.reason) == (content.index(b"\xff"), True)
+
+
+@pytest.mark.parametrize("name", [rb"\ud800", rb"\udc00x", rb"\x41", b"a\nb", b"\x00", rb"\u12"])
+def test_strings_that_are_not_json(name: bytes, tmp_path: Path) -> None:
+    """Half a surrogate pair, unknown escapes and bare control characters are malformed JSON."""
+    assert "malformed" in spoilt(kt.text(SMALL).replace(b"aten::mm", name), tmp_path).reason
+
+
+def test_control_characters_in_names_are_escaped_in_messages(tmp_path: Path) -> None:
+    """An escape sequence in a file cannot reach the terminal through an error."""
+    content = kt.text([SMALL[0] | {"ts": "\x1b[31m"}])
+    assert "\x1b" not in str(spoilt(content, tmp_path))
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+@pytest.mark.parametrize("key", [b'"pid"', b'"skipped"', b'"args"'])
+def test_deep_nesting(key: bytes, opening: bytes, tmp_path: Path) -> None:
+    """100 000 levels are refused, wherever they are, without touching the stack's end."""
+    content = kt.text(SMALL)[:-2] + b',{"ph":"X","ts":1,' + key + b":" + opening * 100_000
+    assert spoilt(content, tmp_path).offset is not None
+
+
+@pytest.mark.parametrize("tail", [b"", b"]" * 100_000 + b"}]}"])
+def test_deep_nesting_that_is_closed(tail: bytes, tmp_path: Path) -> None:
+    """So are they where the text is balanced."""
+    content = kt.text(SMALL)[:-2] + b',{"ph":"X","ts":1,"pid":' + b"[" * 100_000 + tail
+    assert spoilt(content, tmp_path).offset is not None
+
+
+def test_deep_nesting_in_the_header(tmp_path: Path) -> None:
+    """And before the events."""
+    spoilt(b'{"schemaVersion":' + b"[" * 100_000 + b"]" * 100_000 + b',"traceEvents":[{"ph":"X"}]}', tmp_path)
+
+
+def test_many_false_starts(tmp_path: Path) -> None:
+    """A header full of places that look like the start of the events takes no quadratic time."""
+    spoilt(b'{"a":{' + b'"traceEvents":[],' * 200_000 + b'"b":1}}', tmp_path)
+
+
+def test_duplicate_keys(tmp_path: Path) -> None:
+    """The last one holds, as in every JSON reader."""
+    content = kt.text(SMALL).replace(b'"name":"a"', b'"name":"z","name":"a"')
+    assert "a" in read(kt.write_bytes(tmp_path / "t.json", content)).names
+
+
+def stored(content: bytes) -> bytes:
+    return b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + b"\x01" + struct.pack("<HH", len(content), len(content) ^ 0xFFFF) + content
+
+
+def test_garbage_behind_the_compressed_trace(tmp_path: Path) -> None:
+    """Bytes after the end of the gzip stream are damage."""
+    content = kt.text(SMALL)
+    whole = stored(content) + struct.pack("<II", zlib.crc32(content), len(content))
+    assert read(kt.write_bytes(tmp_path / "good.json", whole)).events == 2
+    assert "damaged" in spoilt(whole + b"garbage", tmp_path).reason
+
+
+Change = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: kt.write(folder / "again.json", kt.training(rank=1), kt.header(rank=1)), "rank 1 again"),
+        (
+            lambda folder: kt.write(folder / "rank2.json", kt.training(rank=2), kt.header(rank=2)),
+            "rank 2 in a job of 2",
+        ),
+        (
+            lambda folder: kt.write(folder / "rank1.json", kt.training(rank=1), kt.header(rank=1, world_size=4)),
+            "world_size",
+        ),
+        (
+            lambda folder: kt.write(folder / "rank1.json", kt.training(rank=1), kt.header(rank=1, base_ns=2 * 10**18)),
+            "recorded",
+        ),
+        (lambda folder: kt.write_bytes(folder / "rank1.json", kt.text(SMALL)[:-9]), "truncated"),
+    ],
+    ids=["a rank twice", "a rank too many", "other world size", "years apart", "one of them damaged"],
+)
+def test_ranks_that_do_not_belong_together(change: Change, said: str, tmp_path: Path) -> None:
+    """Refused, with the file at fault and why."""
+    change(kt.write_job(tmp_path))
+    with pytest.raises(BadTrace, match=said) as caught:
+        diagnose(tmp_path)
+    assert caught.value.path is not None
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    """The others are diagnosed all the same."""
+    (kt.write_job(tmp_path, ranks=4) / "rank2.json").unlink()
+    found = diagnose(tmp_path).diagnosis
+    assert (found.ranks, found.missing_ranks, any("(2)" in note for note in found.notes)) == ((0, 1, 3), (2,), True)

@@ -1,0 +1,145 @@
+"""Whatever way a trace is spelt and cut into blocks, it reads as the same timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import kineto_trace as kt
+import numpy as np
+import pytest
+
+from counterpoint.trace import chunks
+from counterpoint.trace.kineto import read_kineto
+from counterpoint.trace.source import Limits, find_traces
+from counterpoint.trace.timeline import Timeline
+
+NASTY = [
+    "}, {", '"}, {"', "\\", '\\"}, {\\"', "]}", '"traceEvents": [', "µs 通信 😀", "<b>&amp;</b>", "tab\tnew\nline\x00",
+    "",
+]  # fmt: skip
+
+
+def read(path: Path) -> Timeline:
+    """The only timeline of a file, through the same door as the command line."""
+    with find_traces([str(path)], Limits()) as (file,):
+        return read_kineto(file)
+
+
+def plain(timeline: Timeline, *without: str) -> Any:
+    """All of a timeline that can be compared: numbers into its tables replaced by what they stand for."""
+    tables = {"name": timeline.names, "shape": timeline.shapes, "collective": timeline.collectives}
+    whole = dataclasses.asdict(timeline)
+    for key in ("path", "names", "shapes", "collectives", *without):
+        whole.pop(key)
+    for kind in ("gpu", "host"):
+        for name, column in whole[kind].items():
+            values = np.nan_to_num(column, nan=-7.0).tolist()
+            whole[kind][name] = [tables[name][v] if v >= 0 else None for v in values] if name in tables else values
+    return whole
+
+
+def awkward() -> list[kt.Event]:
+    """Events whose names and args hold everything that could be taken for the border of an event."""
+    made = kt.training()
+    for row, name in enumerate(NASTY):
+        made.append(kt.op(name, 3000.0 + row, 0.5, external=100 + row))
+        made.append(
+            kt.annotation(name, 3100.0 + row, 0.5) | {"args": {"list": [{"a": name}, {"b": [{}, {}]}], "c": {}}}
+        )
+        made.append({"ph": "i", "name": name, "ts": 3000.0, "s": "g"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return plain(read(kt.write(tmp_path_factory.mktemp("reference") / "t.json", awkward())))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+@pytest.mark.parametrize("events_first", [False, True], ids=["header first", "events first"])
+@pytest.mark.parametrize("layout", [name for name in kt.LAYOUTS if name != "array"])
+def test_layouts_read_alike(layout: str, events_first: bool, suffix: str, tmp_path: Path, reference: Any) -> None:
+    """White space, the place of the header and compression change nothing."""
+    path = kt.write(tmp_path / f"t{suffix}", awkward(), layout=layout, events_first=events_first)
+    assert plain(read(path)) == reference
+
+
+def test_the_bare_array_reads_alike(tmp_path: Path, reference: Any) -> None:
+    """Without an object around the events only what the header states is unknown."""
+    stated = ("rank", "rank_known", "world_size", "job", "device", "origin_ns")
+    found = plain(read(kt.write(tmp_path / "t.json", awkward(), layout="array")), *stated)
+    assert found == {key: value for key, value in reference.items() if key not in stated}
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 257, 1000])
+@pytest.mark.parametrize("layout", ["compact", "pretty", "kineto"])
+def test_blocks_may_end_anywhere(
+    layout: str, block: int, tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events that straddle the border of a block, wherever it falls, are read whole and once."""
+    path = kt.write(tmp_path / "t.json", awkward()[:: 4 if block == 1 else 1], layout=layout)
+    expected = reference if block > 1 else plain(read(path))
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
+    assert plain(read(path)) == expected
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, reference: Any) -> None:
+    """Some editors put one before the first brace."""
+    path = kt.write_bytes(tmp_path / "t.json", b"\xef\xbb\xbf" + kt.text(awkward()))
+    assert plain(read(path)) == reference
+
+
+def test_spellings_of_2020_read_alike(tmp_path: Path) -> None:
+    """Old categories, `external id` and a stream in the tid mean what today's mean."""
+    new = plain(read(kt.write(tmp_path / "new.json", kt.training())))
+    old = plain(read(kt.write(tmp_path / "old.json", kt.spelt_as_in_2020(kt.training()))))
+    for whole in (new, old):
+        whole.pop("events")  # the instants are gone
+    assert old == new
+
+
+def test_a_rank_without_distributed_info_takes_its_collectives_word(tmp_path: Path) -> None:
+    """`Rank` of record_param_comms on the default group comes before the name of the file."""
+    path = kt.write(tmp_path / "rank9.json", kt.training(rank=1), kt.header(rank=None))
+    assert (read(path).rank, read(path).rank_known) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank3.json", 3), ("trace_rank-12.json", 12), ("host_r4.json", 4), ("trace_5.json", 5), ("17.json.gz", 17),
+        ("node-a_4242.rank_1.pt.trace.json", 1), ("trace.json", None),
+    ],
+)  # fmt: skip
+def test_the_last_resort_is_the_name_of_the_file(name: str, rank: int | None, tmp_path: Path) -> None:
+    """A number that a name states as a rank is one; no number, no rank."""
+    timeline = read(kt.write(tmp_path / name, [kt.kernel("k", 1.0, 1.0)], kt.header(rank=None)))
+    assert (timeline.rank if timeline.rank_known else None) == rank
+
+
+def test_whole_microseconds_since_1970_stay_exact(tmp_path: Path) -> None:
+    """Traces of 2020 to 2022 count whole µs; nothing is lost and nothing is re-read."""
+    at = 1_600_000_000_000_000
+    timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", at, 3), kt.kernel("b", at + 7, 2)]))
+    assert timeline.gpu.start.tolist() == [0.0, 7.0]
+
+
+def test_nanoseconds_since_1970_stay_exact(tmp_path: Path) -> None:
+    """Fractions of µs at 1.7e15 are finer than a float64 there; differences keep every ns of the file."""
+    at = [Decimal("1727372817374871.846"), Decimal("1727372817374871.847"), Decimal("1727372817374873.001")]
+    timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", t, 1) for t in at]))
+    assert timeline.gpu.start == pytest.approx([0.0, 0.001, 1.155], abs=1e-6)
+
+
+def test_the_origin_is_the_first_event_in_ns(tmp_path: Path) -> None:
+    """`origin_ns` adds the file's base to its first event."""
+    timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", 4363791319635.25, 1)], kt.header(base_ns=10**18)))
+    assert timeline.origin_ns == 10**18 + 4363791319635250
+
+
+def test_events_are_counted_with_and_without_time(tmp_path: Path) -> None:
+    """`events` is the length of the array."""
+    assert read(kt.write(tmp_path / "t.json", kt.training())).events == len(kt.training())

@@ -1,0 +1,206 @@
+"""What a trace says: launches, collectives and their metadata, shapes, devices; on NVIDIA, AMD and without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kineto_trace as kt
+import pytest
+
+from counterpoint.trace.kineto import read_kineto
+from counterpoint.trace.source import TraceFile
+from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind, Timeline
+
+NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Events (and a header) to a timeline."""
+
+    def through_a_file(events: list[kt.Event], head: dict[str, Any] | None = None) -> Timeline:
+        path = kt.write(tmp_path / "trace.json", events, head)
+        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))
+
+    return through_a_file
+
+
+def info_of(timeline: Timeline, row: int = 0) -> CollectiveInfo | None:
+    at = int(timeline.gpu.collective[row])
+    return timeline.collectives[at] if at >= 0 else None
+
+
+def test_an_operation_is_joined_with_the_call_that_launched_it(read: Any) -> None:
+    """By correlation: start, end and thread of the call."""
+    gpu = read(kt.launched("k", 100.0, 50.0, correlation=7, delay=20.0)).gpu
+    assert (gpu.launch_start[0], gpu.launch_end[0], gpu.launch_thread[0]) == (0.0, 3.0, 0)
+
+
+def test_a_graph_launches_many(read: Any) -> None:
+    """Every kernel of a CUDA graph shares the correlation of its one call."""
+    kernels = [kt.kernel("k", 100.0 + n, 1.0, correlation=7) for n in range(3)]
+    assert (
+        read([kt.runtime("cudaGraphLaunch", 90.0, 5.0, correlation=7), *kernels]).gpu.launch_start.tolist() == [0.0] * 3
+    )
+
+
+def test_correlation_zero_is_one_like_any_other(read: Any) -> None:
+    """Some profilers count from 0."""
+    assert read(kt.launched("k", 100.0, 50.0, correlation=0)).gpu.launch_start.tolist() == [0.0]
+
+
+def test_a_kernel_without_its_call_has_no_launch(read: Any) -> None:
+    """NaN, not 0: the call came before the recording."""
+    gpu = read([kt.kernel("k", 1.0, 1.0, correlation=3), kt.runtime("cudaLaunchKernel", 1.0, 1.0, correlation=4)]).gpu
+    assert (gpu.launch_start[0] != gpu.launch_start[0], gpu.launch_thread[0]) == (True, -1)
+
+
+def test_metadata_of_a_kernel(read: Any) -> None:
+    """The args of the kernel itself: operation, group, counts, dtype."""
+    facts = kt.metadata("_allgather_base", ranks=(0, 1, 2, 3), nelems=(256, 1024))
+    assert info_of(read([kt.kernel(NCCL, 1.0, 1.0, more=facts)])) == CollectiveInfo(
+        op="all_gather", group="0", group_desc="default_pg", group_ranks="[0, 1, 2, 3]", group_size=4,
+        in_nelems=256, out_nelems=1024, dtype="BFloat16",
+    )  # fmt: skip
+
+
+def test_the_hosts_record_is_found_by_external_id(read: Any) -> None:
+    """Where kernels carry no metadata (before PyTorch 2.4), record_param_comms with the same External id does."""
+    facts = kt.metadata("allreduce", seq=12, comms_id=2**60)
+    events = [kt.param_comms(0.0, 9.0, external=5, more=facts), kt.kernel(NCCL, 10.0, 1.0, external=5)]
+    info = info_of(read(events))
+    assert info is not None
+    assert (info.op, info.seq, info.comms_id) == ("all_reduce", 12, str(2**60))
+
+
+def test_the_hosts_record_is_preferred(read: Any) -> None:
+    """It is the fuller one: Seq and Comms Id are not among a kernel's args."""
+    facts = kt.metadata("_allgather_base")
+    events = [kt.param_comms(0.0, 9.0, external=5, more=facts | {"Seq": 3}),
+              kt.kernel(NCCL, 10.0, 1.0, external=5, more=facts)]  # fmt: skip
+    info = info_of(read(events))
+    assert info is not None
+    assert info.seq == 3
+
+
+def test_metadata_makes_a_kernel_communication(read: Any) -> None:
+    """A kernel of unknown name with collective metadata is told by it."""
+    assert read([kt.kernel("_triton_ring", 1.0, 1.0, more=kt.metadata("allreduce"))]).gpu.kind.tolist() == [Kind.COMM]
+
+
+def test_a_copy_within_the_device_stays_a_copy(read: Any) -> None:
+    """NCCL's copy in a group of one rank is no communication, whatever metadata its range has."""
+    copy = kt.copy("Memcpy DtoD (Device -> Device)", 1.0, 1.0)
+    copy["args"] |= kt.metadata("_allgather_base", ranks=(0,))
+    timeline = read([copy])
+    assert (timeline.gpu.kind.tolist(), info_of(timeline)) == ([Kind.MEMCPY], None)
+
+
+def test_the_stream_does_not_matter(read: Any) -> None:
+    """NCCL on the compute stream is communication, a matmul on NCCL's stream is compute."""
+    gpu = read([kt.kernel(NCCL, 1.0, 1.0, stream=7), kt.kernel("nvjet_tst", 2.0, 1.0, stream=20)]).gpu
+    assert gpu.kind.tolist() == [Kind.COMM, Kind.COMPUTE]
+
+
+def test_shapes_of_the_launching_operation(read: Any) -> None:
+    """`Input Dims` by External id, also those of the first operation in the file."""
+    timeline = read(
+        [kt.op("aten::mm", 0.0, 9.0, external=1, dims=[[2, 3], [3, 4]]), kt.kernel("k", 5.0, 1.0, external=1)]
+    )
+    assert timeline.shapes[timeline.gpu.shape[0]] == "[[2,3],[3,4]]"
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected"),
+    [
+        ([264, 2, 1], [264, 2, 1]), ([132], [132, 1, 1]), ([], [0, 0, 0]), (None, [0, 0, 0]), ("(132, 1)", [0, 0, 0]),
+        ([-1, 2, 3], [0, 2, 3]), ([2**63, 1, 1], [0, 1, 1]), ([1.5, 1, 1], [0, 0, 0]), ([2**70, 1, 1], [0, 1, 1]),
+        ({"x": 1}, [0, 0, 0]), ([[1], 2, 3], [0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_grids(grid: Any, expected: list[int], read: Any) -> None:
+    """Three counts; whatever cannot be a grid is unknown, which is 0."""
+    assert read([kt.kernel("k", 1.0, 1.0, grid=grid)]).gpu.grid.tolist() == [expected]
+
+
+def test_the_device_that_ran_the_rank(read: Any) -> None:
+    """Properties of the GPU of the kernels, not of the first in the machine."""
+    head = kt.header(devices=[{"id": 0, "name": "other"}, kt.H200 | {"id": 3}])
+    assert read([kt.kernel("k", 1.0, 1.0, device=3)], head).device == Device(
+        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
+        compute_capability=(9, 0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "devices", [[], ["H200"], [{"id": 0, "numSms": -1, "name": 5}], [{"numSms": 0}], [{"id": [0]}]]
+)
+def test_properties_that_make_no_sense_are_unknown(devices: Any, read: Any) -> None:
+    """Nothing is made of them, above all not 0 SMs."""
+    assert read([kt.kernel("k", 1.0, 1.0)], kt.header() | {"deviceProperties": devices}).device == Device()
+
+
+def test_a_device_number_is_only_a_number(read: Any) -> None:
+    """A huge one costs no memory."""
+    assert len(read([kt.kernel("k", 1.0, 1.0, device=2**31 - 1)]).gpu) == 1
+
+
+def test_streams_of_two_devices_are_two(read: Any) -> None:
+    """Stream 7 of device 0 is not stream 7 of device 1."""
+    streams = read([kt.kernel("a", 1.0, 1.0), kt.kernel("b", 1.0, 1.0, device=1)]).gpu.stream
+    assert streams[0] != streams[1]
+
+
+def test_streams_known_by_their_thread_only(read: Any) -> None:
+    """Where args name no stream, the tid does: 20 or "stream 20"."""
+    events = [kt.kernel("k", float(n), 1.0) | {"tid": tid, "args": {}} for n, tid in enumerate((20, "stream 20"))]
+    assert read(events).gpu.stream.tolist() == [20, 20]
+
+
+def test_threads_are_what_pid_and_tid_say(read: Any) -> None:
+    """Any JSON value may stand there; equal ones are one thread."""
+    tids = (1, "1", [1], {"a": 1}, [1], None, 1.5, True and 7, 7)
+    timeline = read([kt.op("aten::mm", float(n), 1.0, tid=tid) for n, tid in enumerate(tids)])
+    assert timeline.host.thread.tolist() == [0, 1, 2, 3, 2, 4, 5, 6, 6]
+
+
+def test_waits_of_streams(read: Any) -> None:
+    """cuda_sync events: which stream waits for what on which other."""
+    wait = kt.stream_wait(1.0, stream=20, waits_on=7, waits_for=5)
+    host = read([wait, kt.kernel("k", 1.0, 1.0)]).host
+    assert (host.kind[0], host.stream[0], host.waits_for[0], host.waits_on[0]) == (HostKind.SYNC, 20, 5, 7)
+
+
+def test_rocm(read: Any) -> None:
+    """HIP launches, RCCL's generic kernel and its metadata are what their CUDA kin are."""
+    rccl = "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"
+    call = kt.event("hip_runtime", "hipExtLaunchKernel", 0.0, 2.0, correlation=1)
+    facts = kt.metadata("_reduce_scatter_base")
+    timeline = read([call, kt.kernel(rccl, 5.0, 9.0, correlation=1, more=facts), kt.copy("CopyHostToDevice", 6.0, 1.0)])
+    found = timeline.gpu.kind.tolist(), timeline.gpu.launch_start[0], timeline.collectives[0].op
+    assert found == ([Kind.COMM, Kind.MEMCPY], 0.0, "reduce_scatter")
+
+
+def test_gloo(read: Any) -> None:
+    """Without a GPU, the backend's ranges are communication and outermost aten operations compute."""
+    events = [
+        kt.op("aten::linear", 0.0, 10.0), kt.op("aten::addmm", 1.0, 8.0), kt.op("c10d::allreduce_", 10.0, 1.0),
+        kt.annotation("gloo:all_reduce", 11.0, 20.0, tid=99), kt.annotation("ProfilerStep#1", 0.0, 40.0),
+    ]  # fmt: skip
+    timeline = read(events, kt.header(devices=()))
+    names = [timeline.names[n] for n in timeline.gpu.name]
+    found = list(zip(names, timeline.gpu.kind.tolist(), strict=True))
+    assert found == [("aten::linear", Kind.COMPUTE), ("gloo:all_reduce", Kind.COMM)]
+
+
+def test_gloo_metadata_is_matched_in_order(read: Any) -> None:
+    """The n-th range of an operation has the n-th record of that operation."""
+    events = [
+        *(kt.param_comms(10.0 * n, 1.0, external=n, more=kt.metadata(op, seq=n))
+          for n, op in enumerate(("allreduce", "broadcast", "allreduce"))),
+        *(kt.annotation(f"gloo:{op}", 10.0 * n + 2, 5.0, tid=99)
+          for n, op in enumerate(("all_reduce", "broadcast", "all_reduce"))),
+    ]  # fmt: skip
+    timeline = read(events, kt.header(devices=()))
+    assert [timeline.collectives[at].seq for at in timeline.gpu.collective] == [0, 1, 2]

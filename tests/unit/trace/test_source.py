@@ -1,0 +1,244 @@
+"""Files, folders, patterns and archives: what is found, what is passed over, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import kineto_trace as kt
+import pytest
+
+from counterpoint.diagnose.api import diagnose
+from counterpoint.errors import BadTrace
+from counterpoint.trace.source import Limits, find_traces
+
+
+def found(*sources: Path | str, limits: Limits | None = None) -> list[str]:
+    """Labels of the traces, which are their paths."""
+    with find_traces([str(source) for source in sources], limits or Limits()) as files:
+        return [file.label for file in files]
+
+
+def refused(source: Path | str, limits: Limits | None = None) -> BadTrace:
+    with pytest.raises(BadTrace) as caught:
+        found(source, limits=limits)
+    assert caught.value.path is not None
+    return caught.value
+
+
+def member(name: str, content: bytes = b"", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info, content
+
+
+def tar(path: Path, members: Sequence[tuple[tarfile.TarInfo, bytes]], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for info, content in members:
+            archive.addfile(info, io.BytesIO(content) if info.isreg() else None)
+    return path
+
+
+def rank(number: int) -> bytes:
+    return kt.text(kt.training(rank=number), kt.header(rank=number))
+
+
+def test_a_folder_is_searched_to_its_depth(tmp_path: Path) -> None:
+    """Traces in nested folders are found in the order of their paths; what is no trace is passed over."""
+    kt.write_job(tmp_path / "b" / "deep")
+    kt.write(tmp_path / "a.json.gz", kt.training())
+    kt.write_bytes(tmp_path / "config.json", b'{"lr": 3e-4}')
+    kt.write_bytes(tmp_path / "tokenizer.json", b'{"vocab": [' + b'"w", ' * 20_000 + b'"x"]}')
+    kt.write_bytes(tmp_path / "list.json", b"[1, 2, 3]")
+    kt.write_bytes(tmp_path / "notes.txt", b'{"traceEvents": []}')
+    assert found(tmp_path) == [str(tmp_path / name) for name in ("a.json.gz", "b/deep/rank0.json", "b/deep/rank1.json")]
+
+
+def test_a_file_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+    """A trace of any name is read if it is named."""
+    path = kt.write_bytes(tmp_path / "whatever.bin", gzip.compress(kt.text(kt.training())))
+    assert diagnose(path).diagnosis.source.events == len(kt.training())
+
+
+def test_a_pattern_finds_what_it_matches(tmp_path: Path) -> None:
+    """As the shell would have, had it not been quoted."""
+    kt.write_job(tmp_path, ranks=3)
+    assert found(f"{tmp_path}/rank[02].json") == [str(tmp_path / "rank0.json"), str(tmp_path / "rank2.json")]
+
+
+def test_a_file_whose_name_is_a_pattern(tmp_path: Path) -> None:
+    """A name that exists is taken as it stands."""
+    path = kt.write(tmp_path / "rank[0].json", kt.training())
+    assert found(path) == [str(path)]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    """Through its folder, its name and a link."""
+    path = kt.write(tmp_path / "rank0.json", kt.training())
+    (tmp_path / "link.json").symlink_to(path)
+    assert len(found(path, tmp_path, tmp_path / "link.json")) == 1
+
+
+def test_a_folder_named_like_a_trace(tmp_path: Path) -> None:
+    """`x.json/` is a folder, as a source and inside of one."""
+    kt.write(tmp_path / "x.json" / "rank0.json", kt.training())
+    assert found(tmp_path) == found(tmp_path / "x.json") == [str(tmp_path / "x.json" / "rank0.json")]
+
+
+@pytest.mark.parametrize("name", ["missing.json", "no*.json", "empty", "\0.json", "x" * 5000, "loop.json", "pipe.json"])
+def test_nothing_to_read(name: str, tmp_path: Path) -> None:
+    """No file, no match, an empty folder, an impossible name, a link to itself, a pipe: each says so, none hangs."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    assert refused(str(tmp_path / name)).reason
+
+
+def test_loops_of_links_in_a_folder(tmp_path: Path) -> None:
+    """A folder that links to itself is walked once."""
+    path = kt.write(tmp_path / "rank0.json", kt.training())
+    (tmp_path / "self").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    assert found(tmp_path) == [str(path)]
+
+
+def test_a_name_that_is_not_text(tmp_path: Path) -> None:
+    """A file name of other bytes than UTF-8 is shown with marks in their place, also in the diagnosis."""
+    path = tmp_path / os.fsdecode(b"rank0-\xff.json")
+    kt.write(path, kt.training())
+    assert diagnose(tmp_path).diagnosis.source.files == (f"{tmp_path}/rank0-�.json",)
+
+
+def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
+    """A folder or archive of too many is refused before any is read."""
+    kt.write_job(tmp_path / "job", ranks=3)
+    archive = tar(tmp_path / "job.tar", [member(f"rank{n}.json", rank(n)) for n in range(3)])
+    assert [refused(source, Limits(files=2)).path for source in (tmp_path / "job", archive)] == [
+        str(tmp_path / "job"), str(archive),
+    ]  # fmt: skip
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said in words, with the file."""
+    path = kt.write(tmp_path / "rank0.json", kt.training())
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    error = refused(tmp_path)
+    assert ("no permission" in error.reason, error.path) == (True, str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+@pytest.mark.parametrize("what", ["folder", "folder/rank0.json"])
+def test_no_permission_as_another_user(what: str, tmp_path: Path) -> None:
+    """A folder or file that its owner keeps to himself."""
+    kt.write(tmp_path / "folder" / "rank0.json", kt.training())
+    (tmp_path / what).chmod(0)
+    script = (
+        "import os, sys; from counterpoint.trace.source import *; from counterpoint.errors import BadTrace; "
+        "os.chdir('/'); os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try:\n  with find_traces([sys.argv[1]], Limits()): pass\n"
+        "except BadTrace as error: print(error.reason)"
+    )
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "folder")], capture_output=True, text=True)
+    assert done.stdout.startswith("no permission"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("t.tar", "w"), ("t.tar.gz", "w:gz"), ("t.tgz", "w:gz"), ("traces", "w:xz")]
+)
+def test_an_archive_reads_like_its_folder(name: str, mode: str, tmp_path: Path) -> None:
+    """Plain or compressed, with nested folders, beside members that are no traces."""
+    members = [member("run/", type=tarfile.DIRTYPE), *(member(f"run/{n}/rank{n}.json", rank(n)) for n in (1, 0))]
+    path = tar(tmp_path / name, [*members, member("run/readme.txt", b"hello")], mode)
+    diagnosis = diagnose(path).diagnosis
+    assert (diagnosis.ranks, diagnosis.source.files) == (
+        (0, 1),
+        (f"{path}!run/0/rank0.json", f"{path}!run/1/rank1.json"),
+    )
+
+
+def test_members_that_lead_elsewhere(tmp_path: Path) -> None:
+    """Links, devices and pipes are passed over; a path upward or from the root is only a name."""
+    kt.write_bytes(tmp_path / "secret.json", rank(5))
+    kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.BLKTYPE)
+    path = tar(
+        tmp_path / "t.tar",
+        [
+            *(member(f"{n}.json", type=kind, linkname=str(tmp_path / "secret.json")) for n, kind in enumerate(kinds)),
+            member("../../escaped.json", rank(0)),
+            member("/tmp/absolute.json", rank(1)),
+        ],
+    )
+    assert found(path) == [f"{path}!../../escaped.json", f"{path}!/tmp/absolute.json"]
+
+
+def test_unpacking_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither outside the scratch folder nor, afterwards, in it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    path = tar(tmp_path / "t.tar", [member("../escaped.json", rank(0))])
+    diagnose(path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["scratch", "t.tar"]
+
+
+@pytest.mark.parametrize("name", ["rank0-\x1b[31m.json", "a\\..\\rank0.json", "r" * 180 + "rank0.json", "rank0 µ.json"])
+def test_names_of_members_are_only_names(name: str, tmp_path: Path) -> None:
+    """Whatever their characters and length, they name no file on this disk."""
+    assert len(diagnose(tar(tmp_path / "t.tar", [member(name, rank(0))])).diagnosis.ranks) == 1
+
+
+def test_a_member_that_claims_to_be_huge(tmp_path: Path) -> None:
+    """A header of 100 GB and nothing behind it."""
+    info, _ = member("rank0.json")
+    info.size = 100 << 30
+    path = kt.write_bytes(tmp_path / "t.tar", info.tobuf() + bytes(1024))
+    assert "--max-trace-gb" in refused(path).reason
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "passed-over.txt"])
+def test_an_archive_that_expands_beyond_the_limit(name: str, tmp_path: Path) -> None:
+    """Also by members that would only be passed over: they have to be decompressed."""
+    path = tar(tmp_path / "t.tar.gz", [member(name, bytes(4 << 20))], "w:gz")
+    assert "unpacks to more than allowed" in refused(path, Limits(trace_bytes=32 << 20)).reason
+
+
+def test_damaged_archives(tmp_path: Path) -> None:
+    """Cut at any of many places, the archive is refused, or holds no trace that can be read."""
+    whole = tar(tmp_path / "whole.tar", [member("rank0.json", rank(0))]).read_bytes()
+    size = len(rank(0))
+    for end in (*range(1, 600, 37), *range(600, 512 + size, 997)):
+        path = kt.write_bytes(tmp_path / "cut.tar", whole[:end])
+        with pytest.raises(BadTrace):
+            diagnose(path)
+
+
+def test_damaged_compressed_archives(tmp_path: Path) -> None:
+    """So it is where the compression is what is damaged."""
+    whole = tar(tmp_path / "whole.tar.gz", [member("rank0.json", rank(0))], "w:gz").read_bytes()
+    for at in range(0, len(whole) - 8, 13):
+        spoilt = whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
+        for content in (whole[:at], spoilt):
+            try:
+                diagnose(kt.write_bytes(tmp_path / "bad.tar.gz.bin", content))
+            except BadTrace as error:
+                assert error.path is not None  # noqa: PT017
+
+
+def test_an_archive_without_traces(tmp_path: Path) -> None:
+    """An empty one, and one of other things."""
+    for members in ([], [member("a.txt", b"x"), member("b.json", b"{}")]):
+        assert "no trace in this archive" in refused(tar(tmp_path / "t.tar", members)).reason
