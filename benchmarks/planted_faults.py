@@ -21,13 +21,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from peers import hta_python
-from provenance import provenance
+from provenance import provenance, write_result
 from rich.console import Console
 from rich.table import Table
 
 import counterpoint
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ("set", "planted", "step, ms", "hidden", "counterpoint says", "replay error", "HTA suspects")
 PEER_ASKS = """
 import sys, json
 from hta.trace_analysis import TraceAnalysis
@@ -67,7 +68,11 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     python = hta_python(args.cache)
     rows = [row(folder, python) for folder in sets if (folder / "rank0.json.gz").exists()]
-    Console(width=150).print(table(rows))
+    cells = [table_row(r) for r in rows]
+    shown = Table(*COLUMNS, title="planted faults")
+    for line in cells:
+        shown.add_row(*line)
+    Console(width=150).print(shown)
     ours, peers = sum(r.right for r in rows), sum(r.peer_right for r in rows)
     print(f"right: counterpoint {ours} of {len(rows)}, HolisticTraceAnalysis {peers} of {len(rows)}")
     facts = provenance(("counterpoint", "msgspec", "numpy", "polars"))
@@ -75,8 +80,7 @@ def main() -> None:
     facts |= {"gpu": first["machine"]["device"], "gpu_count": first["machine"]["count"],
               "driver": first["machine"]["driver"], "torch": first["versions"]["torch"],
               "nccl": first["versions"]["nccl"], "peer": "traceinsight 0.6.1"}  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"provenance": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    write_result(args.out, {"provenance": facts, "rows": [asdict(r) for r in rows]}, COLUMNS, cells)
 
 
 def row(folder: Path, python: str) -> Row:
@@ -118,23 +122,18 @@ def ask_peer(folder: Path, python: str) -> list[int] | None:
     return json.loads(lines[-1]) if done.returncode == 0 and lines else None
 
 
-def table(rows: list[Row]) -> Table:
-    shown = Table("set", "planted", "step ms", "hidden", "counterpoint says", "replay error", "HTA says",
-                  title="planted faults, 8 x H200")  # fmt: skip
-    for r in rows:
-        ours = "; ".join(f"rank {f['rank']}: {f['cause']} ({f['delay_ms']:.1f} ms)" for f in r.found) or "nothing"
-        planted = r.planted if r.planted_rank is None else f"{r.planted}, rank {r.planted_rank}"
-        peer = "fails" if r.peer is None else f"ranks {r.peer[0]}, {r.peer[1]}"
-        shown.add_row(
-            r.name,
-            planted,
-            f"{r.step_ms:.1f}",
-            "–" if r.hidden is None else f"{r.hidden:.0%}",
-            ("✓ " if r.right else "✗ ") + ours,
-            "–" if r.replay_error is None else f"{r.replay_error:+.2%}",
-            ("✓ " if r.peer_right else "✗ ") + peer,
-        )
-    return shown
+def table_row(r: Row) -> list[str]:
+    """One line of the table."""
+    ours = "; ".join(f"rank {f['rank']}: {f['cause']}, {f['delay_ms']:.1f} ms" for f in r.found) or "nothing"
+    return [
+        r.name,
+        r.planted if r.planted_rank is None else f"{r.planted}, rank {r.planted_rank}",
+        f"{r.step_ms:.1f}",
+        "–" if r.hidden is None else f"{r.hidden:.0%}",
+        ("✓ " if r.right else "✗ ") + ours,
+        "–" if r.replay_error is None else f"{r.replay_error:+.2%}",
+        ("✓ " if r.peer_right else "✗ ") + ("fails" if r.peer is None else f"ranks {r.peer[0]}, {r.peer[1]}"),
+    ]
 
 
 if __name__ == "__main__":

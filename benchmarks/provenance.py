@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -12,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["provenance"]
+__all__ = ["provenance", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,3 +54,13 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def write_result(path: Path, record: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Keep a measurement: its JSON, and beside it a table made from the same run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    facts = record["provenance"]
+    lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    origin = f"`{' '.join(facts['command'])}`, {facts['date']}, commit {(facts['commit'] or '?')[:12]}"
+    path.with_suffix(".md").write_text("\n".join([*lines, "", f"From [{path.name}]({path.name}): {origin}.", ""]))

@@ -26,7 +26,7 @@ import synthetic_job
 import synthetic_model
 from peers import hta_python
 from process_cost import run
-from provenance import provenance
+from provenance import provenance, write_result
 from rich.console import Console
 from rich.table import Table
 from synthetic_job import Job, write_traces
@@ -49,6 +49,7 @@ print(json.dumps({"seconds": seconds, "rows": sum(map(len, trace.traces.values()
 BIG = Job(steps=23)  # 1.28 M events, 336 MB
 EIGHT = Job(steps=3)  # 44 MB a rank
 QUICK = Job(steps=3, micro_batches=1, layers=2)
+COLUMNS = ("what", "s, median", "min-max", "peak MB", "ratio to ours")
 OURS, OURS_EIGHT = "counterpoint, 1 rank", "counterpoint, 8 ranks"
 PEER_PARSERS = {"json": "HTA load, json", "ijson_batch_and_compress": "HTA load, ijson"}
 
@@ -107,12 +108,14 @@ def main() -> None:
                 status.update(f"round {number + 1}: {row.name}")
                 row.measure()
     claims = [] if args.quick else targets(rows)
-    console.print(table(rows))
+    shown = Table(*COLUMNS, title="trace_load")
+    for line in cells(rows):
+        shown.add_row(*line)
+    console.print(shown)
     for claim in claims:
         console.print(f"{'met' if claim['met'] else 'MISSED':7} {claim['claim']}: {claim['value']}", highlight=False)
     if not args.quick:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record(rows, claims, one, eight), indent=2) + "\n")
+        write_result(args.out, record(rows, claims, one, eight), COLUMNS, cells(rows))
     sys.exit(0 if all(claim["met"] for claim in claims) else 1)
 
 
@@ -154,14 +157,19 @@ def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"claim": claim, "value": round(value, 2), "met": met} for claim, value, met in values]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    shown = Table("what", "s, median", "min-max", "peak MB", "ratio to ours", title="trace_load")
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table: the peer's seconds also as a multiple of ours."""
     first = rows[0].median_s
-    for row in rows:
-        spread = f"{min(row.seconds):.2f}-{max(row.seconds):.2f}"
-        ratio = f"{row.median_s / first:.1f}x" if row.times_itself else ""
-        shown.add_row(row.name, f"{row.median_s:.2f}", spread, f"{row.median_mb:.0f}", ratio)
-    return shown
+    return [
+        [
+            row.name,
+            f"{row.median_s:.2f}",
+            f"{min(row.seconds):.2f}-{max(row.seconds):.2f}",
+            f"{row.median_mb:.0f}",
+            f"{row.median_s / first:.1f}x" if row.times_itself else "",
+        ]
+        for row in rows
+    ]
 
 
 def record(rows: Sequence[Row], claims: Sequence[dict[str, Any]], one: Path, eight: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Activity:
 class Waits:
     """Joined collectives [J, R], NaN where a rank took no part; µs."""
 
+    arrival: F64  # own start; of copies, which begin when all are ready: when launched and next on their stream
     last_start: F64  # [J]
     last_column: np.typing.NDArray[np.int64]  # [J]
     wait: F64
@@ -53,28 +54,55 @@ def waits(job: Job, busy: list[Activity]) -> Waits:
     if not count:
         empty = np.empty((0, len(job.ranks)))
         none = np.empty(0, np.int64)
-        return Waits(last_start=np.empty(0), last_column=none, wait=empty, transfer=empty, exposed=empty,
-                     exposed_wait=empty, step=none)  # fmt: skip
+        return Waits(arrival=empty, last_start=np.empty(0), last_column=none, wait=empty, transfer=empty,
+                     exposed=empty, exposed_wait=empty, step=none)  # fmt: skip
+    arrival, copies = _arrivals(job)
     last = np.nanmax(start, axis=1)
-    wait = np.minimum(last[:, None], end) - start
+    until = np.where(copies, np.nanmax(arrival, axis=1), last)
+    wait = np.where(copies[:, None], until[:, None], np.minimum(last[:, None], end)) - arrival
     exposed, exposed_wait = np.full_like(start, np.nan), np.full_like(start, np.nan)
     for column, rank in enumerate(busy):
         there = np.isfinite(start[:, column])
         low, high = start[there, column], end[there, column]
-        arrived = low + wait[there, column]
+        came = arrival[there, column]
         exposed[there, column] = (high - low) - rank.compute.within(low, high)
-        exposed_wait[there, column] = wait[there, column] - rank.compute.within(low, arrived)
+        exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
     step[last >= job.step_end.max()] = -1
     return Waits(
+        arrival=arrival,
         last_start=last,
-        last_column=np.nanargmax(start, axis=1),
+        last_column=np.nanargmax(arrival, axis=1),
         wait=wait,
         transfer=np.maximum(end - np.maximum(last[:, None], start), 0.0),
         exposed=exposed,
         exposed_wait=np.maximum(exposed_wait, 0.0),
         step=step,
     )
+
+
+def _arrivals(job: Job) -> tuple[F64, np.typing.NDArray[np.bool_]]:
+    """When each rank was ready for each collective [J, R], and which collectives [J] copy engines carry out.
+
+    A kernel waits inside itself; copies are held back by the stream until the peers are ready, and nothing shows.
+    """
+    arrival = job.joined.start.copy()
+    copies = np.zeros(len(job.joined), bool)
+    for column, d in enumerate(job.digests):
+        there = np.flatnonzero(job.joined.row[:, column] >= 0)
+        rows = job.joined.row[there, column]
+        there, rows = there[d.comm.ctas[rows] == 0], rows[d.comm.ctas[rows] == 0]
+        copies[there] = True
+        for j, op in zip(there.tolist(), d.comm.first[rows].tolist(), strict=True):
+            before = np.flatnonzero(d.gpu.stream[:op] == d.gpu.stream[op])[-1:]
+            ready = np.append(job.op_end[column][before], job.launch[column][op])
+            if np.isfinite(ready).any():
+                arrival[j, column] = min(arrival[j, column], float(np.nanmax(ready)))
+    held = np.full(len(job.digests), -np.inf)  # the same wait is felt once
+    for j in np.flatnonzero(copies).tolist():
+        arrival[j] = np.minimum(job.joined.start[j], np.maximum(arrival[j], held))
+        held[np.isfinite(arrival[j])] = np.nanmax(arrival[j])
+    return arrival, copies
 
 
 def steps(job: Job) -> tuple[Step, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from counterpoint.diagnose.accounts import Activity, Waits
 from counterpoint.diagnose.gaps import Gap
+from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.job import Job
 from counterpoint.diagnose.kernel_diff import KernelDiff, compare_kernels
 from counterpoint.records import Cause, Straggler
@@ -52,7 +53,7 @@ def find_delays(job: Job, w: Waits) -> Delays:
     """Every collective that more than one rank took part in."""
     rows, columns, felt, late = [], [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
-        start = job.joined.start[j]
+        start = w.arrival[j]
         there = np.flatnonzero(np.isfinite(start))
         if len(there) < 2 or job.joined.op[j] in _STRUCTURAL:
             continue
@@ -109,7 +110,7 @@ def _explain(
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
     per_step = np.bincount(w.step[delays.collective[own]], weights=delays.felt_us[own], minlength=len(job.step_names))
     steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
-    excess = _excess(job, busy, column, steps)
+    excess = _excess(job, busy, w, column, steps)
     shown = float(per_step[steps].sum())
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
@@ -153,19 +154,21 @@ def _waited_elsewhere(job: Job, w: Waits, felt_in: I64, column: int, steps: I64)
     return float(w.exposed_wait[elsewhere, column].sum())
 
 
-def _excess(job: Job, busy: list[Activity], column: int, steps: I64) -> _Excess:
+def _excess(job: Job, busy: list[Activity], w: Waits, column: int, steps: I64) -> _Excess:
     """The rank's own time less the median of the others', per kind, over these steps."""
-    spent = np.array([_spent(b, job.step_start[steps, c], job.step_end[steps, c]) for c, b in enumerate(busy)])
+    waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
+    start, end = job.step_start[steps], job.step_end[steps]
+    spent = np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
     beyond = spent[column] - np.median(np.delete(spent, column, axis=0), axis=0)
     compute, memcpy, comm, idle = beyond.tolist()
     return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
 
 
-def _spent(busy: Activity, start: F64, end: F64) -> tuple[float, float, float, float]:
+def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
     """(compute, copies beside no compute, communication beside neither, idle) in windows."""
     compute = float(busy.compute.within(start, end).sum())
     copying = float((busy.compute | busy.memcpy).within(start, end).sum())
-    working = float(busy.any.within(start, end).sum())
+    working = float((busy.any | waited).within(start, end).sum())
     return compute, copying - compute, working - copying, float((end - start).sum()) - working
 
 

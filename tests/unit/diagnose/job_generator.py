@@ -66,6 +66,7 @@ class JobPlan:
     drift_ppm: dict[int, float] = field(default_factory=dict)
     lost: tuple[tuple[int, int], ...] = ()
     transfer_us: float = 900.0
+    copies_wait: str = "inside"  # the first copy waits for the last rank; or before: all copies begin when it is ready
     loss_item: bool = True  # the host waits for the GPU once a step
 
 
@@ -218,6 +219,7 @@ class _Job:
                      **{"registers per thread": 96, "shared memory": 82240}, **info)  # fmt: skip
             return
         peers = self.plan.ranks - 1
+        start = last if self.plan.copies_wait == "before" else start
         edges = [start, *(last + (end - last) * (i + 1) / peers for i in range(peers))]
         for begin, finish in itertools.pairwise(edges):  # the first waits for the last rank to be ready
             r.on_gpu("gpu_memcpy", kernel, stream, begin, finish - begin - 1.0 * (finish < end), bytes=32 << 20)

@@ -215,3 +215,24 @@ def test_peer_copies_take_no_sm_and_state_their_size() -> None:
     d, _ = run(JobPlan(style="copies"))
     copies = [c for c in d.collectives if c.op == "peer_copy"]
     assert {(c.bytes, c.num_ctas) for c in copies} == {(8 * (32 << 20), 0)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (Fault(kind="stall", rank=3, us=20_000, steps=(2,)), "host_stall"),
+        (Fault(kind="late_input", rank=3, us=8_000), "late_input"),
+        (SLOW, "slow_kernels"),
+    ],
+    ids=["stall", "late_input", "slow"],
+)
+def test_copies_that_wait_before_they_begin(fault: Fault, cause: str) -> None:
+    """The stream holds every rank's copies until the last is ready: its launch tells who that was."""
+    d, _ = run(JobPlan(style="copies", copies_wait="before", faults=(fault,)))
+    assert suspects(d) == [(3, cause)]
+
+
+def test_copies_that_wait_before_they_begin_raise_no_alarm() -> None:
+    """Ranks that launch ahead of what holds their copies are not late."""
+    d, _ = run(JobPlan(style="copies", copies_wait="before"))
+    assert d.stragglers == ()

@@ -21,6 +21,32 @@ from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsu
 from counterpoint.trace.source import Limits, TraceFile
 
 
+def endless(folder: Path, ranks: int) -> list[TraceFile]:
+    """Files whose readers wait for ever: pipes that nobody writes to."""
+    files = []
+    for rank in range(ranks):
+        os.mkfifo(folder / f"rank{rank}.json")
+        files.append(TraceFile(path=folder / f"rank{rank}.json", label=f"rank{rank}.json", format="kineto"))
+    return files
+
+
+# Before the cluster starts: its processes are children, too.
+def test_a_reader_that_dies_is_an_error_in_words(tmp_path: Path) -> None:
+    """Killed, as for want of memory: no BrokenProcessPool, but what happened and what to do."""
+
+    files = endless(tmp_path, 2)
+
+    def kill_one() -> None:
+        with (tmp_path / "rank0.json").open("wb"), (tmp_path / "rank1.json").open("wb"):  # open once their readers have
+            multiprocessing.active_children()[0].kill()
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(CounterpointError, match=r"process that read a rank died.*--workers 1"):
+        digest_all(files, Limits(), Engine(workers=2))
+    killer.join()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a scheduler with one worker process."""
@@ -64,32 +90,6 @@ def test_progress_counts_the_files(apart: Engine, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     diagnose(kt.write_job(tmp_path), engine=apart, progress=lambda done, total, what: told.append((done, total)))
     assert (2, 2) in told
-
-
-def endless(folder: Path, ranks: int) -> list[TraceFile]:
-    """Files whose readers wait for ever: pipes that nobody writes to."""
-    files = []
-    for rank in range(ranks):
-        os.mkfifo(folder / f"rank{rank}.json")
-        files.append(TraceFile(path=folder / f"rank{rank}.json", label=f"rank{rank}.json", format="kineto"))
-    return files
-
-
-def test_a_reader_that_dies_is_an_error_in_words(tmp_path: Path) -> None:
-    """Killed, as for want of memory: no BrokenProcessPool, but what happened and what to do."""
-
-    files = endless(tmp_path, 2)
-    others = set(multiprocessing.active_children())  # the cluster's
-
-    def kill_one() -> None:
-        with (tmp_path / "rank0.json").open("wb"), (tmp_path / "rank1.json").open("wb"):  # open once their readers have
-            (set(multiprocessing.active_children()) - others).pop().kill()
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    with pytest.raises(CounterpointError, match=r"process that read a rank died.*--workers 1"):
-        digest_all(files, Limits(), Engine(workers=2))
-    killer.join()
 
 
 def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
