@@ -15,6 +15,7 @@ from counterpoint.trace.timeline import F64
 __all__ = ["Clocks", "align_clocks"]
 
 _RESOLUTION_US = 100.0  # ranks of one host end a collective up to 60 µs apart, always in the same order (8 x H200)
+_DRIFT_US = 12.0  # a drift that moves the ends by less over the whole trace is not looked for
 _SWEEPS = 50
 
 
@@ -64,11 +65,28 @@ def align_clocks(end: F64) -> Clocks:
     error = deviation / np.sqrt(np.maximum(count, 1)) * 1.25
     error[0] = 0.0
     total = offset[known] + shift - shift[0]
-    small = np.abs(total) < _RESOLUTION_US + 3 * error
-    error = np.where(small, np.maximum(error, np.abs(total)), error)
-    total[small] = 0.0
+    common = _one_per_host(total, slope, _RESOLUTION_US + 3 * error)
+    error = np.maximum(error, np.abs(total - common))
+    total = common
     offset[known], drift[known], uncertainty[known], spread[known] = total, slope, error, deviation
     return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, spread=spread, pivot=pivot)
+
+
+def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
+    """Ranks whose offsets cannot be told apart share a host and its clock: the median of theirs; the reference's is 0.
+
+    So the order in which ranks leave a ring, which is alike in every collective, does not pass for a clock. A clock
+    that drifts is its own.
+    """
+    steady = np.flatnonzero(slope == 0.0)
+    order = steady[np.argsort(offset[steady], kind="stable")]
+    common = offset.copy()
+    reference = 0.0
+    for host in np.split(order, np.flatnonzero(np.diff(offset[order]) > resolution[order][1:]) + 1):
+        if len(host):
+            common[host] = np.median(offset[host])
+            reference = common[0] if 0 in host else reference
+    return common - reference
 
 
 def _first_guess(end: F64) -> F64:
@@ -110,7 +128,11 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
         if sweep >= 4 and float(np.abs(step).max(initial=0.0)) < 1e-3:
             break
     noise = 1.4826 * np.nanmedian(np.abs(residual), axis=0)
-    slope[np.abs(slope) * span < 20.0 + 4 * noise] = 0.0
+    seen = np.abs(slope) * span >= _DRIFT_US + 6 * noise
+    drifted = corrected - np.nanmedian(corrected, axis=1, keepdims=True) + slope * (local - pivot)
+    for r in np.flatnonzero(seen):
+        seen[r] = _steady(local[:, r] - pivot, drifted[:, r], float(slope[r]))
+    slope[~seen] = 0.0
     corrected = local - slope * (local - pivot)
     for _ in range(_SWEEPS):
         residual = corrected - shift - np.nanmedian(corrected - shift, axis=1, keepdims=True)
@@ -120,6 +142,13 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
         if float(np.abs(step).max(initial=0.0)) < 1e-3:
             break
     return residual, shift, slope
+
+
+def _steady(x: F64, y: F64, slope: float) -> bool:
+    """Whether both halves of the time show the drift: a rank whose lateness wanders does not drift."""
+    middle = float(np.nanmedian(x))
+    halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
+    return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)
 
 
 def _slope(x: F64, y: F64) -> float:

@@ -175,30 +175,30 @@ def _absorb_host(columns: _Columns, events: list[Event], ts: Any, dur: Any, kind
     for i in np.flatnonzero(kind == HostKind.SYNC).tolist():
         a = args[i]
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
+    name = np.array([names[e.name or ""] for e in events], np.int32)
     _put(
         columns.host,
         start=ts,
         dur=dur,
         kind=kind.astype(np.uint8),
-        name=np.array([names[e.name or ""] for e in events], np.int32),
+        name=name,
         thread=_threads(columns, events),
         correlation=correlation,
         external=external,
         stream=stream,
         waits_for=waits_for,
         waits_on=waits_on,
-        info=_param_comms(columns, events, external),
+        info=_param_comms(columns, args, np.flatnonzero(name == names.get(_PARAM_COMMS, -1)), external),
         shape=shape,
     )
 
 
-def _param_comms(columns: _Columns, events: list[Event], external: Any) -> Any:
+def _param_comms(columns: _Columns, args: list[Args], rows: Any, external: Any) -> Any:
     """Row of the metadata of each `record_param_comms`; -1 for everything else."""
-    infos = np.full(len(events), -1, np.int32)
-    for row in [i for i, e in enumerate(events) if e.name == _PARAM_COMMS]:
-        args = events[row].args
-        if args is not None and args.collective is not None:
-            infos[row] = columns.info_of(args)
+    infos = np.full(len(args), -1, np.int32)
+    for row in rows.tolist():
+        if args[row].collective is not None:
+            infos[row] = columns.info_of(args[row])
             if external[row] >= 0:
                 columns.info_by_external[int(external[row])] = int(infos[row])
     return infos

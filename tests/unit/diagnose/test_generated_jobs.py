@@ -103,7 +103,7 @@ def test_shifted_clock_changes_nothing(style: str, shift_us: float, shifted: int
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("drift_ppm", [50.0, -50.0])
-@pytest.mark.parametrize("steps", [4, 8])
+@pytest.mark.parametrize("steps", [4, 8, 30])
 def test_drifting_clock_changes_nothing(style: str, drift_ppm: float, steps: int) -> None:
     """50 ppm over 0.1 and 0.2 s: same verdict, transfers within 2 %."""
     d, truth = run(JobPlan(style=style, steps=steps, layers=6, faults=(SLOW,), drift_ppm={5: drift_ppm}))

@@ -6,8 +6,8 @@ import msgspec
 import polars as pl
 import pytest
 
-from counterpoint.records import Collective, Diagnosis
 from counterpoint.diagnose.frames import frames
+from counterpoint.records import Collective, Diagnosis
 
 KEYS = ["steps", "per_rank", "collectives", "stragglers", "kernels", "findings", "what_if"]
 
