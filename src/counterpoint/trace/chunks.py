@@ -39,15 +39,26 @@ class EventRuns(Generic[E]):
         stream: decompressed bytes.
         label: what errors call the file.
         event: the msgspec type of one event.
+        begins_at: where in the file the stream begins, if that is at an event; None: at the file's beginning.
+        open_ended: the stream ends after an event, not with the file.
 
     Raises:
         BadTrace: truncated, malformed, an event of another shape, or not a trace; with the byte offset.
     """
 
-    def __init__(self, stream: io.RawIOBase, label: str, event: type[E]) -> None:
+    def __init__(
+        self,
+        stream: io.RawIOBase,
+        label: str,
+        event: type[E],
+        *,
+        begins_at: int | None = None,
+        open_ended: bool = False,
+    ) -> None:
         self._stream, self._label = stream, label
         self._decode = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
-        self._offset = 0  # of the first byte of the buffer in the file
+        self._offset = begins_at or 0  # of the first byte of the buffer in the file
+        self._headless, self._open_ended = begins_at is not None, open_ended
         self._bare = False  # the array alone, without an object around it
         self.header: dict[str, Any] = {}
 
@@ -59,8 +70,8 @@ class EventRuns(Generic[E]):
         return self._run_offset + _element(run, index)
 
     def __iter__(self) -> Iterator[tuple[bytes, list[E]]]:
-        buffer, eof = self._read_header()
-        while True:
+        buffer, eof = (self._stream.read(BLOCK_BYTES) or b"", False) if self._headless else self._read_header()
+        while buffer or not (eof and self._open_ended):
             cut = 0 if eof else _last_boundary(buffer)
             events = self._try(buffer[:cut]) if cut else None
             if events is None:

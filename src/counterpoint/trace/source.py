@@ -217,10 +217,12 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
 class _Capped(io.RawIOBase):
     """Counts what comes out of a stream and stops at a limit; turns damage into BadTrace with its offset."""
 
-    def __init__(self, stream: BinaryIO, label: str, limit: int) -> None:
-        self._stream, self._label, self._limit, self._count = stream, label, limit, 0
+    def __init__(self, stream: BinaryIO, label: str, limit: int, *, stop: int | None = None) -> None:
+        self._stream, self._label, self._limit, self._stop, self._count = stream, label, limit, stop, 0
 
     def read(self, size: int = -1) -> bytes:
+        if self._stop is not None:
+            size = min(size, self._stop - self._count) if size >= 0 else self._stop - self._count
         try:
             block = self._stream.read(size)
         except EOFError:
@@ -243,8 +245,8 @@ class _Capped(io.RawIOBase):
         super().close()
 
 
-def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
-    """The decompressed bytes of a trace, in order, never more than `limits` allows.
+def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None) -> io.RawIOBase:
+    """The decompressed bytes of a trace, in order, never more than `limits` allows; or those from `begin` to `stop`.
 
     Raises:
         BadTrace: it cannot be opened here (on a cluster every worker needs the file under the same path).
@@ -256,4 +258,6 @@ def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
         limit = limits.allow(file.path.stat().st_size) if compressed else limits.trace_bytes
     except OSError as error:
         raise _unreadable(error, file.label) from None
-    return _Capped(stream, file.label, limit)  # type: ignore[arg-type]
+    if begin:
+        stream.seek(begin)
+    return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)  # type: ignore[arg-type]

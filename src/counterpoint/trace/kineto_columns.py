@@ -1,0 +1,249 @@
+"""Kineto events into columns: what is kept of a trace while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from counterpoint.errors import BadTrace
+from counterpoint.trace import classify
+from counterpoint.trace.chunks import EventRuns
+from counterpoint.trace.columns import Intern
+from counterpoint.trace.kineto_events import ON_GPU, Args, Categories, Event, Instant
+from counterpoint.trace.timeline import CollectiveInfo, HostKind
+
+__all__ = ["Columns", "absorb"]
+
+_PARAM_COMMS = "record_param_comms"
+_LAST_US = 9.2e15  # in the year 2261: 63 bits of ns
+_EXACT_US = 1 << 43  # below, a float64 of µs holds ns
+_NO_ARGS = Args()
+
+
+@dataclass
+class Columns:
+    """What has been read so far: one list of arrays per column, and the tables that the columns point into."""
+
+    categories: Categories = field(default_factory=Categories)
+    names: Intern[str] = field(default_factory=Intern)
+    shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
+    grids: Intern[bytes] = field(default_factory=Intern)
+    threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
+    gpu: dict[str, list[Any]] = field(default_factory=dict)
+    host: dict[str, list[Any]] = field(default_factory=dict)
+    infos: list[CollectiveInfo] = field(default_factory=list)
+    info_by_external: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    base_us: int | None = None  # what `start` counts from: the first event's whole µs
+    inexact: bool = False  # starts have more digits than a float64 holds
+    comm_rank: int | None = None
+
+    def info_of(self, args: Args) -> int:
+        self.infos.append(
+            CollectiveInfo(
+                op=classify.normal_op(args.collective or ""),
+                group=args.group,
+                group_desc=args.group_desc,
+                group_ranks=_text(args.group_ranks),
+                group_size=args.group_size,
+                seq=args.seq,
+                comms_id=_text(args.comms_id),
+                in_nelems=args.in_nelems,
+                out_nelems=args.out_nelems,
+                dtype=args.dtype,
+                src_rank=args.src_rank,
+                dst_rank=args.dst_rank,
+            )
+        )
+        if self.comm_rank is None and args.comm_rank is not None and (args.group_desc or "default_pg") == "default_pg":
+            self.comm_rank = args.comm_rank
+        return len(self.infos) - 1
+
+    def extend(self, later: Columns) -> None:
+        """Append what was read of a later part of the same file; its tables are numbered anew."""
+        moved = {
+            "name": _renumbered(self.names, later.names),
+            "shape": _renumbered(self.shapes, later.shapes),
+            "grid": _renumbered(self.grids, later.grids),
+            "thread": _renumbered(self.threads, later.threads),
+        }
+        moved["block"] = moved["grid"]
+        before, shift = len(self.infos), float((later.base_us or 0) - (self.base_us or 0))
+        for mine, theirs in ((self.gpu, later.gpu), (self.host, later.host)):
+            for name, parts in theirs.items():
+                for part in parts:
+                    if name in moved:
+                        part = moved[name][part]
+                    elif name == "info":
+                        part = np.where(part >= 0, part + before, part)
+                    elif name == "start":
+                        part = part + shift
+                    mine.setdefault(name, []).append(part)
+        self.infos += later.infos
+        self.info_by_external |= {key: row + before for key, row in later.info_by_external.items()}
+        self.count += later.count
+        self.comm_rank = later.comm_rank if self.comm_rank is None else self.comm_rank
+
+
+def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:
+    """For each number in `other`, the number of the same key in `table`."""
+    return np.array([table[key] for key in other], np.int32)
+
+
+def absorb(columns: Columns, runs: EventRuns[Event], run: bytes, events: list[Event]) -> None:
+    """Add a run of events.
+
+    Raises:
+        BadTrace: an event with an impossible time, with its byte offset.
+    """
+    columns.count += len(events)
+    timed = [e for e in events if e.ph == "X"]
+    if not timed:
+        return
+    ts = np.array([e.ts for e in timed], np.float64)
+    dur = np.array([e.dur or 0.0 for e in timed], np.float64)
+    wrong = ~((ts >= 0) & (ts < _LAST_US) & (dur >= 0) & (dur < _LAST_US))  # NaN is neither
+    if wrong.any():
+        event = timed[int(np.argmax(wrong))]
+        at = runs.offset_of(run, next(i for i, e in enumerate(events) if e is event))
+        raise BadTrace(
+            f"an event with an impossible time (ts {event.ts}, dur {event.dur}); times are µs from 0 to {_LAST_US:.1e}",
+            path=runs._label,
+            offset=at,
+        )
+    if columns.base_us is None:
+        columns.base_us = int(ts[0])
+    if ts.max() >= _EXACT_US and (ts % 1).any():
+        columns.inexact = True
+    ts = _exact_starts(run, columns.base_us) if columns.inexact else ts - columns.base_us
+    kinds = columns.categories
+    kind = np.array([kinds[e.cat] for e in timed], np.int8)
+    for rows, into in ((np.flatnonzero(kind == ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
+        if len(rows):
+            into(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
+
+
+def _exact_starts(run: bytes, base_us: int) -> Any:
+    """Starts of the complete events less `base_us`, to the ns even where the file counts fractions of µs from 1970."""
+    instants = msgspec.json.decode(b"[" + run + b"]", type=list[Instant], strict=False)
+    return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
+
+
+def _absorb_gpu(columns: Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
+    args = [e.args or _NO_ARGS for e in events]
+    grids, names = columns.grids, columns.names
+    _put(
+        columns.gpu,
+        start=ts,
+        dur=dur,
+        name=np.array([names[e.name or ""] for e in events], np.int32),
+        device=np.array([_first(a.device, a.in_device) for a in args], np.int32),
+        stream=np.array(
+            [a.stream if a.stream is not None else _stream_of(e.tid) for a, e in zip(args, events, strict=True)],
+            np.int64,
+        ),
+        correlation=_ints(args, "correlation"),
+        external=_externals(args),
+        grid=np.array([grids[bytes(a.grid)] for a in args], np.int32),
+        block=np.array([grids[bytes(a.block)] for a in args], np.int32),
+        regs=np.array([a.regs or 0 for a in args], np.int32),
+        smem=np.array([a.smem or 0 for a in args], np.int64),
+        bytes=np.array([-1 if a.bytes is None else a.bytes for a in args], np.int64),
+        info=np.array([-1 if a.collective is None else columns.info_of(a) for a in args], np.int32),
+    )
+
+
+def _absorb_host(columns: Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
+    args = [e.args or _NO_ARGS for e in events]
+    names, shapes = columns.names, columns.shapes
+    is_op = kind == HostKind.OP
+    ops = [args[i] for i in np.flatnonzero(is_op).tolist()]
+    external = np.full(len(events), -1, np.int64)
+    external[is_op] = _externals(ops)
+    shape = np.full(len(events), -1, np.int32)
+    shape[is_op] = [shapes[bytes(a.dims)] for a in ops]
+    called = (kind == HostKind.RUNTIME) | (kind == HostKind.SYNC)
+    correlation = np.full(len(events), -1, np.int64)
+    correlation[called] = [_first(args[i].correlation) for i in np.flatnonzero(called).tolist()]
+    stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(3))
+    for i in np.flatnonzero(kind == HostKind.SYNC).tolist():
+        a = args[i]
+        stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
+    name = np.array([names[e.name or ""] for e in events], np.int32)
+    _put(
+        columns.host,
+        start=ts,
+        dur=dur,
+        kind=kind.astype(np.uint8),
+        name=name,
+        thread=_threads(columns, events),
+        correlation=correlation,
+        external=external,
+        stream=stream,
+        waits_for=waits_for,
+        waits_on=waits_on,
+        info=_param_comms(columns, args, np.flatnonzero(name == names.get(_PARAM_COMMS, -1)), external),
+        shape=shape,
+    )
+
+
+def _param_comms(columns: Columns, args: list[Args], rows: Any, external: Any) -> Any:
+    """Row of the metadata of each `record_param_comms`; -1 for everything else."""
+    infos = np.full(len(args), -1, np.int32)
+    for row in rows.tolist():
+        if args[row].collective is not None:
+            infos[row] = columns.info_of(args[row])
+            if external[row] >= 0:
+                columns.info_by_external[int(external[row])] = int(infos[row])
+    return infos
+
+
+def _threads(columns: Columns, events: list[Event]) -> Any:
+    """Dense number of each event's (pid, tid), whatever JSON value those are."""
+    threads = columns.threads
+    try:
+        return np.array([threads[e.pid, e.tid] for e in events], np.int32)
+    except TypeError:  # lists and objects cannot be keys
+        keys = [tuple(v if isinstance(v, Hashable) else str(v) for v in (e.pid, e.tid)) for e in events]
+        return np.array([threads[key] for key in keys], np.int32)
+
+
+def _ints(args: list[Args], name: str) -> Any:
+    values = [getattr(a, name) for a in args]
+    return np.array([-1 if v is None else v for v in values], np.int64)
+
+
+def _externals(args: list[Args]) -> Any:
+    return np.array(
+        [a.external if a.external is not None else _first(a.old_external) for a in args],
+        np.int64,
+    )
+
+
+def _first(*values: int | None) -> int:
+    """The first that is stated; -1 if none is."""
+    for value in values:
+        if value is not None:
+            return value
+    return -1
+
+
+def _put(table: dict[str, list[Any]], **columns: Any) -> None:
+    for name, values in columns.items():
+        table.setdefault(name, []).append(values)
+
+
+def _stream_of(tid: Any) -> int:
+    """The stream in a tid such as 7 or "stream 7" (before 2022)."""
+    digits = "".join(c for c in str(tid) if c in "0123456789")
+    return int(digits[:9]) if digits else 0
+
+
+def _text(raw: msgspec.Raw) -> str | None:
+    """A value that some versions print as a string and others as a list or number."""
+    text = bytes(raw).decode("utf-8", "replace").strip().strip('"')
+    return text if text and text != "null" else None
