@@ -214,6 +214,8 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
         if len(joined):
             notes.append("one rank only: waiting for others cannot be told from transfer")
         return
+    if "?" in joined.group:
+        notes.append("the traces do not name the groups of their collectives: all ranks are taken as one group")
     present = (joined.row >= 0).sum(axis=1)
     partial = present < joined.expected
     for column, d in enumerate(digests):

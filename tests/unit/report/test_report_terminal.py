@@ -109,8 +109,8 @@ def test_diagnosis_without_communication_renders(empty: Diagnosis) -> None:
     assert "no steps found, 1.00 ms in all" in printed(empty)
 
 
-@pytest.mark.parametrize("module", ["terminal", "html", "perfetto", "frames"])
+@pytest.mark.parametrize("module", ["report.terminal", "report.html", "report.perfetto", "diagnose.frames"])
 def test_import_does_not_load_heavy_libraries(module: str) -> None:
-    code = f"import sys, counterpoint.report.{module}; print([m for m in ('plotly', 'polars') if m in sys.modules])"
+    code = f"import sys, counterpoint.{module}; print([m for m in ('plotly', 'polars') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
