@@ -109,6 +109,7 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_die_of_interrupts) as pool:
         futures = [pool.submit(digest_file, file, limits) for file in files]
+        pool.submit(int)  # the pool looks for its processes before it starts one: from here on it watches them all
         try:
             for done, future in enumerate(as_completed(futures)):
                 tell(done + 1, len(files), "ranks read")
