@@ -9,13 +9,13 @@ import numpy as np
 from counterpoint.diagnose.digest import RankDigest
 from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.join import LOOSE_ENDS, Joined, join
+from counterpoint.diagnose.one_run import check_clocks, check_collectives
 from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, Kind
 
 __all__ = ["Job", "assemble"]
 
-_APART_S = 600.0  # clocks of hosts in one job never differ by more
 _MISSING_SHOWN = 64
 
 
@@ -69,7 +69,7 @@ def assemble(digests: list[RankDigest]) -> Job:
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     ranks = tuple(d.rank for d in digests)
     joined = join(ranks, [d.comm for d in digests], base)
-    _same_job(digests, joined)
+    check_collectives(digests, joined)
     clocks = _clocks(joined, ranks, notes)
     zero, names, start, end, found_by = _steps(digests, clocks, base, notes)
 
@@ -79,6 +79,7 @@ def assemble(digests: list[RankDigest]) -> Job:
     for column in range(len(digests)):
         for table in (joined.start, joined.end):
             table[:, column] = clocks.corrected(column, table[:, column]) - zero
+    check_clocks(digests, joined, clocks)
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, notes)
     return Job(
@@ -123,32 +124,16 @@ def _world_size(digests: list[RankDigest]) -> int:
         if len(values) > 1:
             (a, first), (b, second) = list(values.items())[:2]
             raise BadTrace(
-                f"ranks of different jobs: {key} is {b} here and {a} in {first.path}; give the traces of one run",
+                f"ranks of different runs: {key} is {b} here and {a} in {first.path}; give the traces of one run",
                 path=second.path,
             )
     stated = [d.world_size for d in digests if d.world_size]
     highest = max(d.rank for d in digests) + 1
     if stated and highest > max(stated):
         worst = digests[-1]
-        raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: of different jobs", path=worst.path)
+        raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: ranks of different runs", path=worst.path)
     sizes = [int(d.comm.size.max(initial=0)) for d in digests]
     return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
-
-
-def _same_job(digests: list[RankDigest], joined: Joined) -> None:
-    """Ranks that share groups but no collective, or whose joined collectives disagree, are of different runs."""
-    shared = (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else np.zeros(0, bool)
-    by_id = np.array([by in ("seq", "comms_id") for by in joined.by], bool)
-    if by_id.any() and joined.mismatched > 0.5 * max(1, int((shared & by_id).sum())) and joined.mismatched >= 3:
-        raise BadTrace(
-            f"ranks of different jobs: {joined.mismatched} collectives with the same id differ in operation or size",
-            path=digests[-1].path,
-        )
-    origin = np.array([d.origin_ns for d in digests], np.float64)
-    apart = (origin.max() - origin.min()) / 1e9
-    if apart > _APART_S:
-        late = digests[int(origin.argmax())]
-        raise BadTrace(f"ranks of different jobs: recorded {apart:.0f} s after {digests[0].path}", path=late.path)
 
 
 def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
