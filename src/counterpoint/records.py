@@ -58,7 +58,8 @@ class Account(Record, frozen=True, kw_only=True):
     """Where the time of all analysed steps went (`totals`: mean over ranks).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
-    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined.
+    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined (of copies:
+    waiting also before the first one, while the stream holds it back).
     """
 
     duration_us: float

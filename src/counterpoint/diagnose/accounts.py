@@ -10,6 +10,7 @@ from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.job import Job
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records import Account, Collective, RankAccount, Step
+from counterpoint.trace.columns import previous_on_stream
 from counterpoint.trace.timeline import F64, I64, Kind
 
 __all__ = ["Activity", "Waits", "activity", "collectives", "rank_accounts", "steps", "totals", "waits"]
@@ -93,11 +94,11 @@ def _arrivals(job: Job) -> tuple[F64, np.typing.NDArray[np.bool_]]:
         rows = job.joined.row[there, column]
         there, rows = there[d.comm.ctas[rows] == 0], rows[d.comm.ctas[rows] == 0]
         copies[there] = True
-        for j, op in zip(there.tolist(), d.comm.first[rows].tolist(), strict=True):
-            before = np.flatnonzero(d.gpu.stream[:op] == d.gpu.stream[op])[-1:]
-            ready = np.append(job.op_end[column][before], job.launch[column][op])
-            if np.isfinite(ready).any():
-                arrival[j, column] = min(arrival[j, column], float(np.nanmax(ready)))
+        first = d.comm.first[rows]
+        before = previous_on_stream(d.gpu.stream)[first]
+        free = np.where(before >= 0, job.op_end[column][before], np.nan)
+        ready = np.fmax(free, job.launch[column][first])
+        arrival[there, column] = np.fmin(arrival[there, column], ready)
     held = np.full(len(job.digests), -np.inf)  # the same wait is felt once
     for j in np.flatnonzero(copies).tolist():
         arrival[j] = np.minimum(job.joined.start[j], np.maximum(arrival[j], held))

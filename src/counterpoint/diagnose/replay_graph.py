@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.diagnose.job import Job
+from counterpoint.trace.columns import previous_on_stream
 from counterpoint.trace.timeline import F64, I64, U8, Kind
 
 __all__ = ["Graph", "build_graph"]
@@ -126,7 +127,7 @@ def _rank(job: Job, c: int, begin: float, finish: float) -> Graph:
     known = np.isfinite(launch)
     latency = float((start - launch)[known].min()) if known.any() else 0.0
     after_host[: len(row)][known] += latency
-    previous = _previous(gpu.stream[row])
+    previous = previous_on_stream(gpu.stream[row])
     stated = _stated(job, c, row)
     calls = job.on_job_clock(c, job.digests[c].waits.wait_call)
     event = np.where(stated >= 0, stated, _asked(launch, start, end, gpu.stream[row], calls))
@@ -224,15 +225,6 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
     host[order] = np.where(last >= 0, order[last], -1)
     after[order] = np.where(last >= 0, met[order] - left[order[last]], 0.0)
     return host, gap, after
-
-
-def _previous(stream: I64) -> I64:
-    """The operation before each on its stream; -1: none."""
-    order = np.argsort(stream, kind="stable")
-    previous = np.full(len(stream), -1, np.int64)
-    same = stream[order[1:]] == stream[order[:-1]]
-    previous[order[1:][same]] = order[:-1][same]
-    return previous
 
 
 def _stated(job: Job, c: int, row: I64) -> I64:
