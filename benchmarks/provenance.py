@@ -25,6 +25,9 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "command": ["python", *(_relative(argument) for argument in sys.argv)],
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "gpu": None,  # a benchmark of what GPUs did says which, with driver and torch
+        "driver": None,
+        "torch": None,
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),

@@ -23,6 +23,7 @@ __all__ = ["KernelSet", "compare_overlap", "sm_limits"]
 
 _ALONE, _OVERLAPPED = 0.02, 0.5  # shares of a kernel's time beside communication
 _SLOWER = 1.05
+_OTHER_SIZE = 1.3  # between times alone of neighbouring sizes
 _FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
@@ -31,6 +32,9 @@ _MEMORY_BOUND = re.compile(
     r"chunk_cat|split_with_sizes|bn_|batch_norm|pool",
     re.IGNORECASE,
 )
+
+
+_Fact = tuple[str, tuple[int, ...], str, int, int]  # name, grid + block, shapes, registers, shared memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +71,7 @@ class _Rows:
     share: F64  # of it beside communication
     ctas: I64  # most blocks of a communication kernel that ran when it started; 0: none or copies
     kind: I64  # index into `facts`
-    facts: list[tuple[str, tuple[int, ...], str, int, int]]  # name, grid + block, shapes, regs, smem
+    facts: list[_Fact]
 
 
 def compare_overlap(job: Job, busy: list[Activity]) -> KernelSet:
@@ -75,27 +79,75 @@ def compare_overlap(job: Job, busy: list[Activity]) -> KernelSet:
     rows = _collect(job, busy)
     alone_us = tuple(np.full(len(d.gpu), np.nan) for d in job.digests)
     limits = sm_limits(job.digests[0].device)
-    kernels = []
+    kernels: list[Kernel] = []
     order = np.argsort(rows.kind, kind="stable")
     bounds = np.searchsorted(rows.kind[order], np.arange(len(rows.facts) + 1))
     for kind, fact in enumerate(rows.facts):
-        members = order[bounds[kind] : bounds[kind + 1]]
-        share = rows.share[members]
-        alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
-        kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
-        kernels.append(kernel)
-        if kernel.alone_us is not None and kernel.slowdown is not None and kernel.slowdown > 1.0:
-            touched = members[share > _ALONE]
-            for column in np.unique(rows.column[touched]).tolist():
-                mine = touched[rows.column[touched] == column]
-                alone_us[column][rows.op[mine]] = np.minimum(rows.duration[mine], kernel.alone_us)
+        sizes = _by_size(job, rows, order[bounds[kind] : bounds[kind + 1]], shaped=bool(fact[2]))
+        kernels += [_compared(job, rows, members, fact, limits, alone_us) for members in sizes]
     kernels.sort(key=lambda k: -k.cost_us)
     return KernelSet(kernels=tuple(kernels[:_SHOWN]), alone_us=alone_us)
 
 
+def _compared(
+    job: Job, rows: _Rows, members: I64, fact: _Fact, limits: SmLimits | None, alone_us: tuple[F64, ...]
+) -> Kernel:
+    """One kind of kernel; notes in `alone_us` what its operations would take without contention."""
+    share = rows.share[members]
+    alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
+    kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
+    if kernel.alone_us is not None and kernel.slowdown is not None and kernel.slowdown > 1.0:
+        touched = members[share > _ALONE]
+        for column in np.unique(rows.column[touched]).tolist():
+            mine = touched[rows.column[touched] == column]
+            alone_us[column][rows.op[mine]] = np.minimum(rows.duration[mine], kernel.alone_us)
+    return kernel
+
+
+def _by_size(job: Job, rows: _Rows, members: I64, *, shaped: bool) -> list[I64]:
+    """Operations of one kind, told apart by size where the trace does not state their shapes.
+
+    Alone, one kernel of one size always takes about as long. Where times alone fall into several classes, sizes are
+    mixed (one GEMM kernel serves many layers): each class is a kind of its own, and an operation beside communication
+    belongs to the class of the same place in the step on other ranks and in other steps. Without such, it is left out.
+    """
+    alone = members[rows.share[members] <= _ALONE]
+    if shaped or len(alone) < 4:
+        return [members]
+    times = np.sort(rows.duration[alone])
+    edges = np.flatnonzero(times[1:] > _OTHER_SIZE * times[:-1])
+    if not len(edges):
+        return [members]
+    limits = np.sqrt(times[edges] * times[edges + 1])
+    place = _place_in_step(job, rows, members)
+    size = np.full(int(place.max()) + 1, np.nan)
+    in_alone = np.isin(members, alone)
+    for at in np.unique(place[in_alone]).tolist():
+        size[at] = np.median(rows.duration[members[in_alone & (place == at)]])
+    known = np.isfinite(size[place])
+    which = np.searchsorted(limits, size[place])
+    return [members[known & (which == number)] for number in range(len(limits) + 1)]
+
+
+def _place_in_step(job: Job, rows: _Rows, members: I64) -> I64:
+    """The how-manieth of its kind each operation is in its step on its rank."""
+    column, op = rows.column[members], rows.op[members]
+    start = np.array([job.op_start[c][o] for c, o in zip(column.tolist(), op.tolist(), strict=True)])
+    step = np.zeros(len(members), np.int64)
+    for c in np.unique(column).tolist():
+        own = column == c
+        step[own] = np.searchsorted(job.step_start[:, c], start[own], side="right")
+    order = np.lexsort((start, step, column))
+    first = np.concatenate(([True], np.diff(column[order]).astype(bool) | np.diff(step[order]).astype(bool)))
+    position = np.arange(len(order)) - np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    place = np.empty(len(order), np.int64)
+    place[order] = position
+    return place
+
+
 def _collect(job: Job, busy: list[Activity]) -> _Rows:
     column, op, duration, share, ctas, kinds = [], [], [], [], [], []
-    table: dict[tuple[str, tuple[int, ...], str, int, int], int] = {}
+    table: dict[_Fact, int] = {}
     for c, d in enumerate(job.digests):
         gpu = d.gpu
         rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
@@ -145,7 +197,7 @@ def _ctas_beside(job: Job, column: int, start: F64, end: F64) -> I64:
 
 
 def _kernel(
-    fact: tuple[str, tuple[int, ...], str, int, int],
+    fact: _Fact,
     rows: _Rows,
     alone: I64,
     beside: I64,

@@ -65,3 +65,20 @@ def test_cause(facts: dict[str, object], cause: str) -> None:
 def test_numbers(key: str, expected: float) -> None:
     """120 blocks on 132 SMs, 24 of which communication takes: 12 CTAs would fit."""
     assert getattr(kernel(beside_us=150.0, blocks=120), key) == pytest.approx(expected)
+
+
+def test_sizes_of_one_kernel_without_shapes_are_told_apart() -> None:
+    """A GEMM kernel of 100 µs and of 600 µs, the longer one beside communication in half the steps: 1.5 x, not 9 x."""
+    ops: list[Op] = []
+    for step in range(4):
+        at, beside = 2000.0 * step, step >= 2
+        ops.append(op("nvjet", at + 50, at + 150 + step, grid=(132, 1, 1)))
+        ops.append(op("nvjet", at + 500, at + 500 + (900 if beside else 600) + step, grid=(132, 1, 1)))
+        if beside:
+            ops.append(comm("all_gather", at + 490, at + 1450))
+    j = job(rank(*ops, steps=[(2000.0 * step, 2000.0 * step + 1900) for step in range(4)]))
+    kernels = [k for k in compare_overlap(j, [activity(j, 0)]).kernels if k.name == "nvjet"]
+    assert [(k.alone_count, k.overlapped_count, k.slowdown) for k in kernels] == [
+        (2, 2, pytest.approx(902.5 / 600.5)),
+        (4, 0, None),
+    ]
