@@ -9,10 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 from counterpoint.diagnose.digest import RankDigest, digest
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
@@ -108,7 +111,8 @@ def _in_turn(files: list[TraceFile], limits: Limits, workers: int, tell: Progres
 def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Progress) -> list[RankDigest]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_die_of_interrupts) as pool:
-        futures = [pool.submit(digest_file, file, limits) for file in files]
+        with _main_left_alone():
+            futures = [pool.submit(digest_file, file, limits) for file in files]
         pool.submit(int)  # the pool looks for its processes before it starts one: from here on it watches them all
         try:
             for done, future in enumerate(as_completed(futures)):
@@ -118,11 +122,21 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
             return [d for future in futures for d in future.result()]
         except BrokenProcessPool:
             raise CounterpointError(
-                "a process that read a rank died; if it ran out of memory, ask for fewer at once (--workers 1); "
-                'a script that calls counterpoint.diagnose needs `if __name__ == "__main__":`'
+                "a process that read a rank died; if it ran out of memory, ask for fewer at once (--workers 1)"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """A process that is spawned runs the caller's script again, for functions that are in it; ours are in modules."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _die_of_interrupts() -> None:

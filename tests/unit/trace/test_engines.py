@@ -92,6 +92,18 @@ def test_progress_counts_the_files(apart: Engine, tmp_path: Path) -> None:
     assert (2, 2) in told
 
 
+def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__":` the reader processes do not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, counterpoint\nfrom counterpoint.diagnose.engine import Engine\n"
+        "print(counterpoint.diagnose(sys.argv[1], engine=Engine(workers=2)).diagnosis.ranks)\n"
+    )
+    job = kt.write_job(tmp_path / "job", ranks=3)
+    done = subprocess.run([sys.executable, script, job], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("(0, 1, 2)\n", "")
+
+
 def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal; only the parent may say so."""
     endless(tmp_path, 2)
