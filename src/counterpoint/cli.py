@@ -62,7 +62,9 @@ def diagnose(
     baseline: Annotated[
         Path | None, typer.Option(help="An earlier --json file that gates must not fall behind.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="How far a gate may fall behind the baseline, in %.", min=0.0)] = 5.0,
+    tolerance: Annotated[
+        float | None, typer.Option(help="How far a gate may fall behind the baseline, in %: 5 unless told.", min=0.0)
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
@@ -78,6 +80,8 @@ def diagnose(
     gates = [parse_gate(text) for text in gate or []]
     if baseline is not None and not gates:
         raise Misconfigured("--baseline is what --gate compares with; give at least one --gate")
+    if tolerance is not None and baseline is None:
+        raise Misconfigured("--tolerance is how far a gate may fall behind --baseline; give one")
     before = _read_baseline(baseline) if baseline is not None else None
     limits = Limits(trace_bytes=int(max_trace_gb * (1 << 30)))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
@@ -89,7 +93,8 @@ def diagnose(
         _write(result, out, perfetto, json, tell)
     if not quiet and json != "-":
         _summary(result, [p for p in (out, perfetto) if p is not None])
-    checks = [check_gate(g, result.diagnosis, before, tolerance / 100) for g in gates]
+    allowed = (5.0 if tolerance is None else tolerance) / 100
+    checks = [check_gate(g, result.diagnosis, before, allowed) for g in gates]
     for check in checks:
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
