@@ -14,9 +14,8 @@ import numpy as np
 from counterpoint.diagnose.comm_rows import CommRows, comm_rows
 from counterpoint.diagnose.flops import matmul_flops
 from counterpoint.diagnose.gaps import Gap, find_gaps
-from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.steps import StepWindows, find_steps
-from counterpoint.trace.timeline import F64, I32, I64, Device, GpuOps, HostKind, Kind, Timeline
+from counterpoint.trace.timeline import F64, I32, I64, Device, GpuOps, HostKind, Timeline
 
 __all__ = ["HostWaits", "RankDigest", "digest"]
 
@@ -56,11 +55,6 @@ class RankDigest:
     gaps: tuple[Gap, ...]
     waits: HostWaits
     flops: F64  # per GPU operation; NaN: unknown
-
-    def busy(self, kind: Kind) -> Intervals:
-        """When at least one operation of this kind runs."""
-        rows = self.gpu.kind == kind
-        return Intervals.union(self.gpu.start[rows], self.gpu.end[rows])
 
 
 def digest(timeline: Timeline) -> RankDigest:
@@ -114,14 +108,14 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
     records = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation >= 0))
     records = records[np.argsort(host.correlation[records], kind="stable")]
     waited = np.full(len(rows), -1, np.int32)
-    if len(rows) and len(records):
-        keys = host.correlation[records]
-        for i, row in enumerate(rows.tolist()):
-            at = int(np.searchsorted(keys, host.waits_for[row]))
-            if at == len(keys) or keys[at] != host.waits_for[row]:
-                continue
-            recorded = host.start[records[at]]
-            before = np.flatnonzero((gpu.stream == host.waits_on[row]) & (gpu.launch_start < recorded))
-            if len(before):
-                waited[i] = before[np.argmax(gpu.launch_start[before])]
+    keys, wanted = host.correlation[records], host.waits_for[rows]
+    at = np.searchsorted(keys, wanted)
+    known = at < len(keys)
+    known[known] = keys[at[known]] == wanted[known]
+    for stream in np.unique(host.waits_on[rows[known]]).tolist():
+        launched = np.flatnonzero((gpu.stream == stream) & np.isfinite(gpu.launch_start))
+        launched = launched[np.argsort(gpu.launch_start[launched], kind="stable")]
+        here = np.flatnonzero(known & (host.waits_on[rows] == stream))
+        last = np.searchsorted(gpu.launch_start[launched], host.start[records[at[here]]]) - 1
+        waited[here[last >= 0]] = launched[last[last >= 0]]
     return host.start[rows], host.stream[rows], waited

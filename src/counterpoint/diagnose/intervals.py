@@ -86,7 +86,3 @@ class Intervals:
         """Whether each time lies in the set."""
         index = np.searchsorted(self.start, at, side="right") - 1
         return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)
-
-    def shifted(self, offset_us: float, drift: float = 0.0) -> Intervals:
-        """The same set on a clock that reads `t - offset - drift * t`."""
-        return Intervals(self.start - offset_us - drift * self.start, self.end - offset_us - drift * self.end)

@@ -46,15 +46,13 @@ class Delays:
     collective: I64
     column: I64
     felt_us: F64
-    late_us: F64  # start of the last - start of the median rank
 
 
 def find_delays(job: Job, w: Waits) -> Delays:
     """Every collective that more than one rank took part in."""
-    rows, columns, felt, late = [], [], [], []
+    rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
-        start = w.arrival[j]
-        there = np.flatnonzero(np.isfinite(start))
+        there = np.flatnonzero(np.isfinite(w.arrival[j]))
         if len(there) < 2 or job.joined.op[j] in _STRUCTURAL:
             continue
         last = int(w.last_column[j])
@@ -62,9 +60,14 @@ def find_delays(job: Job, w: Waits) -> Delays:
         rows.append(j)
         columns.append(last)
         felt.append(float(np.median(w.exposed_wait[j, others])))
-        late.append(float(start[last] - np.sort(start[there])[(len(there) - 1) // 2]))
-    return Delays(collective=np.array(rows, np.int64), column=np.array(columns, np.int64),
-                  felt_us=np.array(felt), late_us=np.array(late))  # fmt: skip
+    return Delays(collective=np.array(rows, np.int64), column=np.array(columns, np.int64), felt_us=np.array(felt))
+
+
+def _felt_per_step(job: Job, w: Waits, delays: Delays, column: int) -> F64:
+    """What the others felt of one rank in each step."""
+    own = delays.column == column
+    step = w.step[delays.collective[own]]
+    return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
 
 
 def find_stragglers(job: Job, busy: list[Activity], w: Waits, delays: Delays) -> tuple[Straggler, ...]:
@@ -86,9 +89,8 @@ def find_stragglers(job: Job, busy: list[Activity], w: Waits, delays: Delays) ->
 
 def _stands_out(job: Job, w: Waits, delays: Delays, column: int, total: F64) -> bool:
     duration = (job.step_end - job.step_start).mean(axis=1)
-    own = delays.column == column
-    per_step = np.bincount(w.step[delays.collective[own]], weights=delays.felt_us[own], minlength=len(duration))
-    share = _WORTH if total[column] > _JITTER_US * own.sum() else _WORTH_IN_JITTER
+    per_step = _felt_per_step(job, w, delays, column)
+    share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
     enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
     others = np.delete(total, column)
     return bool(enough and total[column] > _OUTSTANDING * float(np.median(others)))
@@ -108,7 +110,7 @@ def _explain(
     job: Job, busy: list[Activity], w: Waits, delays: Delays, column: int, felt: float, times_last: int
 ) -> Straggler | None:
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
-    per_step = np.bincount(w.step[delays.collective[own]], weights=delays.felt_us[own], minlength=len(job.step_names))
+    per_step = _felt_per_step(job, w, delays, column)
     steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
     excess = _excess(job, busy, w, column, steps)
     shown = float(per_step[steps].sum())
