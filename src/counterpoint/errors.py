@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BadTrace", "CounterpointError", "Misconfigured", "Unsupported"]
+__all__ = ["BadTrace", "CounterpointError", "Misconfigured", "NoEffect", "PeerTimeout", "Unsupported"]
 
 
 class CounterpointError(Exception):
@@ -11,6 +11,43 @@ class CounterpointError(Exception):
 
 class Unsupported(CounterpointError):
     """The machine, or what is installed on it, lacks something; the text names what is missing."""
+
+
+class NoEffect(Unsupported):
+    """A control was applied and nothing changed: what ran is not what was asked for.
+
+    Args:
+        control: as it was asked for, such as `gemm_sms=108`.
+        asked: what should have been seen.
+        seen: what ran.
+        fix: what to do instead.
+    """
+
+    def __init__(self, control: str, *, asked: str, seen: str, fix: str) -> None:
+        self.control, self.asked, self.seen, self.fix = control, asked, seen, fix
+        super().__init__(printable(f"{control} had no effect: asked for {asked}, saw {seen}; {fix}"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_no_effect, (self.control, self.asked, self.seen, self.fix)
+
+
+def _rebuild_no_effect(control: str, asked: str, seen: str, fix: str) -> NoEffect:
+    return NoEffect(control, asked=asked, seen=seen, fix=fix)
+
+
+class PeerTimeout(CounterpointError):
+    """Ranks that died or did not answer in time; the text names them and what they did last."""
+
+    def __init__(self, reason: str, *, ranks: tuple[int, ...] = ()) -> None:
+        self.reason, self.ranks = reason, ranks
+        super().__init__(printable(reason))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_peer_timeout, (self.reason, self.ranks)
+
+
+def _rebuild_peer_timeout(reason: str, ranks: tuple[int, ...]) -> PeerTimeout:
+    return PeerTimeout(reason, ranks=ranks)
 
 
 class Misconfigured(CounterpointError, ValueError):

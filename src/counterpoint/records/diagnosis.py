@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from counterpoint.records.base import Record
 
 __all__ = [
+    "SCHEMA",
     "Account",
     "Cause",
     "Collective",
@@ -21,6 +22,7 @@ __all__ = [
     "Lane",
     "RankAccount",
     "Replay",
+    "Severity",
     "Source",
     "Step",
     "Straggler",
@@ -32,10 +34,6 @@ SCHEMA = "counterpoint.diagnosis/1"
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base: immutable, compared by value, `msgspec.json` reads and writes it. (msgspec does not inherit `kw_only`.)"""
 
 
 class Source(Record, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""Choose for a pair of operations: how many SMs for whom, and which mechanism."""

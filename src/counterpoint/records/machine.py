@@ -1,0 +1,34 @@
+"""Frozen records of `doctor`: what was looked at and what it means for overlap. Contract `counterpoint.doctor/1`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from counterpoint.records.base import Record
+
+__all__ = ["CHECKUP_SCHEMA", "Check", "Checkup"]
+
+CHECKUP_SCHEMA = "counterpoint.doctor/1"
+
+
+class Check(Record, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    name: str  # "peer_access"
+    status: Literal["ok", "warning", "problem", "not_seen"]
+    seen: str
+    means: str = ""  # for overlap
+    fix: str = ""  # what to do, with the command or variable
+    values: dict[str, int | float | str | None] = msgspec.field(default_factory=dict)
+
+
+class Checkup(Record, frozen=True, kw_only=True):
+    """All checks of one machine."""
+
+    schema: str = CHECKUP_SCHEMA
+    host: str
+    gpus: tuple[str, ...]
+    driver: str | None
+    checks: tuple[Check, ...]

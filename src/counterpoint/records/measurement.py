@@ -1,0 +1,189 @@
+"""Frozen records of `measure`: what was asked to run together and what it cost. Times µs, sizes bytes.
+
+`Measurement` is the contract `counterpoint.measurement/1` (docs/measure.md): keys may be added, never renamed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from counterpoint.records.base import Record
+from counterpoint.records.evidence import Evidence
+
+__all__ = [
+    "MEASUREMENT_SCHEMA",
+    "BlockRow",
+    "DeviceState",
+    "Environment",
+    "Failure",
+    "Measurement",
+    "Order",
+    "Outcome",
+    "PairClass",
+    "Plan",
+    "Row",
+    "Scenario",
+    "Timing",
+    "Usage",
+]
+
+MEASUREMENT_SCHEMA = "counterpoint.measurement/1"
+
+Order = Literal["together", "comm_first", "compute_first"]
+PairClass = Literal["G-long", "C-long", "GC-equal"]
+
+
+class Timing(Record, frozen=True, kw_only=True):
+    """One duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile."""
+
+    us: float
+    p10_us: float
+    p90_us: float
+    rank: int
+    per_rank_us: tuple[float, ...]  # the median of every rank
+
+
+class Scenario(Record, frozen=True, kw_only=True):
+    """One pair of operations to be measured by several mechanisms in several orders, all in the same rounds."""
+
+    name: str  # unique within its suite
+    workload: str  # a name of measure/workloads.py: "gemm 8192x8192x8192"
+    collective: str  # PyTorch's name: "all_gather"
+    size_bytes: int | None = None  # of the full array; None: from `ratio`
+    ratio: float | None = None  # wanted T_c / T_g, for the fastest mechanism alone
+    mechanisms: tuple[str, ...]  # "nccl", "nccl+priority=high", "nccl+max_ctas=8+gemm_sms=124"
+    orders: tuple[Order, ...] = ("together", "comm_first", "compute_first")
+
+
+class BlockRow(Record, frozen=True, kw_only=True):
+    """One building block alone: a collective by size and CTAs, a copy engine, or a GEMM by SMs."""
+
+    what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192"
+    mechanism: str
+    size_bytes: int | None = None
+    num_ctas: int | None = None
+    num_sms: int | None = None
+    time: Timing
+    gb_per_s: float | None = None  # bus bandwidth, as nccl-tests counts it
+    tflops: float | None = None
+    marked: str | None = None
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """What the parent asks of its workers: one JSON file that every rank reads, so that no two can differ."""
+
+    suite: str
+    device: Literal["cuda", "cpu"]
+    world_size: int
+    scenarios: tuple[Scenario, ...]
+    blocks: bool = False  # measure building blocks instead of pairs
+    rounds: int = 12
+    dropped_rounds: int = 2
+    seed: int = 0
+    results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
+    errors: str  # folder: a rank that fails writes rank<N>.json here
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """One line of progress: a finished scenario, or building blocks."""
+
+    scenario: str
+    rows: tuple[Row, ...] = ()
+    blocks: tuple[BlockRow, ...] = ()
+    unavailable: dict[str, str] = msgspec.field(default_factory=dict)
+    environment: Environment | None = None  # in the first line of a run
+
+
+class Failure(Record, frozen=True, kw_only=True):
+    """Why one rank ended early."""
+
+    rank: int
+    kind: str  # name of the exception's class
+    text: str
+    scenario: str | None = None
+
+
+class Usage(Record, frozen=True, kw_only=True):
+    """Blocks and SMs of each side, as seen in the profiler; `null` where nobody could look (CPU)."""
+
+    compute_blocks: int | None = None  # of its longest kernel
+    compute_blocks_per_sm: int | None = None
+    compute_sms: int | None = None
+    comm_ctas: int | None = None  # 0: copies only
+    waves_alone: int | None = None  # of the longest compute kernel on the whole device
+    waves_together: int | None = None  # on the SMs that the collective leaves
+
+
+class DeviceState(Record, frozen=True, kw_only=True):
+    """What NVML said right after a scenario, extremes over ranks."""
+
+    sm_mhz_min: int
+    sm_mhz_max: int
+    power_w_max: float
+    temperature_c_max: int
+    throttle: tuple[str, ...] = ()
+
+
+class Row(Record, frozen=True, kw_only=True):
+    """One scenario by one mechanism in one order. Formulas: docs/measure.md."""
+
+    scenario: str
+    workload: str
+    collective: str
+    size_bytes: int
+    ratio: float | None  # as asked
+    mechanism: str
+    order: Order
+    compute_alone: Timing
+    comm_alone: Timing  # by this mechanism
+    best_comm_alone_us: float  # by the fastest mechanism of the scenario: T_c
+    best_mechanism: str
+    serial: Timing  # measured one after the other
+    together: Timing  # T: from the first start to the last end
+    compute_together: Timing
+    comm_together: Timing
+    head_start_us: float  # measured; 0 for "together"
+    hidden: float
+    ideal_fraction: float
+    compute_kept: float
+    comm_kept: float
+    pair_class: PairClass
+    tflops_alone: float | None = None
+    tflops_together: float | None = None
+    mfu_alone: float | None = None  # of the datasheet's dense peak, 0..1
+    mfu_together: float | None = None
+    usage: Usage | None = None
+    evidence: tuple[Evidence, ...] = ()
+    marked: str | None = None  # why this row must not be believed: a knob that did nothing, launches that came late
+    device: DeviceState | None = None
+
+
+class Environment(Record, frozen=True, kw_only=True):
+    """Where it was measured."""
+
+    device: str  # cuda | cpu
+    gpu: str | None
+    world_size: int
+    driver: str | None
+    torch: str
+    nccl: str | None
+    counterpoint: str
+    commit: str | None
+    command: tuple[str, ...]
+    date: str  # ISO 8601, UTC
+    variables: dict[str, str]  # NCCL_*, CUDA_*, TORCH_*
+
+
+class Measurement(Record, frozen=True, kw_only=True):
+    """All rows of one suite."""
+
+    schema: str = MEASUREMENT_SCHEMA
+    suite: str
+    environment: Environment
+    rounds: int
+    dropped_rounds: int
+    rows: tuple[Row, ...]
+    unavailable: dict[str, str] = msgspec.field(default_factory=dict)  # mechanism: why it was not measured
+    blocks: tuple[BlockRow, ...] = ()
