@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,3 +78,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} did not run although {option} was given: {reason}"
     return report
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two gloo ranks, started once for the whole run."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """An odd number: rotations and shards have no symmetry to hide behind."""
+    yield from _ranks(3)
+
+
+def _ranks(world_size: int) -> Iterator[Ranks]:
+    from ranks import Ranks
+
+    ranks = Ranks(world_size)
+    yield ranks
+    ranks.close()

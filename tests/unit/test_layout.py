@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "plan": {"machine"},
     "report": set(),
 }
-FREE = {"__init__", "__main__", "cli"}  # they join the rooms
+FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
 NO_TORCH = {"errors", "records", "trace", "diagnose", "report", "plan", "machine", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {"collectives", "controls", "measure", "policy", "parallel"}

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SmLimits", "blocks_per_sm", "most_ctas_without_extra_wave", "waves"]
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "Footprint",
+    "SmLimits",
+    "blocks_beside",
+    "blocks_per_sm",
+    "most_ctas_without_extra_wave",
+    "smem_for_blocks_per_sm",
+    "waves",
+]
 
 _REGISTERS_ALLOCATED_BY = 256  # per warp
 _WARPS_ALLOCATED_BY = 4  # one for each of an SM's four register files
@@ -27,6 +37,20 @@ class SmLimits:
     blocks: int = 32
     smem_reserved: int = 1024  # per block, by the system; 0 before compute capability 8
 
+    @property
+    def most_smem_per_block(self) -> int:
+        """What one block may have, after opting in: all of an SM's, less what the system reserves."""
+        return self.smem - self.smem_reserved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one block of a kernel takes of an SM."""
+
+    threads: int
+    regs_per_thread: int
+    smem_bytes: int  # static + dynamic
+
 
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
     """Blocks of a kernel that fit on one SM at once, at least 1 (it did run).
@@ -40,11 +64,58 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
     warps = -(-max(threads, 1) // 32)
     limits = [sm.blocks, sm.threads // (warps * 32)]
     if regs_per_thread > 0:
-        per_warp = -(-regs_per_thread * 32 // _REGISTERS_ALLOCATED_BY) * _REGISTERS_ALLOCATED_BY
-        limits.append(sm.regs // per_warp // _WARPS_ALLOCATED_BY * _WARPS_ALLOCATED_BY // warps)
+        limits.append(sm.regs // _regs_per_warp(regs_per_thread) // _WARPS_ALLOCATED_BY * _WARPS_ALLOCATED_BY // warps)
     if smem_bytes > 0:
         limits.append(sm.smem // (smem_bytes + sm.smem_reserved))
     return max(1, min(limits))
+
+
+def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
+    """The least shared memory per block, static + dynamic in bytes, with which exactly `wanted` blocks fit on one SM.
+
+    A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
+    `smem / (wanted + 1) < block <= smem / wanted`.
+
+    Raises:
+        Misconfigured: fewer fit already (shared memory can only lower the number), or no size gives exactly `wanted`.
+    """
+    fit = blocks_per_sm(
+        threads=kernel.threads, regs_per_thread=kernel.regs_per_thread, smem_bytes=kernel.smem_bytes, sm=sm
+    )
+    if not 1 <= wanted <= fit:
+        raise Misconfigured(f"{wanted} blocks per SM cannot be had: {fit} fit, and more shared memory makes it fewer")
+    if wanted == fit:
+        return kernel.smem_bytes
+    unit = 128 if sm.smem_reserved else 256
+    block = (sm.smem // (wanted + 1) // unit + 1) * unit
+    if sm.smem // block != wanted:
+        raise Misconfigured(f"no amount of shared memory leaves exactly {wanted} blocks per SM; ask for fewer")
+    return block - sm.smem_reserved
+
+
+def blocks_beside(kernel: Footprint, guest: Footprint, *, sm: SmLimits) -> int:
+    """Blocks of `kernel` that fit on an SM beside one block of `guest`; 0: the guest has the SM for itself.
+
+    Registers are in four files, one for every fourth warp of a block: what counts is the fullest file, not the sum.
+    NCCL's block of 544 threads × 96 registers puts 5 of its 17 warps into one file and leaves 32 registers a thread
+    for one more warp there, so no GEMM fits beside it whatever the shared memory. Seen so on H200, 2026-11-21.
+    """
+    mine, theirs = (-(-max(one.threads, 1) // 32) for one in (kernel, guest))
+    limits = [
+        sm.blocks - 1,
+        (sm.threads - theirs * 32) // (mine * 32),
+        (sm.smem - guest.smem_bytes - sm.smem_reserved) // max(kernel.smem_bytes + sm.smem_reserved, 1),
+    ]
+    file = sm.regs // _WARPS_ALLOCATED_BY
+    for index in range(min(mine, _WARPS_ALLOCATED_BY)):
+        taken = len(range(index, theirs, _WARPS_ALLOCATED_BY)) * _regs_per_warp(guest.regs_per_thread)
+        wanted = len(range(index, mine, _WARPS_ALLOCATED_BY)) * _regs_per_warp(kernel.regs_per_thread)
+        limits.append((file - taken) // max(wanted, 1))
+    return max(0, min(limits))
+
+
+def _regs_per_warp(regs_per_thread: int) -> int:
+    return -(-regs_per_thread * 32 // _REGISTERS_ALLOCATED_BY) * _REGISTERS_ALLOCATED_BY
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:

@@ -25,6 +25,7 @@ from counterpoint.records.evidence import Evidence, Launched, Seen
 from counterpoint.records.machine import CHECKUP_SCHEMA, Check, Checkup
 from counterpoint.records.measurement import (
     MEASUREMENT_SCHEMA,
+    Block,
     BlockRow,
     DeviceState,
     Environment,
@@ -45,6 +46,7 @@ __all__ = [
     "MEASUREMENT_SCHEMA",
     "SCHEMA",
     "Account",
+    "Block",
     "BlockRow",
     "Cause",
     "Check",

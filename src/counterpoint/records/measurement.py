@@ -14,6 +14,7 @@ from counterpoint.records.evidence import Evidence
 
 __all__ = [
     "MEASUREMENT_SCHEMA",
+    "Block",
     "BlockRow",
     "DeviceState",
     "Environment",
@@ -71,6 +72,15 @@ class BlockRow(Record, frozen=True, kw_only=True):
     marked: str | None = None
 
 
+class Block(Record, frozen=True, kw_only=True):
+    """Building blocks to be measured alone, in the same rounds: one operation by size, or by setting of a control."""
+
+    name: str  # unique within its suite
+    what: str  # a collective, or a workload's name
+    mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"
+    sizes_bytes: tuple[int, ...] = ()  # of a collective
+
+
 class Plan(Record, frozen=True, kw_only=True):
     """What the parent asks of its workers: one JSON file that every rank reads, so that no two can differ."""
 
@@ -78,12 +88,17 @@ class Plan(Record, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"]
     world_size: int
     scenarios: tuple[Scenario, ...]
-    blocks: bool = False  # measure building blocks instead of pairs
+    blocks: tuple[Block, ...] = ()
     rounds: int = 12
     dropped_rounds: int = 2
     seed: int = 0
     results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
     errors: str  # folder: a rank that fails writes rank<N>.json here
+
+    @property
+    def parts(self) -> tuple[Scenario | Block, ...]:
+        """What each line of results is about, in the order in which it is measured."""
+        return (*self.scenarios, *self.blocks)
 
 
 class Outcome(Record, frozen=True, kw_only=True):
@@ -136,7 +151,8 @@ class Row(Record, frozen=True, kw_only=True):
     ratio: float | None  # as asked
     mechanism: str
     order: Order
-    compute_alone: Timing
+    compute_alone: Timing  # T_g: without any control
+    compute_controlled: Timing  # alone, under this mechanism's controls: what they cost by themselves
     comm_alone: Timing  # by this mechanism
     best_comm_alone_us: float  # by the fastest mechanism of the scenario: T_c
     best_mechanism: str
@@ -158,6 +174,16 @@ class Row(Record, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     marked: str | None = None  # why this row must not be believed: a knob that did nothing, launches that came late
     device: DeviceState | None = None
+
+    @property
+    def serial_us(self) -> float:
+        """T_g + T_c, and the head start: what `hidden` and `speedup` compare with."""
+        return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
+
+    @property
+    def speedup(self) -> float:
+        """Over one after the other: serial / T."""
+        return self.serial_us / self.together.us
 
 
 class Environment(Record, frozen=True, kw_only=True):

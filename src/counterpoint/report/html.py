@@ -6,19 +6,14 @@ and the page's own Content-Security-Policy lets run only the scripts whose SHA-2
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from counterpoint.errors import printable
 from counterpoint.records import Account, Collective, Diagnosis, Kernel, Lane
 from counterpoint.report import wording as say
 from counterpoint.report.files import replacing
+from counterpoint.report.inert import clean, environment, policy, script, script_json, version
 from counterpoint.report.timeline import Packed, pack
 
 __all__ = ["write_html"]
@@ -37,28 +32,21 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> None:
     Raises:
         OSError: the folder is missing or may not be written to.
     """
-    import jinja2
     from markupsafe import Markup
     from plotly.offline.offline import get_plotlyjs
 
     plotly: str = get_plotlyjs()
-    scripts = {"plotly": _script(plotly), "page": _script((PAGE / "page.js").read_text("utf-8"))}
+    scripts = {"plotly": script(plotly), "page": script((PAGE / "page.js").read_text("utf-8"))}
     packed = pack(diagnosis, lanes)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"clean": _clean, "ms": say.milliseconds, "pct": say.percent, "size": say.size}
-    page = environment.get_template("page.html").render(
+    pages = environment(PAGE)
+    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size}
+    page = pages.get_template("page.html").render(
         d=diagnosis,
         say=say,
-        policy=_policy(scripts.values()),
-        version=_version(),
+        policy=policy(scripts.values()),
+        version=version(),
         css=Markup((PAGE / "page.css").read_text("utf-8")),
-        data=Markup(_json(_data(diagnosis, packed))),
+        data=Markup(script_json(_data(diagnosis, packed))),
         scripts={name: Markup(text) for name, text in scripts.items()},
         timeline=packed,
         kinds=_kinds(packed),
@@ -66,20 +54,6 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> None:
     )
     with replacing(path) as file:
         file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the report
-
-
-def _policy(scripts: Iterable[str]) -> str:
-    """The Content-Security-Policy: these scripts, inline styles, no request at all."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(map(_hash, scripts))}",
-            "style-src 'unsafe-inline'",  # plotly writes style rules; text of a trace never reaches them
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
 
 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -147,38 +121,10 @@ def _longest_step(diagnosis: Diagnosis) -> float:
 
 def _data(diagnosis: Diagnosis, packed: Packed) -> dict[str, Any]:
     marks = [
-        {"number": number, "title": _clean(f.title), "rank": f.rank, "start": f.start_us, "end": f.end_us}
+        {"number": number, "title": clean(f.title), "rank": f.rank, "start": f.start_us, "end": f.end_us}
         for number, f in enumerate(diagnosis.findings, start=1)
         if f.start_us is not None and f.end_us is not None
     ]
-    steps = [{"name": _clean(step.name, 40), "start": step.start_us} for step in diagnosis.steps]
-    labels = [_clean(label) for label in packed.data["labels"]]
+    steps = [{"name": clean(step.name, 40), "start": step.start_us} for step in diagnosis.steps]
+    labels = [clean(label) for label in packed.data["labels"]]
     return {**packed.data, "labels": labels, "marks": marks, "steps": steps}
-
-
-def _clean(text: object, limit: int = 600) -> str:
-    return printable(str(text), limit)
-
-
-def _json(value: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element or a line of script."""
-    text = msgspec.json.encode(value).decode()
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _script(text: str) -> str:
-    """A script as the browser will see it (line ends normalised), so that its hash agrees."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("counterpoint")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -14,7 +14,7 @@ from counterpoint.records import Account, Collective, Diagnosis, Kernel, RankAcc
 
 __all__ = [
     "CAUSES", "KERNEL_CAUSES", "PARTS", "Part", "bandwidth", "budget", "by_exposed", "factor", "milliseconds", "notes",
-    "percent", "size", "speed_up", "steps_in", "waves", "worst_ranks",
+    "percent", "ratio", "size", "speed_up", "steps_in", "waves", "worst_ranks",
 ]  # fmt: skip
 
 UNKNOWN = "–"
@@ -98,6 +98,11 @@ def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> s
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
     return f"{fraction * 100:{'+' if sign else ''}.{digits}f}%"
+
+
+def ratio(value: float | None) -> str:
+    """`0.876` -> `0.88`."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
 def factor(ratio: float | None) -> str:

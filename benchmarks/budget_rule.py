@@ -1,0 +1,292 @@
+"""Claim: the budget rule finds the best division of the SMs, on pairs it was not fitted on.
+
+Reads what `counterpoint measure budget` wrote: curves from the building blocks, pairs from the rows. Contention is
+fitted on every second workload at every second length of the collective; all other pairs are held out. A pick counts
+by what was measured for it, never by what was predicted.
+
+    counterpoint measure budget --out results/budget-pairs-4xh200.json
+    python benchmarks/budget_rule.py results/budget-pairs-4xh200.json     # prints a table, writes results/
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from provenance import provenance, write_result
+from rich.console import Console
+from rich.table import Table
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.policy.budget import ORDERS, Calibration, Objective, choose
+from counterpoint.policy.calibrate import error_of, fit
+from counterpoint.policy.choice import Choice
+from counterpoint.policy.curves import Curves, curves_from
+from counterpoint.policy.layout import SmLayout
+from counterpoint.records.measurement import Measurement, Order, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not
+STOCK = Choice()
+COLUMNS = ("pairs", "policy", "n", "hits", "within 1 %", "regret, mean", "regret, max")
+
+Key = float | int  # of a length: the ratio asked for, else bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One scenario with every division of the SMs that was measured in all orders and is not marked."""
+
+    scenario: str
+    workload: str
+    collective: str
+    size_bytes: int
+    length: Key
+    together_us: Mapping[Choice, Mapping[Order, float]]
+
+    def cost_us(self, choice: Choice, orders: Sequence[Order], objective: Objective) -> float:
+        """As measured."""
+        times = [self.together_us[choice][order] for order in orders]
+        return fmean(times) if objective == "mean" else max(times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Every second workload and every second length, in sorted order, beginning with the first, is fitted."""
+
+    workloads: frozenset[str]
+    lengths: frozenset[Key]
+
+    def group(self, workload: str, length: Key) -> str:
+        """`fitted`, or what is new about a pair."""
+        new_workload, new_length = workload not in self.workloads, length not in self.lengths
+        if new_workload and new_length:
+            return "new GEMM and length"
+        return "new GEMM" if new_workload else "new length" if new_length else "fitted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One policy over some pairs. `hits`: its pick measured best; `near`: within 1 % of the best."""
+
+    pairs: str
+    policy: str
+    count: int
+    hits: float
+    near: float
+    mean_regret: float
+    max_regret: float
+
+
+def length_of(row: Row) -> Key:
+    return row.size_bytes if row.ratio is None else row.ratio
+
+
+def pairs_of(rows: Iterable[Row], curves: Curves) -> tuple[list[Pair], list[str]]:
+    """Pairs in the order of the rows, and what was left out: marked, not in all orders, or not on the curves."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.scenario, []).append(row)
+    pairs, left_out = [], []
+    for scenario, members in found.items():
+        times: dict[Choice, dict[Order, float]] = {}
+        for row in members:
+            choice = Choice.of(row.mechanism)
+            if choice is not None and row.marked is None:
+                times.setdefault(choice, {})[row.order] = row.together.us
+        first = members[0]
+        whole = {
+            choice: by_order
+            for choice, by_order in times.items()
+            if set(by_order) == set(ORDERS) and curves.cover(first.workload, first.collective, first.size_bytes, choice)
+        }
+        dropped = sorted({row.mechanism for row in members} - {choice.mechanism for choice in whole})
+        left_out += [f"{scenario}: {mechanism}" for mechanism in dropped]
+        if STOCK not in whole or len(whole) < 2:
+            left_out.append(f"{scenario}: whole, without plain nccl there is nothing to compare with")
+            continue
+        pairs.append(
+            Pair(
+                scenario=scenario,
+                workload=first.workload,
+                collective=first.collective,
+                size_bytes=first.size_bytes,
+                length=length_of(first),
+                together_us=whole,
+            )
+        )
+    return pairs, left_out
+
+
+def split_of(pairs: Sequence[Pair]) -> Split:
+    """Raises Misconfigured if nothing would be held out."""
+    workloads, lengths = sorted({pair.workload for pair in pairs}), sorted({pair.length for pair in pairs})
+    if len(workloads) < 2 or len(lengths) < 2:
+        raise Misconfigured(f"{len(workloads)} workloads at {len(lengths)} lengths; at least 2 of each are needed")
+    return Split(workloads=frozenset(workloads[::2]), lengths=frozenset(lengths[::2]))
+
+
+Policy = Callable[[Pair], Choice]
+
+
+def regret(pair: Pair, pick: Choice, orders: Sequence[Order], objective: Objective) -> float:
+    """T of the pick / T of the best - 1, both as measured."""
+    best = min(pair.cost_us(choice, orders, objective) for choice in pair.together_us)
+    return pair.cost_us(pick, orders, objective) / best - 1.0
+
+
+def best_fixed(pairs: Sequence[Pair], orders: Sequence[Order], objective: Objective) -> Choice:
+    """The one setting with the least mean regret on these pairs, of those that all of them have."""
+    common = [choice for choice in pairs[0].together_us if all(choice in pair.together_us for pair in pairs)]
+    return min(common, key=lambda choice: fmean(regret(pair, choice, orders, objective) for pair in pairs))
+
+
+def score(name: str, policy: str, regrets: Sequence[Sequence[float]]) -> Score:
+    """Over pairs; several regrets of one pair are picks of equal probability."""
+    return Score(
+        pairs=name,
+        policy=policy,
+        count=len(regrets),
+        hits=fmean(fmean(r <= 0.0 for r in each) for each in regrets),
+        near=fmean(fmean(r <= NOISE for r in each) for each in regrets),
+        mean_regret=fmean(fmean(each) for each in regrets),
+        max_regret=max(max(each) for each in regrets),
+    )
+
+
+def scores(
+    name: str, pairs: Sequence[Pair], rule: Policy, fixed: Choice, orders: Sequence[Order], objective: Objective
+) -> list[Score]:
+    """The rule, plain NCCL, the best fixed setting of the fitted pairs, and chance, over the same pairs."""
+
+    def one(policy: Policy) -> list[list[float]]:
+        return [[regret(pair, policy(pair), orders, objective)] for pair in pairs]
+
+    having = [pair for pair in pairs if fixed in pair.together_us]
+    always = [[regret(pair, fixed, orders, objective)] for pair in having]
+    chance = [[regret(pair, choice, orders, objective) for choice in pair.together_us] for pair in pairs]
+    return [
+        score(name, "rule", one(rule)),
+        score(name, "plain nccl", one(lambda pair: STOCK)),
+        *([score(name, f"always {fixed.mechanism}", always)] if having else []),
+        score(name, "random", chance),
+    ]
+
+
+def rule_for(curves: Curves, calibration: Calibration, orders: Sequence[Order], objective: Objective) -> Policy:
+    """The rule, choosing among what was measured of a pair."""
+
+    def pick(pair: Pair) -> Choice:
+        return choose(
+            curves, pair.workload, pair.collective, pair.size_bytes,
+            orders=orders, candidates=pair.together_us, objective=objective, calibration=calibration,
+        ).choice  # fmt: skip
+
+    return pick
+
+
+def judge(rows: Sequence[Row], curves: Curves) -> dict[str, Any]:
+    """Everything that is kept: fit, scores by group and by objective, and each held-out pair."""
+    pairs, left_out = pairs_of(rows, curves)
+    split = split_of(pairs)
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(split.group(pair.workload, pair.length), []).append(pair)
+    fitted = groups.pop("fitted", [])
+    held_out = [pair for members in groups.values() for pair in members]
+    names = {pair.scenario: set(pair.together_us) for pair in pairs}
+    believed = [row for row in rows if Choice.of(row.mechanism) in names.get(row.scenario, set())]
+    fit_rows = [row for row in believed if split.group(row.workload, length_of(row)) == "fitted"]
+    calibration = fit(fit_rows, curves)
+    found: list[Score] = []
+    for title, orders, objective in views():
+        rule, fixed = rule_for(curves, calibration, orders, objective), best_fixed(fitted, orders, objective)
+        found += scores(f"held out, {title}", held_out, rule, fixed, orders, objective)
+        if title == "mean of orders":
+            for name, members in (*sorted(groups.items()), ("fitted", fitted)):
+                found += scores(name, members, rule, fixed, orders, objective)
+    held_rows = [row for row in believed if split.group(row.workload, length_of(row)) != "fitted"]
+    return {
+        "calibration": asdict(calibration),
+        "error_fitted": error_of(fit_rows, curves, calibration),
+        "error_held_out": error_of(held_rows, curves, calibration),
+        "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
+        "left_out": left_out,
+        "scores": [asdict(each) for each in found],
+        "pairs": [one_pair(pair, curves, calibration) for pair in held_out],
+    }
+
+
+def views() -> list[tuple[str, tuple[Order, ...], Objective]]:
+    """What a pick may be asked to be good at; the first is the claim."""
+    return [
+        ("mean of orders", ORDERS, "mean"),
+        ("worst order", ORDERS, "worst"),
+        *((f"{order} only", (order,), "mean") for order in ORDERS),
+    ]
+
+
+def one_pair(pair: Pair, curves: Curves, calibration: Calibration) -> dict[str, Any]:
+    """Prediction beside measurement, of the pick."""
+    budget = choose(
+        curves, pair.workload, pair.collective, pair.size_bytes, candidates=pair.together_us, calibration=calibration
+    )
+    costs = {choice.mechanism: pair.cost_us(choice, ORDERS, "mean") for choice in pair.together_us}
+    return {
+        "scenario": pair.scenario,
+        "size_bytes": pair.size_bytes,
+        "picked": budget.choice.mechanism,
+        "best": min(costs, key=costs.__getitem__),
+        "regret": regret(pair, budget.choice, ORDERS, "mean"),
+        "predicted_us": budget.objective_us,
+        "reason": budget.reason,
+        "measured_us": costs,
+    }
+
+
+def cells(found: Mapping[str, Any]) -> list[str]:
+    """One line of the table."""
+    percent = [f"{found[key]:.0%}" for key in ("hits", "near")]
+    regrets = [f"{found[key]:.1%}" for key in ("mean_regret", "max_regret")]
+    return [found["pairs"], found["policy"], str(found["count"]), *percent, *regrets]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "measurements", type=Path, nargs="+", help="JSON of `counterpoint measure budget`; blocks and rows are joined"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "budget-rule.json")
+    parser.add_argument("--default-ctas", type=int, help="of plain NCCL, where nobody looked at what ran")
+    args = parser.parse_args()
+    measured = [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in args.measurements]
+    environment = measured[0].environment
+    gpu = find_gpu(environment.gpu)
+    if gpu is None:
+        parser.error(f"unknown GPU {environment.gpu!r}: its number of SMs is not in machine/gpus.py")
+    blocks = [block for each in measured for block in each.blocks]
+    curves = curves_from(blocks, layout=SmLayout.even(gpu.num_sms), default_ctas=args.default_ctas)
+    verdict = judge([row for each in measured for row in each.rows], curves)
+    table = Table(*COLUMNS, title="budget rule")
+    lines = [cells(each) for each in verdict["scores"]]
+    for line in lines:
+        table.add_row(*line)
+    Console(width=150).print(table)
+    print(
+        f"fitted {verdict['calibration']}; T predicted within {verdict['error_fitted']:.1%} (rms) where fitted, "
+        f"{verdict['error_held_out']:.1%} held out; left out: {len(verdict['left_out'])}"
+    )
+    facts = provenance(("counterpoint", "msgspec"))
+    facts |= {key: getattr(environment, key) for key in ("gpu", "driver", "torch", "nccl", "world_size")}
+    facts["measured"] = {"date": environment.date, "commit": environment.commit, "command": list(environment.command)}
+    write_result(args.out, {"provenance": facts, **verdict}, COLUMNS, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`counterpoint measure`: parse, call, print."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from counterpoint.commands.terminal import check_folders, progress
+from counterpoint.errors import Misconfigured
+
+if TYPE_CHECKING:
+    from counterpoint.records import Measurement
+
+__all__ = ["measure"]
+
+
+def measure(
+    suite: Annotated[str, typer.Argument(help="quick, pairs, conccl, resource-aware, forum, budget, blocks or full.")],
+    mechanism: Annotated[
+        list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu: the same pairs with gloo, to try it anywhere.")] = "cuda",
+    nproc: Annotated[int | None, typer.Option(help="Ranks: all GPUs unless told; 2 on CPUs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table beside it (.md).")] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw hidden by ratio and order: one self-contained page.")] = None,
+    fresh: Annotated[
+        bool | None,
+        typer.Option(
+            "--fresh/--resume", help="Discard what an interrupted run left beside --out, or (by default) go on with it."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
+    timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
+    json: Annotated[str | None, typer.Option(help="- prints all results as JSON (and only it).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the last line; no progress.")] = False,
+) -> None:
+    """How much overlap does this machine allow, by which mechanism? Needs torch, and 2 GPUs or --device cpu."""
+    if json not in (None, "-"):
+        raise Misconfigured(f"--json {json}; only - is allowed, which prints; --out writes a file")
+    if fresh is not None and out is None:
+        raise Misconfigured("--fresh and --resume are about what lies beside --out; give --out")
+    check_folders(out, html)
+    if out is not None and out.suffix == ".md":
+        raise Misconfigured(
+            f"--out {out} is where the table goes; name the JSON file, as in {out.with_suffix('.json')}"
+        )
+    partial = None if out is None else out.with_name(out.name + ".partial.jsonl")
+    with _ending_cleanly(partial), progress(quiet, "starting ranks") as tell:
+        from counterpoint.measure import api
+
+        measured = api.measure(
+            suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
+            partial=partial, fresh=bool(fresh), progress=tell,
+        )  # fmt: skip
+    _write(measured, out, html)
+    if partial is not None:
+        partial.unlink(missing_ok=True)  # only now: the results are safe
+    _print(measured, out, html, json=json == "-", quiet=quiet)
+
+
+@contextmanager
+def _ending_cleanly(partial: Path | None) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal end all ranks, then this process with 128 + the signal's number."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the killing of ranks
+        raise _Stopped(number)
+
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: now for number in asked if (now := signal.getsignal(number)) is not signal.SIG_IGN}  # nohup
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    except _Stopped as stopped:
+        kept = f"; finished pairs are kept in {partial}: the same command goes on" if partial else ""
+        print(f"counterpoint: stopped by {signal.Signals(stopped.number).name}{kept}", file=sys.stderr)
+        raise typer.Exit(128 + stopped.number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stopped(BaseException):
+    """A signal that asks this process to end; not an error, so no handler of errors may take it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
+
+
+def _write(measured: Measurement, out: Path | None, html: Path | None) -> None:
+    if out is not None:
+        import msgspec
+
+        from counterpoint.report.files import replacing
+        from counterpoint.report.measurement_table import markdown
+
+        with replacing(out) as file:
+            text = msgspec.json.encode(measured)
+            for first_key in (b'{"scenario"', b'{"what"'):  # a line for each row; in a string the quotes are escaped
+                text = text.replace(first_key, b"\n" + first_key)
+            file.write(text + b"\n")
+        with replacing(out.with_suffix(".md")) as file:
+            file.write(markdown(measured).encode())
+    if html is not None:
+        from counterpoint.report.overlap_plot import write_overlap_plot
+
+        write_overlap_plot(html, measured)
+
+
+def _print(measured: Measurement, out: Path | None, html: Path | None, *, json: bool, quiet: bool) -> None:
+    import msgspec
+
+    from counterpoint.report.standing import summary
+
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(measured) + b"\n")
+        sys.stdout.flush()
+        return
+    if not quiet:
+        from rich.console import Console
+
+        from counterpoint.report.ladder import render
+
+        console = Console(soft_wrap=False)
+        render(measured, console)
+        for path in (out, html):
+            if path is not None:
+                console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    print(msgspec.json.encode(summary(measured, None if out is None else str(out))).decode(), flush=True)

@@ -1,0 +1,150 @@
+"""GEMM SM limit: cuBLAS is told to launch persistent kernels for fewer SMs, so that others stay free."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from counterpoint.controls.control import Control, Lanes
+from counterpoint.controls.kinds import matmul_kernels, written
+from counterpoint.controls.requirements import no_gpu
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.records.evidence import Evidence, Seen
+
+__all__ = ["GemmSmLimit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSmLimit(Control):
+    """Lets GEMMs of this thread use at most `num_sms` SMs.
+
+        with GemmSmLimit(num_sms=108).limit():
+            loss = model(batch); loss.backward()
+
+    Two ways at once, since torch takes either, by the kernel: `cublasSetSmCountTarget` on the thread's cuBLAS handle
+    (torch.mm, F.linear without bias), and torch's SM carve-out (cuBLASLt: addmm and F.linear with bias, _scaled_mm).
+    Handles are per thread: inside `limit`, backward runs in the calling thread, too. Not reached: GEMMs that other
+    threads launch, kernels whose grid is their number of tiles (not persistent), captured graphs, other libraries.
+
+    Args:
+        num_sms: most SMs for one GEMM, at least 1. 8192³ bf16 on an H200 with 132/124/108: 777/758/711 TFLOP/s.
+
+    Raises:
+        Misconfigured: below 1.
+    """
+
+    num_sms: int
+
+    def __post_init__(self) -> None:
+        if self.num_sms < 1:
+            raise Misconfigured(f"gemm_sms={self.num_sms} is not a number of SMs; give 1 or more")
+
+    @property
+    def name(self) -> str:
+        return f"gemm_sms={self.num_sms}"
+
+    def available(self) -> str | None:
+        reason = no_gpu()
+        if reason is not None:
+            return reason
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if self.num_sms >= total:
+            return f"gemm_sms={self.num_sms} limits nothing: this GPU has {total} SMs"
+        try:
+            _cublas()
+        except Unsupported as error:
+            return str(error)
+        return None
+
+    @contextmanager
+    def limit(self) -> Iterator[None]:
+        """The limit for everything that this thread launches, on the current device; undone on exit.
+
+        Raises:
+            Unsupported: cuBLAS or its function is not there.
+        """
+        import torch
+
+        with ExitStack() as undo:
+            undo.enter_context(_handle_target(torch.cuda.current_blas_handle(), self.num_sms))
+            undo.enter_context(_carveout(self.num_sms))
+            undo.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    @contextmanager
+    def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        def limited() -> None:
+            with self.limit():
+                lanes.compute()
+
+        yield replace(lanes, compute=limited)
+
+    def verify(self, seen: Seen) -> Evidence:
+        now = [one.num_blocks for one in matmul_kernels(seen.compute)]
+        before = [one.num_blocks for one in matmul_kernels(seen.compute_without)]
+        stuck = bool(now) and now == before and max(now) > self.num_sms
+        return Evidence(
+            control=self.name,
+            asked=f"GEMM grids of at most {self.num_sms} blocks, other than without it",
+            seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
+            + (" (not persistent, or launched where the limit does not reach)" if stuck else ""),
+            took_effect=bool(now) and max(now) <= self.num_sms and bool(before) and now != before,
+        )
+
+
+@contextmanager
+def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
+    """cuBLAS's own SM limit on one handle."""
+    cublas = _cublas()
+    old = ctypes.c_int(0)
+    _check(cublas.cublasGetSmCountTarget(ctypes.c_void_p(handle), ctypes.byref(old)), "cublasGetSmCountTarget")
+    _check(cublas.cublasSetSmCountTarget(ctypes.c_void_p(handle), num_sms), "cublasSetSmCountTarget")
+    try:
+        yield
+    finally:
+        cublas.cublasSetSmCountTarget(ctypes.c_void_p(handle), old)
+
+
+@contextmanager
+def _carveout(num_sms: int) -> Iterator[None]:
+    """torch's carve-out, the only way to cuBLASLt's descriptors; private, so it may be missing: `verify` tells."""
+    import torch
+
+    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
+        yield
+        return
+    old = torch._C._get_sm_carveout_experimental()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    torch._C._set_sm_carveout_experimental(max(0, total - num_sms))
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(old)
+
+
+@cache
+def _cublas() -> Any:
+    """The cuBLAS that torch has loaded."""
+    import torch
+
+    name = f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)  # by its soname: the copy in the process, not another one
+    except OSError as error:
+        raise Unsupported(
+            f"cannot reach {name}, which torch {torch.__version__} should have loaded: {error}"
+        ) from error
+    if not hasattr(library, "cublasSetSmCountTarget"):
+        raise Unsupported(f"{name} has no cublasSetSmCountTarget; it needs CUDA 11.5 or newer")
+    return library
+
+
+def _check(status: int, call: str) -> None:
+    if status != 0:
+        raise Unsupported(f"{call} failed with cuBLAS status {status}; this cuBLAS cannot limit SMs")

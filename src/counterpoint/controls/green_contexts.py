@@ -1,0 +1,191 @@
+"""Green contexts: one explicit split of the SMs, one part for the compute stream, the other for the collective's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from counterpoint.controls.control import Control, Lanes
+from counterpoint.controls.driver import call
+from counterpoint.controls.requirements import first_reason, no_driver_calls, no_gpu
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.records.evidence import Evidence, Seen
+
+__all__ = ["GreenContexts", "Partition", "Split", "plan_split"]
+
+_CALLS = ("cuDevSmResourceSplitByCount", "cuGreenCtxCreate", "cuGreenCtxStreamCreate", "cuGreenCtxGetDevResource")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Which side gets the group that the driver cuts off; the other one gets what remains."""
+
+    group: Literal["compute", "comm"]
+    group_sms: int
+
+
+def plan_split(compute_sms: int, *, total: int, grain: int) -> Split:
+    """How to give `compute_sms` SMs to compute and the others to communication in one cut.
+
+    The driver cuts off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
+
+    Raises:
+        Misconfigured: neither side is a multiple of `grain`, or one would be too small; the text names what can be had.
+    """
+    comm_sms = total - compute_sms
+    if compute_sms >= grain and comm_sms >= grain:
+        if comm_sms % grain == 0:
+            return Split(group="comm", group_sms=comm_sms)
+        if compute_sms % grain == 0:
+            return Split(group="compute", group_sms=compute_sms)
+    can = [n for n in range(grain, total - grain + 1) if n % grain == 0 or (total - n) % grain == 0]
+    near = sorted(sorted(can, key=lambda n: abs(n - compute_sms))[:4])
+    raise Misconfigured(
+        f"green={compute_sms} cannot be had: this GPU has {total} SMs and splits them by {grain}; "
+        f"nearest: {', '.join(map(str, near)) or 'none'}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """Two streams on disjoint SMs, and how many SMs the driver says that each has."""
+
+    compute_stream: Any  # torch.cuda.ExternalStream
+    comm_stream: Any
+    compute_sms: int
+    comm_sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreenContexts(Control):
+    """Runs compute on `compute_sms` SMs and the collective on all the others.
+
+        part = GreenContexts(compute_sms=108).partition(device)
+        with torch.cuda.stream(part.compute_stream): y = x @ w  # and the collective on part.comm_stream
+
+    NCCL must be called with `async_op=False`: then it launches on the current stream, otherwise on its own, which is
+    in no green context. A GEMM still launches as for the whole device, NCCL too: CTAs beyond its SMs wait for the
+    first ones.
+
+    Args:
+        compute_sms: SMs for compute; it or the rest must be a multiple of 8 (Hopper; 2 on older GPUs).
+
+    Raises:
+        Misconfigured: below 1; in `partition` and `apply`, a number that this GPU cannot split off.
+    """
+
+    compute_sms: int
+
+    def __post_init__(self) -> None:
+        if self.compute_sms < 1:
+            raise Misconfigured(f"green={self.compute_sms} is not a number of SMs; give 1 or more")
+
+    @property
+    def name(self) -> str:
+        return f"green={self.compute_sms}"
+
+    def available(self) -> str | None:
+        reason = first_reason(no_gpu(), no_driver_calls(*_CALLS))
+        if reason is not None:
+            return reason
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        try:
+            plan_split(self.compute_sms, total=properties.multi_processor_count, grain=_grain(properties.major))
+        except Misconfigured as error:
+            return str(error)
+        return None
+
+    def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
+        """The two streams on `device`, made once for the same numbers and kept as long as the process runs.
+
+        They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
+        when that memory is freed, however late; on a destroyed green context this ends the process.
+
+        Raises:
+            Misconfigured: this GPU cannot split its SMs so.
+            Unsupported: the driver refused, or gave other numbers than asked for.
+        """
+        import torch
+
+        index = torch.device(device).index
+        return _partition(
+            torch.cuda.current_device() if index is None else index, self.compute_sms, compute_priority, comm_priority
+        )
+
+    @contextmanager
+    def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        part = self.partition(
+            lanes.compute_stream.device,
+            compute_priority=lanes.compute_stream.priority,
+            comm_priority=lanes.comm_stream.priority,
+        )
+        yield replace(lanes, compute_stream=part.compute_stream, comm_stream=part.comm_stream)
+
+    def verify(self, seen: Seen) -> Evidence:
+        compute, comm = set(seen.compute_sms or ()), set(seen.comm_sms or ())
+        return Evidence(
+            control=self.name,
+            asked=f"a probe on {self.compute_sms} SMs in the compute stream, on others in the collective's",
+            seen=f"{len(compute)} SMs for compute, {len(comm)} for the collective, {len(compute & comm)} shared"
+            if compute and comm
+            else "no probe ran",
+            took_effect=len(compute) == self.compute_sms and bool(comm) and not compute & comm,
+        )
+
+
+def _grain(major: int) -> int:
+    """SMs by which the driver splits (CUDA driver API, cuDevSmResourceSplitByCount)."""
+    return 8 if major >= 9 else 2
+
+
+@cache
+def _partition(device: int, compute_sms: int, compute_priority: int, comm_priority: int) -> Partition:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    total = properties.multi_processor_count
+    split = plan_split(compute_sms, total=total, grain=_grain(properties.major))
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # makes the primary context, too
+        group, rest = _cut(device, split)
+        compute, comm = (group, rest) if split.group == "compute" else (rest, group)
+        found = compute.sm.smCount, comm.sm.smCount
+        if found != (compute_sms, total - compute_sms):
+            raise Unsupported(
+                f"green={compute_sms}: asked for {compute_sms} + {total - compute_sms} SMs, the driver gives "
+                f"{found[0]} + {found[1]}; ask for those"
+            )
+        return Partition(
+            compute_stream=_green_stream(device, compute, compute_priority),
+            comm_stream=_green_stream(device, comm, comm_priority),
+            compute_sms=found[0],
+            comm_sms=found[1],
+        )
+
+
+def _cut(device: int, split: Split) -> tuple[Any, Any]:
+    """The group and the rest of the device's SMs."""
+    from cuda.bindings import driver
+
+    all_sms = call("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    groups, _, rest = call("cuDevSmResourceSplitByCount", 1, all_sms, 0, split.group_sms)
+    return groups[0], rest
+
+
+def _green_stream(device: int, resource: Any, priority: int) -> Any:
+    """A stream in a new green context of these SMs, whose number the driver confirms."""
+    import torch
+    from cuda.bindings import driver
+
+    description = call("cuDevResourceGenerateDesc", [resource], 1)
+    context = call("cuGreenCtxCreate", description, device, driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+    given = call("cuGreenCtxGetDevResource", context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM).sm.smCount
+    if given != resource.sm.smCount:
+        raise Unsupported(f"a green context of {resource.sm.smCount} SMs got {given}; the driver cannot split so")
+    stream = call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value, priority)
+    return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", device))

@@ -1,0 +1,165 @@
+"""Occupancy shaping: fewer blocks of the compute kernels on each SM, by shared memory that they do not use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+
+from counterpoint.controls.control import Control, Lanes
+from counterpoint.controls.launch_hook import Launch, LaunchHook, no_cupti
+from counterpoint.controls.occupancy_shape import Kernel, Shape, Wanted, shape
+from counterpoint.controls.occupancy_shaper import Shaper, device_limits
+from counterpoint.controls.occupancy_triton import no_triton, shaped_triton
+from counterpoint.controls.requirements import first_reason, no_driver_calls, no_gpu
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.occupancy import SmLimits
+from counterpoint.records.evidence import Evidence, Launched, Seen
+
+__all__ = ["OccupancyShaping"]
+
+_CALLS = ("cuFuncGetAttribute", "cuFuncSetAttribute", "cuFuncGetName", "cuKernelGetFunction", "cuDeviceGetAttribute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OccupancyShaping(Control):
+    """Asks for extra dynamic shared memory at launch, so that fewer blocks of a kernel live on an SM.
+
+        with OccupancyShaping(blocks_per_sm=3).launches() as shaper:
+            matmul[grid](a, b, c, ...)          # a Triton kernel
+        shaper.shapes                           # what became of each kernel, and why some stayed as they were
+
+    No kernel or library is modified. Reached are Triton kernels; with `interpose` every kernel that the driver
+    launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hook.py). Kernels
+    launched through cuda-bindings or cuda.core can ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
+
+    What it is good for was measured on H200 (docs/occupancy.md): a collective that comes second gets in by *priority*,
+    with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
+    Source: "Resource-aware Computation-Communication Overlap", arXiv 2606.09200.
+
+    Args:
+        blocks_per_sm: at most so many blocks of a kernel on an SM, or
+        smem_bytes: so much shared memory per block, static + dynamic. Exactly one of the two.
+        kernels: regular expression; only kernels whose names it is found in.
+        interpose: every launch of the process, not only Triton's.
+        sm: limits of an SM to judge by; None: those of the current device.
+
+    Raises:
+        Misconfigured: not exactly one of the two, one below 1, or not a regular expression.
+    """
+
+    blocks_per_sm: int | None = None
+    smem_bytes: int | None = None
+    kernels: str = ""
+    interpose: bool = False
+    sm: SmLimits | None = None
+
+    def __post_init__(self) -> None:
+        Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
+        try:
+            re.compile(self.kernels)
+        except re.error as error:
+            raise Misconfigured(
+                f"kernels={self.kernels!r} is not a regular expression: {error}; escape what is meant literally"
+            ) from error
+
+    @property
+    def wanted(self) -> Wanted:
+        """What every kernel should have."""
+        return Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
+
+    @property
+    def name(self) -> str:
+        asked = f"smem={self.smem_bytes}" if self.blocks_per_sm is None else f"blocks_per_sm={self.blocks_per_sm}"
+        return asked + (",interposed" if self.interpose else "")
+
+    def available(self) -> str | None:
+        return first_reason(no_gpu(), no_driver_calls(*_CALLS), no_cupti() if self.interpose else no_triton())
+
+    @contextmanager
+    def launches(self) -> Iterator[Shaper]:
+        """Shape what is launched inside; the shaper says what became of each kernel.
+
+        Raises:
+            Unsupported: no Triton, or with `interpose` no CUPTI or a profiler that has it.
+        """
+        shaper = Shaper(self.wanted, kernels=self.kernels)
+        with LaunchHook(lambda launch: _hooked(shaper, launch)) if self.interpose else shaped_triton(shaper):
+            yield shaper
+
+    @contextmanager
+    def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        with self.launches() as shaper:
+            shaper.active = False  # the communication side stays as it is
+
+            def shaped() -> None:
+                with shaper.only_here():
+                    lanes.compute()
+
+            yield replace(lanes, compute=shaped)
+
+    def smaller_grid(self, *, num_ctas: int) -> Control:
+        """The same end for kernels with one block per SM, such as cuBLAS's on Hopper: leave SMs to `num_ctas` CTAs."""
+        from counterpoint.controls.gemm_sms import GemmSmLimit
+
+        return GemmSmLimit(num_sms=(self.sm or device_limits()).num_sms - num_ctas)
+
+    def verify(self, seen: Seen) -> Evidence:
+        """By the longest kernel of the compute side that `kernels` names; times of others do not matter much."""
+        sm = self.sm or device_limits()
+        before, after = (self._longest(side) for side in (seen.compute_without, seen.compute))
+        if before is None or after is None:
+            missing = "without the control" if before is None else "with it"
+            return self._evidence(f"no kernel {self.kernels!r} that the profiler knows the size of {missing}", False)
+        would = shape(_kernel(before), self.wanted, sm=sm)
+        has, had = (shape(_kernel(one), self.wanted, sm=sm).blocks_before for one in (after, before))
+        text = f"{had} blocks per SM before, {has} after ({before.smem_bytes} and {after.smem_bytes} bytes a block)"
+        if would.refused is not None:
+            return self._evidence(f"{text}: {before.name} cannot be shaped: {would.refused}", False)
+        return self._evidence(f"{text}: {before.name}", _grown(before, after, would) and has == would.blocks_after)
+
+    def _evidence(self, text: str, took_effect: bool) -> Evidence:
+        asked = (
+            f"{self.blocks_per_sm} blocks per SM"
+            if self.smem_bytes is None
+            else f"{self.smem_bytes} bytes of shared memory per block"
+        )
+        return Evidence(control=self.name, asked=asked, seen=text, took_effect=took_effect)
+
+    def _longest(self, launched: tuple[Launched, ...]) -> Launched | None:
+        kernels = [one for one in launched if one.block and one.smem_bytes is not None and one.regs_per_thread]
+        named = [one for one in kernels if re.search(self.kernels, one.name)]
+        return max(named, key=lambda one: one.duration_us, default=None)
+
+
+def _grown(before: Launched, after: Launched, would: Shape) -> bool:
+    """Whether the same kernel was launched with what it should have had."""
+    total = would.kernel.static_smem_bytes + would.dynamic_smem_bytes
+    return after.name == before.name and after.smem_bytes == total
+
+
+def _kernel(seen: Launched) -> Kernel:
+    """A kernel that ran, as one about to be launched; the profiler does not split its shared memory."""
+    assert seen.block is not None, "chosen for having one"
+    return Kernel(
+        name=seen.name,
+        threads=prod(seen.block),
+        regs_per_thread=seen.regs_per_thread or 0,
+        dynamic_smem_bytes=seen.smem_bytes or 0,
+        clustered=seen.cluster is not None and prod(seen.cluster) > 1,
+    )
+
+
+def _hooked(shaper: Shaper, launch: Launch) -> int | None:
+    """The shaper's answer to one launch of the process."""
+    if not shaper.active:
+        return None
+    return shaper.dynamic_smem(
+        launch.handle,
+        threads=prod(launch.block),
+        dynamic_smem_bytes=launch.dynamic_smem_bytes,
+        clustered=prod(launch.cluster) > 1,
+        cooperative=launch.cooperative,
+    )

@@ -1,0 +1,119 @@
+"""A mechanism's name, such as `nccl+max_ctas=8+gemm_sms=124`, as a base and the controls that it asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from counterpoint.controls.control import Control
+from counterpoint.controls.gemm_sms import GemmSmLimit
+from counterpoint.controls.green_contexts import GreenContexts
+from counterpoint.controls.launch_order import CommFirst
+from counterpoint.controls.nccl_cluster import NcclCluster
+from counterpoint.controls.nccl_cta_policy import NcclCtaPolicy
+from counterpoint.controls.nccl_ctas import NcclCtas
+from counterpoint.controls.nccl_windows import NcclWindows
+from counterpoint.controls.priority import StreamPriority
+from counterpoint.errors import Misconfigured
+
+__all__ = ["KEYS", "parse_mechanism"]
+
+_BASE = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """A control and the keys that set it, in the order in which controls are applied.
+
+    `build` gets the value of each key, None for one that was not given.
+    """
+
+    keys: dict[str, str]  # key: its allowed values, in words
+    build: Callable[[dict[str, str | None]], Control]
+
+
+def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
+    """The base ("nccl") and its controls, in the order in which to apply them.
+
+    Args:
+        name: `base[+key[=value]]...`; see docs/controls.md for the keys.
+
+    Raises:
+        Misconfigured: no base, an unknown key or value, or a key given twice; the text names what is allowed.
+    """
+    base, *settings = name.split("+")
+    if not _BASE.fullmatch(base):
+        raise Misconfigured(f"mechanism {name!r} must begin with its base, as in 'nccl' or 'nccl+max_ctas=8'")
+    given: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in KEYS:
+            raise Misconfigured(f"mechanism {name!r} has the unknown key {key!r}; choose from: {', '.join(KEYS)}")
+        if key in given:
+            raise Misconfigured(f"mechanism {name!r} sets {key} twice; give it once")
+        if (KEYS[key] == "") != ("=" not in setting) or (KEYS[key] and not value):
+            form = f"{key}={KEYS[key]}" if KEYS[key] else f"{key}, without a value"
+            raise Misconfigured(f"mechanism {name!r}: {setting!r} is not complete; write {form}")
+        given[key] = value
+    controls = [
+        knob.build({key: given.get(key) for key in knob.keys}) for knob in _KNOBS if knob.keys.keys() & given.keys()
+    ]
+    return base, tuple(controls)
+
+
+def _number(values: dict[str, str | None], key: str) -> int | None:
+    """The value of `key` as an integer, None if it was not given."""
+    value = values[key]
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        raise Misconfigured(f"{key}={value} is not a number; write {key}={KEYS[key]}") from None
+
+
+def _needed(values: dict[str, str | None], key: str) -> int:
+    number = _number(values, key)
+    assert number is not None, "the knob is built only if one of its keys is given, and this one has no other"
+    return number
+
+
+def _priority(values: dict[str, str | None]) -> Control:
+    word = values["priority"]
+    if word in ("high", "default", "low"):
+        return StreamPriority(level=word)  # type: ignore[arg-type]  # one of its words
+    return StreamPriority(level=_needed(values, "priority"))
+
+
+def _policy(values: dict[str, str | None]) -> Control:
+    return NcclCtaPolicy(policy=values["cta_policy"])  # type: ignore[arg-type]  # it refuses unknown words itself
+
+
+def _order(values: dict[str, str | None]) -> Control:
+    if values["order"] != "comm_resident":
+        raise Misconfigured(f"order={values['order']} is unknown; write order=comm_resident")
+    return CommFirst()
+
+
+def _occupancy(values: dict[str, str | None]) -> Control:
+    from counterpoint.controls.occupancy import OccupancyShaping
+
+    return OccupancyShaping(blocks_per_sm=_number(values, "blocks_per_sm"), smem_bytes=_number(values, "smem"))
+
+
+_KNOBS = (  # streams first: green contexts take over the priorities of the streams that they replace
+    Knob(keys={"priority": "high|default|low|NUMBER"}, build=_priority),
+    Knob(keys={"green": "COMPUTE_SMS"}, build=lambda v: GreenContexts(compute_sms=_needed(v, "green"))),
+    Knob(
+        keys={"max_ctas": "N", "min_ctas": "N"},
+        build=lambda v: NcclCtas(max_ctas=_number(v, "max_ctas"), min_ctas=_number(v, "min_ctas")),
+    ),
+    Knob(keys={"cga_cluster": "N"}, build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
+    Knob(keys={"cta_policy": "default|efficiency|zero"}, build=_policy),
+    Knob(keys={"windows": ""}, build=lambda v: NcclWindows()),
+    Knob(keys={"gemm_sms": "N"}, build=lambda v: GemmSmLimit(num_sms=_needed(v, "gemm_sms"))),
+    Knob(keys={"blocks_per_sm": "N", "smem": "BYTES"}, build=_occupancy),
+    Knob(keys={"order": "comm_resident"}, build=_order),
+)
+
+KEYS: dict[str, str] = {key: values for knob in _KNOBS for key, values in knob.keys.items()}
+"""Every key and its allowed values in words; "" for a key without a value."""

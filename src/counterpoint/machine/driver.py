@@ -1,0 +1,128 @@
+"""The CUDA driver through ctypes: the dozen calls that `doctor` needs, without cuda-bindings and without torch."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+from counterpoint.machine.blind import Blind, Broken
+
+__all__ = ["Driver"]
+
+_NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
+_REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
+_PEER_ACCESS_ALREADY = 704
+
+
+class Driver:
+    """libcuda, started. Handles of contexts, streams and events are plain integers.
+
+    Raises:
+        Blind: there is no driver, or the GPU is in use.
+        Broken: a call failed; the text has CUDA's name of the error.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise Blind("no CUDA driver: libcuda.so.1 is not on this machine") from None
+        self.no_device = self._lib.cuInit(0) in _NO_DEVICE
+        if not self.no_device:
+            self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """One driver call; raises `Broken` if it fails, `Blind` if the GPU is in use."""
+        code = getattr(self._lib, name)(*arguments)
+        if code:
+            text = c_char_p()
+            self._lib.cuGetErrorName(code, byref(text))
+            failed = Blind if code in _REFUSED else Broken
+            raise failed(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+
+    def version(self) -> int:
+        """CUDA version that the driver supports, 13000 for 13.0."""
+        value = c_int()
+        self.call("cuDriverGetVersion", byref(value))
+        return value.value
+
+    def device_count(self) -> int:
+        """Devices that CUDA_VISIBLE_DEVICES leaves."""
+        value = c_int()
+        if not self.no_device:
+            self.call("cuDeviceGetCount", byref(value))
+        return value.value
+
+    def attribute(self, device: int, which: int) -> int:
+        """One `CUdevice_attribute`; 0 if the driver does not know it."""
+        value = c_int()
+        return 0 if self._lib.cuDeviceGetAttribute(byref(value), which, device) else value.value
+
+    def name(self, device: int) -> str:
+        """Device name."""
+        text = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", text, c_int(256), device)
+        return text.value.decode(errors="replace")
+
+    def bus_id(self, device: int) -> str:
+        """PCI address, in lower case."""
+        text = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", text, c_int(32), device)
+        return text.value.decode(errors="replace").lower()
+
+    def can_access(self, device: int, peer: int) -> bool:
+        """Whether `device` can map memory of `peer`."""
+        value = c_int()
+        self.call("cuDeviceCanAccessPeer", byref(value), device, peer)
+        return value.value == 1
+
+    def context(self, device: int) -> int:
+        """The device's primary context."""
+        handle = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", byref(handle), device)
+        return handle.value or 0
+
+    def use(self, context: int) -> None:
+        """Make `context` current for the calls that follow."""
+        self.call("cuCtxSetCurrent", c_void_p(context))
+
+    def enable_peer(self, peer_context: int) -> None:
+        """Let the current context map the memory of another."""
+        code = self._lib.cuCtxEnablePeerAccess(c_void_p(peer_context), c_uint(0))
+        if code not in (0, _PEER_ACCESS_ALREADY):
+            self.call("cuCtxEnablePeerAccess", c_void_p(peer_context), c_uint(0))
+
+    def allocate(self, size_bytes: int) -> int:
+        """Device memory in the current context."""
+        pointer = c_uint64()
+        self.call("cuMemAlloc_v2", byref(pointer), c_size_t(size_bytes))
+        return pointer.value
+
+    def stream(self) -> int:
+        """A stream that does not wait for the default stream."""
+        handle = c_void_p()
+        self.call("cuStreamCreate", byref(handle), c_uint(1))
+        return handle.value or 0
+
+    def event(self) -> int:
+        """An event with a time."""
+        handle = c_void_p()
+        self.call("cuEventCreate", byref(handle), c_uint(0))
+        return handle.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        """Record `event` in `stream`."""
+        self.call("cuEventRecord", c_void_p(event), c_void_p(stream))
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Wait for `end`, then the time between two recorded events."""
+        value = c_float()
+        self.call("cuEventSynchronize", c_void_p(end))
+        self.call("cuEventElapsedTime", byref(value), c_void_p(start), c_void_p(end))
+        return value.value
+
+    def copy_peer(self, target: tuple[int, int], source: tuple[int, int], size_bytes: int, stream: int) -> None:
+        """Queue a copy between devices; both ends are (pointer, context)."""
+        (to, to_context), (start, start_context) = target, source
+        ends = (c_uint64(to), c_void_p(to_context), c_uint64(start), c_void_p(start_context))
+        self.call("cuMemcpyPeerAsync", *ends, c_size_t(size_bytes), c_void_p(stream))

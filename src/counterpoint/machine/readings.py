@@ -1,0 +1,211 @@
+"""What a machine said about itself: frozen readings, before anything is judged. Unknown is None, never a guess.
+
+A probe runs in a child process and prints one of these as JSON; `checkup.examine` turns all of them into checks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from counterpoint.records.base import Record
+
+__all__ = [
+    "Bandwidth",
+    "Cuda",
+    "CudaDevice",
+    "GpuReading",
+    "Nccl",
+    "NetPort",
+    "NvLink",
+    "Nvml",
+    "PairRate",
+    "RdmaPort",
+    "Readings",
+    "Software",
+    "System",
+    "TorchRuntime",
+]
+
+
+class NvLink(Record, frozen=True, kw_only=True):
+    """One link of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
+
+    active: bool
+    speed_mb_per_s: int | None = None
+    replays: int | None = None
+    recoveries: int | None = None
+    crc_errors: int | None = None
+
+
+class GpuReading(Record, frozen=True, kw_only=True):
+    """One GPU, as NVML sees it; indices are NVML's, which ignores CUDA_VISIBLE_DEVICES."""
+
+    index: int
+    name: str
+    lost: str | None = None  # NVML's error, if the GPU does not answer at all
+    bus_id: str | None = None
+    mig: bool | None = None
+    compute_mode: str | None = None  # default | exclusive_thread | prohibited | exclusive_process
+    persistence: bool | None = None
+    utilization_percent: int | None = None
+    clock_reasons: tuple[str, ...] | None = None
+    sm_mhz: int | None = None
+    sm_mhz_max: int | None = None
+    power_limit_w: float | None = None
+    power_limit_default_w: float | None = None
+    temperature_c: int | None = None
+    ecc: bool | None = None
+    ecc_uncorrected: int | None = None  # since the driver was loaded
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    rows_remapped: int | None = None  # since it left the factory
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    pcie_replays: int | None = None
+    nvlinks: tuple[NvLink, ...] | None = None  # (): a GPU without NVLink
+    fabric: str | None = None  # completed | in_progress | not_started | failed; None without NVSwitch
+    processes: tuple[str, ...] | None = None  # "name (pid)" of compute processes
+
+
+class Nvml(Record, frozen=True, kw_only=True):
+    """All GPUs of the machine, and why NVML denies peer access where it does."""
+
+    driver: str | None = None
+    gpus: tuple[GpuReading, ...] = ()
+    denied_peers: dict[str, str] = msgspec.field(default_factory=dict)  # "0-3": "chipset_not_supported"
+
+
+class CudaDevice(Record, frozen=True, kw_only=True):
+    """One device, as the CUDA driver shows it to this process."""
+
+    name: str
+    bus_id: str
+    capability: tuple[int, int]
+    num_sms: int
+    copy_engines: int
+    stream_memory_ops: bool
+    multicast: bool
+    dma_buf: bool
+
+
+class Cuda(Record, frozen=True, kw_only=True):
+    """All devices of this process; indices are CUDA's."""
+
+    version: int  # 13000 for 13.0, what the driver supports
+    devices: tuple[CudaDevice, ...] = ()
+    no_peer_access: tuple[tuple[int, int], ...] = ()
+
+
+class Nccl(Record, frozen=True, kw_only=True):
+    """The libnccl that torch would load."""
+
+    path: str
+    found_by: str
+    version: tuple[int, int, int]
+    has_window_register: bool
+
+
+class Software(Record, frozen=True, kw_only=True):
+    """torch as its files describe it, without importing it."""
+
+    torch: str | None = None
+    torch_cuda: str | None = None  # the CUDA it was built with; None for a CPU or ROCm build
+    torch_hip: str | None = None
+    features: dict[str, bool] = msgspec.field(default_factory=dict)
+    packages: dict[str, str | None] = msgspec.field(default_factory=dict)
+
+
+class TorchRuntime(Record, frozen=True, kw_only=True):
+    """torch as a child process found it after importing it."""
+
+    device_count: int
+    nccl_version: tuple[int, ...] | None = None
+    nccl_path: str | None = None
+
+
+class RdmaPort(Record, frozen=True, kw_only=True):
+    """One port of one device of /sys/class/infiniband."""
+
+    device: str
+    port: str
+    link_layer: str | None = None  # InfiniBand | Ethernet
+    state: str | None = None  # ACTIVE, DOWN
+    rate_gbit_per_s: float | None = None
+    firmware: str | None = None
+    board: str | None = None
+    mtu: int | None = None  # of its network interface, bytes
+
+
+class NetPort(Record, frozen=True, kw_only=True):
+    """One network interface with hardware behind it."""
+
+    name: str
+    state: str | None = None
+    speed_gbit_per_s: float | None = None
+    mtu: int | None = None
+
+
+class System(Record, frozen=True, kw_only=True):
+    """What /sys, /proc and /etc say."""
+
+    kernel: str | None = None
+    modules: tuple[str, ...] | None = None
+    open_driver: bool | None = None  # the open kernel module of NVIDIA
+    gpu_iommu: dict[str, str] | None = None  # bus id: type of its IOMMU group; {} without an IOMMU
+    acs_redirects: tuple[str, ...] | None = None  # PCI bridges that send peer traffic up to the root
+    rdma: tuple[RdmaPort, ...] | None = None
+    net: tuple[NetPort, ...] | None = None
+    nccl_conf: dict[str, str] = msgspec.field(default_factory=dict)  # /etc/nccl.conf, below the environment
+
+
+class PairRate(Record, frozen=True, kw_only=True):
+    """One copy by a copy engine, alone on the machine."""
+
+    source: int
+    target: int
+    gb_per_s: float
+
+
+class Bandwidth(Record, frozen=True, kw_only=True):
+    """Copies between GPUs: pairs alone, then all GPUs in a rotation at once. Medians; indices are CUDA's."""
+
+    pairs: tuple[PairRate, ...]
+    rotation: tuple[PairRate, ...] = ()  # of the slowest GPU of every rotation: `target - source` is its shift
+    size_bytes: int = 0
+
+
+class Readings(Record, frozen=True, kw_only=True):
+    """All that was read. A part that is None is in `blind` with the reason."""
+
+    host: str
+    nvml: Nvml | None = None
+    cuda: Cuda | None = None
+    nccl: Nccl | None = None
+    software: Software | None = None
+    torch_runtime: TorchRuntime | None = None
+    system: System | None = None
+    bandwidth: Bandwidth | None = None
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    blind: dict[str, str] = msgspec.field(default_factory=dict)
+    broken: tuple[str, ...] = ()  # probes that hung, crashed, or failed where they should not
+
+    @property
+    def gpus(self) -> tuple[GpuReading, ...]:
+        """The GPUs that answered NVML; empty if it was blind."""
+        return tuple(gpu for gpu in self.nvml.gpus if gpu.lost is None) if self.nvml else ()
+
+    @property
+    def devices(self) -> tuple[CudaDevice, ...]:
+        """What CUDA saw; empty if it was blind."""
+        return self.cuda.devices if self.cuda else ()
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Whether any GPU has an active NVLink."""
+        return any(link.active for gpu in self.gpus for link in gpu.nvlinks or ())
+
+    def why_no_device(self) -> str:
+        """Why `devices` is empty."""
+        return self.blind.get("cuda", "CUDA shows no device to this process")

@@ -1,0 +1,146 @@
+"""Read /sys, /proc and /etc: kernel modules, IOMMU, PCI bridges, network ports. Containers hide some of it.
+
+Every text comes from outside: reads are bounded, and what does not parse is None.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from counterpoint.machine.readings import NetPort, RdmaPort, System
+
+__all__ = ["acs_redirects", "parse_conf", "read_system"]
+
+_MAX_BYTES = 64 << 10
+_NVIDIA = "0x10de"
+_BRIDGE = "0x0604"
+_ACS = 0x000D  # PCI Express extended capability: access control services
+_REDIRECTS = 0x4 | 0x8  # ACS control: request redirect, completion redirect
+
+
+def read_system(root: Path = Path("/")) -> System:
+    """All that the files below `root` say. Never raises."""
+    sys = root / "sys"
+    driver = _read(root / "proc/driver/nvidia/version")
+    modules = None if not (sys / "module").is_dir() else tuple(sorted(path.name for path in _list(sys / "module")))
+    pci = sys / "bus/pci/devices"
+    return System(
+        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        modules=modules,
+        open_driver=None if driver is None else "Open Kernel Module" in driver,
+        gpu_iommu=_gpu_iommu(pci) if pci.is_dir() else None,
+        acs_redirects=_redirecting(pci),
+        rdma=tuple(_rdma(sys / "class/infiniband")) if (sys / "class").is_dir() else None,
+        net=tuple(_net(sys / "class/net")) if (sys / "class/net").is_dir() else None,
+        nccl_conf=parse_conf(_read(root / "etc/nccl.conf") or ""),
+    )
+
+
+def parse_conf(text: str) -> dict[str, str]:
+    """`NAME=VALUE` lines of an nccl.conf; # starts a comment."""
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def acs_redirects(config: bytes) -> bool | None:
+    """Whether a bridge with this configuration space sends peer-to-peer requests up to the root complex.
+
+    None if the extended part, which only root may read, is missing. Source: PCI Express base specification, 7.7.
+    """
+    if len(config) < 4096:
+        return None
+    at, seen = 0x100, set[int]()
+    while 0x100 <= at <= 4088 and at not in seen:
+        seen.add(at)
+        (header,) = struct.unpack_from("<I", config, at)
+        if header & 0xFFFF == _ACS:
+            (control,) = struct.unpack_from("<H", config, at + 6)
+            return bool(control & _REDIRECTS)
+        at = header >> 20
+    return False
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _list(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []
+
+
+def _number(text: str | None) -> float | None:
+    """The first word as a number; None for rubbish and for -1, which is "unknown" in /sys."""
+    try:
+        value = float((text or "").split()[0])
+    except (IndexError, ValueError):
+        return None
+    return value if 0 <= value < 1e9 else None
+
+
+def _gpu_iommu(pci: Path) -> dict[str, str]:
+    gpus = (d for d in _list(pci) if _read(d / "vendor") == _NVIDIA and (_read(d / "class") or "").startswith("0x03"))
+    types = ((gpu.name, _read(gpu / "iommu_group/type")) for gpu in gpus)
+    return {name: kind for name, kind in types if kind is not None}
+
+
+def _redirecting(pci: Path) -> tuple[str, ...] | None:
+    """Bridges that redirect; None if none of them could be read."""
+    bridges = [device for device in _list(pci) if (_read(device / "class") or "").startswith(_BRIDGE)]
+    answers = {bridge.name: _bridge(bridge / "config") for bridge in bridges}
+    if all(answer is None for answer in answers.values()):
+        return None
+    return tuple(name for name, redirects in answers.items() if redirects)
+
+
+def _bridge(config: Path) -> bool | None:
+    try:
+        with config.open("rb") as file:
+            return acs_redirects(file.read(4096))
+    except OSError:
+        return None
+
+
+def _rdma(folder: Path) -> list[RdmaPort]:
+    return [_port(device, port) for device in _list(folder) for port in _list(device / "ports")]
+
+
+def _port(device: Path, port: Path) -> RdmaPort:
+    state = _read(port / "state")  # "4: ACTIVE"
+    mtus = (_number(_read(interface / "mtu")) for interface in _list(device / "device/net"))
+    mtu = next((int(value) for value in mtus if value is not None), None)
+    return RdmaPort(
+        device=device.name,
+        port=port.name,
+        link_layer=_read(port / "link_layer"),
+        state=None if state is None else state.rpartition(":")[2].strip(),
+        rate_gbit_per_s=_number(_read(port / "rate")),  # "400 Gb/sec (4X NDR)"
+        firmware=_read(device / "fw_ver"),
+        board=_read(device / "board_id"),
+        mtu=mtu,
+    )
+
+
+def _net(folder: Path) -> list[NetPort]:
+    """Interfaces with hardware behind them: no bridges, tunnels or loopback."""
+    ports = []
+    for interface in _list(folder):
+        if (interface / "device").exists():
+            speed, mtu = _number(_read(interface / "speed")), _number(_read(interface / "mtu"))
+            ports.append(
+                NetPort(
+                    name=interface.name,
+                    state=_read(interface / "operstate"),
+                    speed_gbit_per_s=None if speed is None else speed / 1000,
+                    mtu=None if mtu is None else int(mtu),
+                )
+            )
+    return ports

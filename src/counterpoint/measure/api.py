@@ -1,0 +1,181 @@
+"""`counterpoint.measure(...)`: from a suite's name to a `Measurement`. The parent of the ranks: it imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from counterpoint import __version__
+from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
+from counterpoint.machine.visible import visible_gpus
+from counterpoint.measure.launch import Tell, launch
+from counterpoint.measure.partial import finished, resumable
+from counterpoint.measure.suites import blocks_of, scenarios_of
+from counterpoint.records import Measurement, Outcome, Plan
+
+__all__ = ["measure"]
+
+MIN_ROUNDS = 5  # two are dropped, and a median wants three
+MAX_CPU_RANKS = 64
+
+
+def measure(
+    suite: str,
+    *,
+    device: str = "cuda",
+    world_size: int | None = None,
+    mechanisms: Sequence[str] | None = None,
+    rounds: int = 12,
+    timeout_s: float = 120.0,
+    partial: Path | None = None,
+    fresh: bool = False,
+    progress: Tell | None = None,
+) -> Measurement:
+    """Run a suite on GPUs of this machine, or with gloo on its CPUs, in one new process per rank.
+
+    Args:
+        suite: a name of `measure/suites.py`: "quick", "conccl", "resource-aware", "forum", "blocks".
+        device: "cuda", or "cpu" for the same pairs with gloo and threads.
+        world_size: number of ranks; all visible GPUs unless told, 2 on CPUs.
+        mechanisms: such as "nccl+max_ctas=8"; those of the suite unless told.
+        rounds: trials of each kind per scenario, of which the first two are dropped.
+        timeout_s: longest time without a finished scenario (one minute more before the first).
+        partial: finished scenarios are kept in this file and not measured again; the caller removes it.
+        fresh: throw away what `partial` holds.
+        progress: called as (scenarios done, in all, what runs now).
+
+    Raises:
+        Misconfigured: an option that cannot mean anything here, or `partial` of another run.
+        Unsupported: no torch, fewer than two GPUs, or what a rank found missing.
+        PeerTimeout: ranks died or hung; names them, and their logs.
+    """
+    _refuse_torchrun()
+    torch = _torch_version()
+    kind = _device(device)
+    gpus = _gpus() if kind == "cuda" else ()
+    ranks = _world_size(kind, world_size, len(gpus))
+    if rounds < MIN_ROUNDS:
+        raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
+    if not timeout_s > 0:
+        raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
+    with _run_folder() as folder:
+        results = partial or folder / "results.jsonl"
+        plan = Plan(
+            suite=suite,
+            device=kind,
+            world_size=ranks,
+            scenarios=scenarios_of(suite, device=kind, mechanisms=mechanisms),
+            blocks=blocks_of(suite),
+            rounds=rounds,
+            results=str(results.absolute()),
+            errors=str(folder / "errors"),
+        )
+        with resumable(results, _identity(plan, gpus, torch), fresh=fresh):
+            launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)
+            return _gather(plan, finished(results))
+
+
+def _refuse_torchrun() -> None:
+    if "RANK" in os.environ:
+        raise Misconfigured(
+            f"RANK={os.environ['RANK']} is set, so this already is one of several ranks; measure starts its own: "
+            "run it once, without torchrun (or unset RANK)"
+        )
+
+
+def _torch_version() -> str:
+    if importlib.util.find_spec("torch") is None:
+        raise Unsupported("torch is not installed; measure needs it: pip install 'counterpoint[torch]'")
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # built from source, on the path
+        return "unknown"
+
+
+def _device(asked: str) -> Literal["cuda", "cpu"]:
+    if asked not in ("cuda", "cpu"):
+        raise Misconfigured(f"device {asked!r}; allowed: cuda, cpu")
+    return "cuda" if asked == "cuda" else "cpu"
+
+
+def _gpus() -> tuple[str, ...]:
+    try:
+        gpus = visible_gpus()
+        reason = f"{('no GPU', 'one GPU')[len(gpus)]} is visible" if len(gpus) < 2 else None
+    except Unsupported as error:
+        reason = f"no GPU can be used: {error}"
+    if reason is not None:
+        raise Unsupported(f"{reason}; measure needs at least 2, or to try it on CPUs: --device cpu")
+    return gpus
+
+
+def _world_size(device: str, asked: int | None, gpus: int) -> int:
+    if asked is not None and asked < 2:
+        raise Misconfigured(f"{asked} rank{'s' * (asked != 1)}; a collective needs at least 2")
+    if device == "cpu":
+        if asked is not None and asked > MAX_CPU_RANKS:
+            raise Misconfigured(f"{asked} ranks; at most {MAX_CPU_RANKS} on the CPUs of one machine")
+        return asked or 2
+    if asked is not None and asked > gpus:
+        raise Misconfigured(f"{asked} ranks for {gpus} visible GPUs; one GPU holds one rank: at most {gpus}")
+    return asked or gpus
+
+
+def _identity(plan: Plan, gpus: Sequence[str], torch: str) -> dict[str, str]:
+    """What must be the same for results to belong together, as texts that can be shown."""
+    return {
+        "suite": plan.suite,
+        "device": plan.device,
+        "world_size": str(plan.world_size),
+        "rounds": str(plan.rounds),
+        "mechanisms": ", ".join(dict.fromkeys(name for scenario in plan.scenarios for name in scenario.mechanisms)),
+        "scenarios": hashlib.sha256(msgspec.json.encode((plan.scenarios, plan.blocks))).hexdigest()[:12],
+        "gpu": ", ".join(dict.fromkeys(gpus)) or "none",
+        "torch": torch,
+        "counterpoint": __version__,
+    }
+
+
+def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
+    """All outcomes as one measurement, in the plan's order."""
+    environment = next((outcome.environment for outcome in reversed(outcomes) if outcome.environment), None)
+    place = {part.name: index for index, part in enumerate(plan.parts)}
+    missing = [name for name in place if name not in {outcome.scenario for outcome in outcomes}]
+    if environment is None or missing:
+        lost = f"scenario {missing[0]!r}" if missing else "its environment"
+        raise CounterpointError(f"the ranks ended without having measured {lost}; report this as a bug of counterpoint")
+    ordered = sorted(outcomes, key=lambda outcome: place[outcome.scenario])
+    return Measurement(
+        suite=plan.suite,
+        environment=msgspec.structs.replace(environment, command=(Path(sys.argv[0]).name, *sys.argv[1:])),
+        rounds=plan.rounds,
+        dropped_rounds=plan.dropped_rounds,
+        rows=tuple(row for outcome in ordered for row in outcome.rows),
+        unavailable={name: reason for outcome in ordered for name, reason in outcome.unavailable.items()},
+        blocks=tuple(block for outcome in ordered for block in outcome.blocks),
+    )
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """A folder for plan, logs and errors of one run; it stays where the error says that the logs are there."""
+    folder = Path(tempfile.mkdtemp(prefix="counterpoint-measure-"))
+    try:
+        yield folder
+    except PeerTimeout:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)

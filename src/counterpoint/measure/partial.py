@@ -1,0 +1,99 @@
+"""Results on their way: a file of JSON lines that an interrupted run leaves and the same command takes up again.
+
+The first line says what is measured where; each later one is an `Outcome`, appended by rank 0 and flushed. The header
+also reads as an `Outcome` of the scenario "", so that a reader of outcomes needs no special case.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import Misconfigured
+from counterpoint.records import Outcome, Record
+
+__all__ = ["finished", "resumable"]
+
+
+class _Header(Record, frozen=True, kw_only=True):
+    """What must agree before results are mixed; texts, so that a difference can be told."""
+
+    identity: dict[str, str]
+    scenario: str = ""
+
+
+@contextmanager
+def resumable(path: Path, identity: dict[str, str], *, fresh: bool) -> Iterator[None]:
+    """`path` ready to be appended to, held against a second run until the block ends.
+
+    Args:
+        identity: suite, device, GPU, versions ...: results of another identity are never mixed with these.
+        fresh: throw away what is there.
+
+    Raises:
+        Misconfigured: the file is of another run, not ours, being written by another process, or cannot be written.
+    """
+    try:
+        opened = path.open("a+b")
+    except OSError as error:
+        raise Misconfigured(f"cannot write {path}: {error.strerror}") from None
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Misconfigured(
+                f"{path} is being written by another counterpoint measure; wait or choose --out"
+            ) from None
+        file.seek(0)
+        text = b"" if fresh else file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # a line cut short by a kill is measured again
+        header, *outcomes = whole.splitlines() or [text]
+        found = _identity(path, header) if header else {}
+        if outcomes:
+            _agree(path, found, identity)
+            file.truncate(len(whole))
+        else:  # nothing to lose
+            file.truncate(0)
+            file.write(msgspec.json.encode(_Header(identity=identity)) + b"\n")
+            file.flush()
+        try:
+            yield
+        finally:
+            if not finished(path):
+                path.unlink()  # nothing to go on with
+
+
+def _identity(path: Path, header: bytes) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(header, type=_Header).identity
+    except msgspec.DecodeError:
+        raise Misconfigured(f"{path} was not written by counterpoint measure; --fresh overwrites it") from None
+
+
+def _agree(path: Path, found: dict[str, str], identity: dict[str, str]) -> None:
+    for key in sorted(identity.keys() | found.keys()):
+        was, now = found.get(key, "nothing"), identity.get(key, "nothing")
+        if was != now:
+            raise Misconfigured(
+                f"{path} holds results of another run ({key} was {was}, is {now}): "
+                "repeat that command, or discard them with --fresh"
+            )
+
+
+def finished(path: Path) -> tuple[Outcome, ...]:
+    """Every whole outcome in the file, in the order in which they were measured.
+
+    Raises:
+        Misconfigured: a line in the middle is damaged.
+    """
+    text = path.read_bytes()
+    lines = text[: text.rfind(b"\n") + 1].splitlines()
+    try:
+        outcomes = tuple(msgspec.json.decode(line, type=Outcome) for line in lines)
+    except msgspec.DecodeError as error:
+        raise Misconfigured(f"{path} is damaged ({error}); discard it with --fresh") from None
+    return tuple(outcome for outcome in outcomes if outcome.scenario)

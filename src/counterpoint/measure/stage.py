@@ -1,0 +1,184 @@
+"""One trial: two sides released at the same moment on every rank, each with its start and end on one clock.
+
+Nothing of the host's launch time is in it. On a GPU everything is queued behind a spin kernel, the ranks are aligned by
+a tiny all_reduce, and CUDA events tell the times; a trial whose launches came too late says so. On a CPU each side has
+a thread, and a barrier aligns the ranks. The second side of an ordered trial starts `HEAD_START_US` later, by a delay
+that needs no SM: a copy to pinned host memory (a sleeping kernel would hold the SM that a persistent GEMM needs).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.controls.control import Lanes
+from counterpoint.records.measurement import Order
+
+__all__ = ["HEAD_START_US", "Case", "CpuStage", "CudaStage", "Stage", "Trial"]
+
+HEAD_START_US = 100.0
+_CPU_HEAD_START_US = 2000.0  # what a sleeping thread keeps to
+
+Side = Literal["compute", "comm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a trial runs: one side alone, both in an order, or one after the other (`serial`)."""
+
+    what: Literal["compute_alone", "comm_alone", "serial"] | Order
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """In the order in which the host queues them: the collective first, as a program that prefetches does.
+
+        Which side the device reaches first is made by the delay alone.
+        """
+        others: dict[str, tuple[Side, ...]] = {
+            "compute_alone": ("compute",),
+            "comm_alone": ("comm",),
+            "serial": ("compute", "comm"),
+        }
+        return others.get(self.what, ("comm", "compute"))
+
+    @property
+    def late(self) -> Side | None:
+        """The side that gets the delay."""
+        sides: dict[str, Side] = {"comm_first": "compute", "compute_first": "comm"}
+        return sides.get(self.what)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """Times in µs after the release; NaN for a side that did not run. `late`: the host queued too slowly."""
+
+    compute_start: float = float("nan")
+    compute_end: float = float("nan")
+    comm_start: float = float("nan")
+    comm_end: float = float("nan")
+    late: bool = False
+
+
+class Stage(Protocol):
+    """Where trials run."""
+
+    def run(self, lanes: Lanes, case: Case) -> Trial:
+        """One trial; all ranks call it with the same case. Returns when the device is idle."""
+        ...
+
+
+class CudaStage:
+    """Trials on this rank's GPU.
+
+    Args:
+        device: the GPU.
+        group: NCCL process group of all ranks, for the alignment only.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.device, self.group = device, group
+        self.spin_cycles = 2_000_000  # about 1 ms; grows until the host keeps up
+        self._flag = torch.ones(1, device=device)
+        self._main = torch.cuda.Stream(device)
+        self._delay = _CopyDelay(HEAD_START_US, device, group)
+
+    def run(self, lanes: Lanes, case: Case) -> Trial:
+        """See `Stage.run`."""
+        streams = {"compute": lanes.compute_stream, "comm": lanes.comm_stream}
+        launches = {"compute": lanes.compute, "comm": lanes.comm}
+        ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
+        events = {"compute": times[:2], "comm": times[2:]}
+        with torch.cuda.stream(self._main):
+            torch.cuda._sleep(self.spin_cycles)
+            dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
+            ready.record()
+        before = ready
+        for side in case.sides:
+            with torch.cuda.stream(streams[side]):
+                streams[side].wait_event(before)
+                if side == case.late:
+                    self._delay()
+                events[side][0].record()
+                launches[side]()
+                events[side][1].record()
+            if case.what == "serial":
+                before = events[side][1]
+        late = ready.query()
+        torch.cuda.synchronize(self.device)
+        if late:
+            self.spin_cycles = min(2 * self.spin_cycles, 200_000_000)
+        since = {f"{side}_{edge}": ready.elapsed_time(event) * 1e3
+                 for side in case.sides
+                 for edge, event in zip(("start", "end"), events[side], strict=True)}  # fmt: skip
+        return Trial(late=late, **since)
+
+
+class _CopyDelay:
+    """Holds a stream for about `microseconds` by a copy to pinned host memory, calibrated while all ranks copy."""
+
+    def __init__(self, microseconds: float, device: torch.device, group: dist.ProcessGroup) -> None:
+        most, copies = 8 << 20, 40
+        source = torch.empty(most, dtype=torch.uint8, device=device)
+        target = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.all_reduce(torch.ones(1, device=device), group=group)  # all copy at once: they share the way to the host
+        for index in range(2 * copies):  # the first half warms up
+            if index == copies:
+                begin.record()
+            target.copy_(source, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize(device)
+        length = min(most, int(most * microseconds / (begin.elapsed_time(end) * 1e3 / copies)))
+        self._source, self._target = source[:length], target[:length]
+
+    def __call__(self) -> None:
+        self._target.copy_(self._source, non_blocking=True)
+
+
+class CpuStage:
+    """Trials on this rank's CPU: `compute` in one thread, `comm` (gloo, blocking) in another.
+
+    Args:
+        group: gloo process group of all ranks, for the alignment only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def run(self, lanes: Lanes, case: Case) -> Trial:
+        """See `Stage.run`."""
+        launches = {"compute": lanes.compute, "comm": lanes.comm}
+        times: dict[str, float] = {}
+        failures: list[BaseException] = []
+        go = threading.Event()
+        released = [0.0]
+
+        def play(sides: tuple[Side, ...]) -> None:
+            try:
+                go.wait()
+                for side in sides:
+                    if side == case.late:
+                        time.sleep(_CPU_HEAD_START_US / 1e6)
+                    times[f"{side}_start"] = (time.perf_counter() - released[0]) * 1e6
+                    launches[side]()
+                    times[f"{side}_end"] = (time.perf_counter() - released[0]) * 1e6
+            except BaseException as error:
+                failures.append(error)
+
+        parts = [case.sides] if case.what == "serial" else [(side,) for side in case.sides]
+        threads = [threading.Thread(target=play, args=(sides,), daemon=True) for sides in parts]
+        for thread in threads:
+            thread.start()
+        dist.barrier(group=self.group)
+        released[0] = time.perf_counter()
+        go.set()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return Trial(late=False, **times)

@@ -1,0 +1,104 @@
+"""The work of one rank: every scenario and block of a plan, one after the other.
+
+Rank 0 appends one line per finished one to the plan's results; what is there already is skipped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+import counterpoint
+from counterpoint.errors import Misconfigured
+from counterpoint.measure.blocks import measure_block
+from counterpoint.measure.device_state import driver_version
+from counterpoint.measure.pairs import Calibration, measure_scenario
+from counterpoint.measure.session import Session
+from counterpoint.records.measurement import Block, Environment, Outcome, Plan, Scenario
+
+__all__ = ["work"]
+
+_VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")
+
+
+def work(plan: Plan, at: list[str | None]) -> None:
+    """Joins the other ranks, checks that they match, measures, leaves. `at[0]` is the scenario under way."""
+    session = Session(plan.device)
+    session.agree("the plan", msgspec.json.encode(plan).decode())
+    if plan.world_size != session.world_size:
+        raise Misconfigured(f"the plan is for {plan.world_size} ranks and {session.world_size} were started")
+    session.agree("torch", str(torch.__version__))
+    session.agree("the GPU", _gpu_name(session))
+    run(session, plan, at)
+    session.close()
+
+
+def run(session: Session, plan: Plan, at: list[str | None]) -> None:
+    """Measures what the plan asks for and its results do not hold yet."""
+    done = set(session.gather(_finished(Path(plan.results)))[0])
+    calibration = Calibration()
+    environment: Environment | None = _environment(session) if session.rank == 0 else None
+    for part in _parts(plan):
+        if part.name in done:
+            continue
+        at[0] = part.name
+        outcome = (
+            measure_block(session, part, plan)
+            if isinstance(part, Block)
+            else measure_scenario(session, part, plan, calibration)
+        )
+        if session.rank == 0:
+            with Path(plan.results).open("ab") as file:
+                file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
+            environment = None
+
+
+def _parts(plan: Plan) -> Iterator[Scenario | Block]:
+    yield from plan.scenarios
+    yield from plan.blocks
+
+
+def _finished(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=Outcome).scenario for line in lines if line.startswith(b"{")]
+
+
+def _gpu_name(session: Session) -> str | None:
+    return torch.cuda.get_device_name(session.device) if session.is_cuda else None
+
+
+def _environment(session: Session) -> Environment:
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if session.is_cuda else None
+    return Environment(
+        device=session.device.type,
+        gpu=_gpu_name(session),
+        world_size=session.world_size,
+        driver=driver_version() if session.is_cuda else None,
+        torch=str(torch.__version__),
+        nccl=nccl,
+        counterpoint=counterpoint.__version__,
+        commit=_commit(),
+        command=tuple(sys.argv),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+    )
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file is in, else what a build system put into GIT_COMMIT or GITHUB_SHA."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10
+    )
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return os.environ.get("GIT_COMMIT") or os.environ.get("GITHUB_SHA")

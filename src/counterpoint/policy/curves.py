@@ -1,0 +1,232 @@
+"""What each side of a pair costs alone, by the SMs it may use: measured points and what lies between them.
+
+GEMMs:       time by number of SMs. Between two points it follows the steps of the waves, not a straight line.
+collectives: time by bytes, by number of CTAs and by cluster size. latency + bytes / bandwidth between two sizes; the
+             rate is linear in the CTAs between two counts of one cluster size (each CTA drives its own channel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from counterpoint.errors import Misconfigured, Unsupported, printable
+from counterpoint.machine.occupancy import waves
+from counterpoint.measure.workloads import Matmul, find_workload
+from counterpoint.policy.choice import Choice
+from counterpoint.policy.layout import SmLayout
+from counterpoint.policy.timeline import Kernel
+from counterpoint.records.measurement import BlockRow
+
+__all__ = ["CommCurve", "CommKey", "CommPoint", "Curves", "GemmCurve", "comm_key", "curves_from"]
+
+HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
+REACH = 2.0  # sizes up to this much beyond the measured ones are extrapolated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmCurve:
+    """GEMMs that run one after the other, alone: `points` of (SMs allowed, µs), ascending."""
+
+    workload: str
+    points: tuple[tuple[int, float], ...]
+    tile: tuple[int, int] = HOPPER_TILE
+
+    def kernels(self, num_sms: int) -> tuple[Kernel, ...]:
+        """One per GEMM; each has the share of the time that its waves have of all waves, weighted with K."""
+        total_us, steps = self.time_us(num_sms), self._steps(num_sms)
+        return tuple(
+            Kernel(tiles=tiles, num_sms=min(num_sms, tiles), time_us=total_us * k * _waves(tiles, num_sms) / steps)
+            for tiles, k in self._tiles()
+        )
+
+    def time_us(self, num_sms: int) -> float:
+        """Between two measured points: as far down as the waves are.
+
+        Raises:
+            Misconfigured: outside the measured points.
+        """
+        for (few, slow_us), (many, fast_us) in pairwise(self.points):
+            if few <= num_sms <= many:
+                slow, fast, here = self._steps(few), self._steps(many), self._steps(num_sms)
+                part = (here - fast) / (slow - fast) if slow != fast else (many - num_sms) / (many - few)
+                return fast_us + (slow_us - fast_us) * part
+        if self.points and self.points[0][0] == num_sms:
+            return self.points[0][1]
+        measured = ", ".join(str(sms) for sms, _ in self.points)
+        raise Misconfigured(f"{self.workload} was not measured at {num_sms} SMs or around; measured at: {measured}")
+
+    def _tiles(self) -> list[tuple[int, int]]:
+        """Tiles and K of each GEMM."""
+        high, wide = self.tile
+        return [(-(-op.m // high) * -(-op.n // wide), op.k) for op in _matmuls(self.workload)]
+
+    def _steps(self, num_sms: int) -> int:
+        """The sum of K over the tiles of the busiest SM: what its time is proportional to."""
+        return sum(k * _waves(tiles, num_sms) for tiles, k in self._tiles())
+
+
+def _waves(tiles: int, num_sms: int) -> int:
+    return waves(tiles, num_sms=num_sms, blocks_per_sm=1)
+
+
+def _matmuls(workload: str) -> list[Matmul]:
+    operations = find_workload(workload).operations
+    matmuls = [operation for operation in operations if isinstance(operation, Matmul)]
+    if len(matmuls) != len(operations):
+        raise Unsupported(f"{printable(workload)}: waves are known of GEMMs only; measure such a pair instead")
+    return matmuls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommPoint:
+    """One collective alone; `num_ctas` is what it took, which is less than its limit for small arrays."""
+
+    size_bytes: int  # of the full array
+    time_us: float
+    num_ctas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCurve:
+    """One collective alone with one limit of CTAs: points ascending in size."""
+
+    points: tuple[CommPoint, ...]
+
+    def at(self, size_bytes: int) -> CommPoint:
+        """latency + bytes / bandwidth through the two points around `size_bytes`, or the two closest.
+
+        Raises:
+            Misconfigured: further than a factor of 2 outside the measured sizes.
+        """
+        sizes = [point.size_bytes for point in self.points]
+        if len(sizes) < 2 or not sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH:
+            raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
+        upper = next((i for i, size in enumerate(sizes) if size >= size_bytes), len(sizes) - 1)
+        low, high = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
+        slope = (high.time_us - low.time_us) / (high.size_bytes - low.size_bytes)
+        # noise can make the line through two small points steep: half the array never takes less than half the time
+        time_us = max(low.time_us + slope * (size_bytes - low.size_bytes), low.time_us / REACH)
+        return CommPoint(size_bytes=size_bytes, time_us=time_us, num_ctas=self.points[upper].num_ctas)
+
+
+CommKey = tuple[str, int | None, int | None]
+"""A collective, its limit of CTAs and its cluster size; None: NCCL's own choice."""
+
+
+def comm_key(collective: str, choice: Choice) -> CommKey:
+    """Where a choice finds its curve."""
+    return collective, choice.max_ctas, choice.cga_cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """All that `choose` knows of a machine."""
+
+    layout: SmLayout
+    gemms: Mapping[str, GemmCurve]  # by workload
+    comms: Mapping[CommKey, CommCurve]
+
+    def gemm(self, workload: str) -> GemmCurve:
+        """Raises Misconfigured if it was not measured."""
+        if workload not in self.gemms:
+            raise Misconfigured(f"no curve of {printable(workload)!r}; measured: {', '.join(self.gemms) or 'none'}")
+        return self.gemms[workload]
+
+    def comm(self, collective: str, size_bytes: int, choice: Choice) -> CommPoint:
+        """The collective alone, as this choice limits it; its rate is linear between two measured limits of CTAs.
+
+        Raises:
+            Misconfigured: not measured, nor limits or sizes around it with this cluster size.
+        """
+        if (key := comm_key(collective, choice)) in self.comms:
+            return self.comms[key].at(size_bytes)
+        limit, cluster = choice.max_ctas, choice.cga_cluster
+        alike = [
+            curve.at(size_bytes) for (name, _, c), curve in self.comms.items() if (name, c) == (collective, cluster)
+        ]
+        points = sorted(alike, key=lambda point: point.num_ctas)
+        for few, many in pairwise(points):
+            if limit is not None and few.num_ctas <= limit <= many.num_ctas:
+                part = (limit - few.num_ctas) / max(many.num_ctas - few.num_ctas, 1)
+                rate = (1.0 - part) / few.time_us + part / many.time_us
+                return CommPoint(size_bytes=size_bytes, time_us=1.0 / rate, num_ctas=limit)
+        measured = ", ".join(str(point.num_ctas) for point in points) or "none"
+        clusters = f" in clusters of {cluster}" if cluster else ""
+        raise Misconfigured(
+            f"{collective} was not measured at or around {limit or 'NCCL’s own'} CTAs{clusters}, but at: {measured}"
+        )
+
+    def fastest_us(self, collective: str, size_bytes: int) -> float:
+        """T_c: the collective alone by the best setting measured."""
+        found = [curve.at(size_bytes) for (name, _, _), curve in self.comms.items() if name == collective]
+        if not found:
+            raise Misconfigured(f"no curve of {printable(collective)!r}; measure it alone, by size and max_ctas")
+        return min(point.time_us for point in found)
+
+    def most_ctas(self, collective: str) -> int:
+        """What NCCL takes of itself, at its largest size; raises Misconfigured if nobody measured it."""
+        if (plain := comm_key(collective, Choice())) not in self.comms:
+            raise Misconfigured(f"no curve of {printable(collective)!r} by plain nccl; measure it alone, by size")
+        return max(point.num_ctas for point in self.comms[plain].points)
+
+    def cover(self, workload: str, collective: str, size_bytes: int, choice: Choice) -> bool:
+        """Whether both sides were measured at or around this point."""
+        try:
+            self.gemm(workload).time_us(choice.gemm_sms or self.layout.num_sms)
+        except Misconfigured:
+            return False
+        return self.cover_comm(collective, size_bytes, choice)
+
+    def cover_comm(self, collective: str, size_bytes: int, choice: Choice) -> bool:
+        """Whether the collective was measured at or around this point."""
+        try:
+            self.comm(collective, size_bytes, choice)
+        except Misconfigured:
+            return False
+        return True
+
+    def clusters(self, collective: str) -> tuple[int, ...]:
+        """The cluster sizes measured besides NCCL's own, ascending."""
+        return tuple(sorted({cluster for name, _, cluster in self.comms if name == collective and cluster is not None}))
+
+
+def curves_from(blocks: Iterable[BlockRow], *, layout: SmLayout, default_ctas: int | None = None) -> Curves:
+    """Curves from the building blocks of a measurement; rows that are marked, or divide no SMs, are left out.
+
+    Args:
+        blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
+            `nccl[+max_ctas=N][+cga_cluster=N]`; of equal ones the last.
+        layout: of the GPU.
+        default_ctas: of plain NCCL, where nobody looked at what ran.
+
+    Raises:
+        Misconfigured: nobody looked and `default_ctas` is not given.
+    """
+    gemms: dict[str, dict[int, float]] = {}
+    comms: dict[CommKey, dict[int, CommPoint]] = {}
+    for row in blocks:
+        choice = Choice.of(_as_mechanism(row))
+        if row.marked is not None or choice is None:
+            continue
+        if row.size_bytes is None:
+            gemms.setdefault(row.what, {})[choice.gemm_sms or layout.num_sms] = row.time.us
+            continue
+        num_ctas = row.num_ctas or choice.max_ctas or default_ctas
+        if num_ctas is None:
+            raise Misconfigured(f"{row.what} by {row.mechanism}: nobody saw its CTAs; give default_ctas, such as 24")
+        point = CommPoint(size_bytes=row.size_bytes, time_us=row.time.us, num_ctas=num_ctas)
+        comms.setdefault(comm_key(row.what, choice), {})[row.size_bytes] = point
+    return Curves(
+        layout=layout,
+        gemms={what: GemmCurve(workload=what, points=tuple(sorted(at.items()))) for what, at in gemms.items()},
+        comms={key: CommCurve(points=tuple(at[size] for size in sorted(at))) for key, at in comms.items()},
+    )
+
+
+def _as_mechanism(row: BlockRow) -> str:
+    """A computation's setting carries no base: `stock`, `gemm_sms=116`."""
+    if row.size_bytes is not None:
+        return row.mechanism
+    return "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"

@@ -1,0 +1,147 @@
+"""`hidden` against T_c / T_g, one panel per collective and launch order, one line per mechanism: one inert page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from counterpoint.records import Measurement, Row
+from counterpoint.report import wording as say
+from counterpoint.report.files import replacing
+from counterpoint.report.inert import clean, environment, policy, script, script_json, version
+from counterpoint.report.standing import standings
+
+__all__ = ["figure", "write_overlap_plot"]
+
+PAGE = Path(__file__).parent / "page"
+ORDERS = {"compute_first": "compute first", "together": "together", "comm_first": "comm first"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")  # Okabe and Ito
+DASHES = ("solid", "dash", "dot", "dashdot")
+RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
+MAX_ROWS = 1000  # of the table
+
+
+def write_overlap_plot(path: Path, measurement: Measurement) -> None:
+    """Write the page; `path` appears whole or not at all (about 5 MB, most of it plotly.js).
+
+    Raises:
+        OSError: the folder is missing or may not be written to.
+    """
+    from markupsafe import Markup
+    from plotly.offline.offline import get_plotlyjs
+
+    scripts = [script(get_plotlyjs()), script((PAGE / "overlap.js").read_text("utf-8"))]
+    pages = environment(PAGE)
+    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": _ratio, "order": _order}
+    page = pages.get_template("overlap.html").render(
+        m=measurement,
+        standings=standings(measurement.rows),
+        rows=measurement.rows[:MAX_ROWS],
+        height=_height(measurement.rows),
+        policy=policy(scripts),
+        version=version(),
+        css=Markup((PAGE / "page.css").read_text("utf-8")),
+        data=Markup(script_json(figure(measurement.rows))),
+        scripts=[Markup(text) for text in scripts],
+    )
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "replace"))
+
+
+def figure(rows: Sequence[Row]) -> dict[str, Any]:
+    """Traces and layout for plotly, without the page's colours; text is escaped, since plotly reads tags.
+
+    Points are rows, x measured; the line goes through the means of those that were asked for the same ratio.
+    """
+    mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
+    collectives = list(dict.fromkeys(row.collective for row in rows))
+    orders = [order for order in ORDERS if any(row.order == order for row in rows)]
+    traces: list[dict[str, Any]] = []
+    for index, mechanism in enumerate(mechanisms):
+        look = {"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index // len(COLOURS) % len(DASHES)]}
+        of = [row for row in rows if row.mechanism == mechanism]
+        for y, collective in enumerate(collectives, start=1):
+            for x, order in enumerate(orders, start=1):
+                panel = [row for row in of if (row.collective, row.order) == (collective, order)]
+                axes = {"xaxis": f"x{x}", "yaxis": f"y{y}"}
+                traces += [{**trace, **axes} for trace in _traces(mechanism, look, panel)]
+    named: set[str] = set()
+    for trace in traces:  # one entry of the legend stands for a mechanism in all panels
+        trace["showlegend"] = trace["legendgroup"] not in named
+        named.add(trace["legendgroup"])
+    return {"traces": traces, "layout": _layout(collectives, orders)}
+
+
+def _traces(mechanism: str, look: dict[str, str], rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
+    by_ratio: dict[float, list[Row]] = {}
+    for row in rows:
+        if row.marked is None:
+            by_ratio.setdefault(row.ratio or _x(row), []).append(row)
+    means = sorted((_mean(map(_x, of)), _mean(row.hidden for row in of)) for of in by_ratio.values())
+    shared = {"name": _escaped(mechanism), "legendgroup": _escaped(mechanism)}
+    if means:
+        x, y = zip(*means, strict=True)
+        yield {**shared, "mode": "lines", "line": {**look, "width": 2}, "x": x, "y": y, "hoverinfo": "skip"}
+    if rows:
+        symbols = ["circle" if row.marked is None else "x" for row in rows]
+        yield {
+            **shared,
+            "mode": "markers",
+            "marker": {"color": look["color"], "symbol": symbols, "size": 7},
+            "x": [_x(row) for row in rows],
+            "y": [row.hidden for row in rows],
+            "text": [_escaped(_hover(row)) for row in rows],
+            "hovertemplate": "%{text}<br>hidden %{y:.2f} at T_c/T_g %{x:.2f}<extra></extra>",
+        }
+
+
+def _layout(collectives: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
+    layout: dict[str, Any] = {
+        "grid": {"rows": max(1, len(collectives)), "columns": max(1, len(orders)), "pattern": "coupled"},
+        "height": 120 + 260 * max(1, len(collectives)),
+        "margin": {"l": 64, "r": 12, "t": 36, "b": 96},
+        "legend": {"orientation": "h", "y": -0.12, "yanchor": "top"},
+    }
+    for x, order in enumerate(orders, start=1):
+        title = {"text": f"T_c / T_g, {ORDERS[order]}"}
+        layout[f"xaxis{x}"] = {
+            "type": "log",
+            "title": title,
+            "tickvals": RATIOS,
+            "ticktext": [f"{it:g}" for it in RATIOS],
+        }
+    for y, collective in enumerate(collectives, start=1):
+        layout[f"yaxis{y}"] = {"title": {"text": f"hidden, {_escaped(collective)}"}, "zeroline": True}
+    return layout
+
+
+def _height(rows: Sequence[Row]) -> int:
+    return 120 + 260 * max(1, len({row.collective for row in rows}))
+
+
+def _x(row: Row) -> float:
+    return row.best_comm_alone_us / row.compute_alone.us
+
+
+def _hover(row: Row) -> str:
+    marked = f", MARKED: {row.marked}" if row.marked else ""
+    return f"{row.mechanism}: {row.workload} + {row.collective} {say.size(row.size_bytes)}{marked}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(clean(text, 240), quote=False)
+
+
+def _ratio(value: float | None) -> str:
+    return say.UNKNOWN if value is None else f"{value:.2f}"
+
+
+def _order(name: str) -> str:
+    return ORDERS.get(name, name)

@@ -1,0 +1,127 @@
+"""What the ranks of a test run: each function is called on every rank with its session."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import CounterpointError
+from counterpoint.measure import comm as comm_module
+from counterpoint.measure.comm import COLLECTIVES, Comm, WrongResult, allocate, elements_of
+from counterpoint.measure.pairs import Calibration, measure_scenario
+from counterpoint.measure.session import Session
+from counterpoint.measure.stage import Case
+from counterpoint.records.measurement import Outcome, Plan, Scenario
+
+
+def opened(session: Session, collective: str, size_bytes: int) -> Comm:
+    numel = elements_of(size_bytes, session.dtype.itemsize, session.world_size)
+    buffers = allocate(
+        collective,
+        numel=numel,
+        rank=session.rank,
+        world_size=session.world_size,
+        device=session.device,
+        dtype=session.dtype,
+        seed=3,
+    )
+    return Comm(buffers=buffers, group=session.world)
+
+
+def check_is_quiet(session: Session, collective: str, size_bytes: int) -> str:
+    """The check of a correct collective; its text if it complains."""
+    try:
+        opened(session, collective, size_bytes).check()
+    except WrongResult as error:
+        return str(error)
+    return ""
+
+
+def check_a_wrong_one(session: Session, collective: str) -> str:
+    """The check of a collective whose last element comes out one unit in the last place too large, on rank 1 only."""
+    layout = COLLECTIVES[collective]
+
+    def wrong(group: Any, send: torch.Tensor, recv: torch.Tensor) -> None:
+        layout.launch(group, send, recv)
+        if session.rank == 1:
+            recv[-1] = recv[-1] * 1.5
+
+    comm_module.COLLECTIVES[collective] = dataclasses.replace(layout, launch=wrong)
+    try:
+        return check_is_quiet(session, collective, 4096)
+    finally:
+        comm_module.COLLECTIVES[collective] = layout
+
+
+def check_a_missing_write(session: Session) -> str:
+    """The check of an all_gather that does nothing after a first good one."""
+    comm = opened(session, "all_gather", 4096)
+    comm.check()
+    layout = COLLECTIVES["all_gather"]
+    comm_module.COLLECTIVES["all_gather"] = dataclasses.replace(layout, launch=lambda group, send, recv: None)
+    try:
+        comm.check()
+    except WrongResult as error:
+        return str(error)
+    finally:
+        comm_module.COLLECTIVES["all_gather"] = layout
+    return ""
+
+
+def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> dict[str, float]:
+    """One trial of a pair that only sleeps."""
+    lanes = session.lanes(lambda: time.sleep(compute_s), lambda: time.sleep(comm_s))
+    trial = session.stage.run(lanes, Case(what=what))  # type: ignore[arg-type]
+    return {name: value for name, value in dataclasses.asdict(trial).items() if not math.isnan(value)}
+
+
+def agree(session: Session, values: tuple[str, ...]) -> str:
+    """What `agree` says if rank r holds values[r]."""
+    try:
+        session.agree("the flavour", values[session.rank])
+    except CounterpointError as error:
+        return str(error)
+    return ""
+
+
+def fail_on(session: Session, rank: int) -> str:
+    """What `together` raises on each rank if one of them fails."""
+
+    def action() -> int:
+        if session.rank == rank:
+            raise ValueError("no room")
+        return 1
+
+    try:
+        return str(session.together(action))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
+    """One measured scenario, or the text of what it raised."""
+    plan = Plan(
+        suite="test",
+        device="cpu",
+        world_size=session.world_size,
+        scenarios=(asked,),
+        rounds=rounds,
+        results="",
+        errors="",
+    )
+    try:
+        return measure_scenario(session, asked, plan, Calibration())
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def ranks_seen(session: Session) -> int:
+    """Sum of ones over the group: how many ranks really take part."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return int(ones)

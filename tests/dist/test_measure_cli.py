@@ -1,0 +1,202 @@
+"""`counterpoint measure` for real: two ranks with gloo, from the command line to the files, and every way to stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.records import Measurement, Outcome
+
+COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
+QUICK = ("quick", "--device", "cpu", "--rounds", "6")
+VARIABLES = {key: value for key, value in os.environ.items() if key != "RANK"}
+SECONDS = 120.0
+
+
+def measure(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SECONDS, env=VARIABLES | variables
+    )
+    return done
+
+
+def started(*arguments: str | Path, logs: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=VARIABLES | {"TMPDIR": str(logs)},
+    )
+
+
+def ranks_of(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def outcomes(partial: Path) -> list[Outcome]:
+    lines = partial.read_bytes().split(b"\n")[1:-1] if partial.exists() else []
+    return [msgspec.json.decode(line, type=Outcome) for line in lines]
+
+
+def wait_for_an_outcome(process: subprocess.Popen[str], partial: Path) -> None:
+    until = time.monotonic() + SECONDS
+    while not outcomes(partial) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One run that is interrupted after its first pair, refused with another plan, and taken up again."""
+
+    folder: Path
+    ranks: list[int]
+    interrupted: subprocess.CompletedProcess[str]
+    ranks_were_gone: bool
+    kept: list[Outcome]
+    refused: subprocess.CompletedProcess[str]
+    finished: subprocess.CompletedProcess[str]
+
+    @property
+    def measurement(self) -> Measurement:
+        return msgspec.json.decode((self.folder / "x.json").read_bytes(), type=Measurement)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("story")
+    out, partial = folder / "x.json", folder / "x.json.partial.jsonl"
+    first = started(*QUICK, "--out", out, logs=tmp_path_factory.mktemp("logs"))
+    wait_for_an_outcome(first, partial)
+    ranks = ranks_of(first.pid)
+    first.send_signal(signal.SIGINT)
+    stdout, stderr = first.communicate(timeout=SECONDS)
+    ranks_were_gone, kept = gone(ranks), outcomes(partial)
+    refused = measure("quick", "--device", "cpu", "--rounds", "7", "--out", out)
+    finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
+    return Story(
+        folder=folder,
+        ranks=ranks,
+        interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
+        ranks_were_gone=ranks_were_gone,
+        kept=kept,
+        refused=refused,
+        finished=finished,
+    )
+
+
+def test_ctrl_c_ends_with_130_and_one_line(story: Story) -> None:
+    """It says where the finished pairs are."""
+    line = story.interrupted.stderr
+    partial = story.folder / "x.json.partial.jsonl"
+    assert (story.interrupted.returncode, line) == (
+        130,
+        f"counterpoint: stopped by SIGINT; finished pairs are kept in {partial}: the same command goes on\n",
+    )
+
+
+def test_ctrl_c_leaves_no_rank(story: Story) -> None:
+    """Two ranks ran, none does."""
+    assert (len(story.ranks), story.ranks_were_gone) == (2, True)
+
+
+def test_another_plan_does_not_mix_with_what_is_there(story: Story) -> None:
+    """Exit 2, the difference, and the way out, before any rank starts."""
+    assert (story.refused.returncode, "(rounds was 6, is 7)" in story.refused.stderr) == (2, True)
+
+
+def test_the_same_command_goes_on(story: Story) -> None:
+    """The pair that was finished is in the result as it was measured then."""
+    assert story.measurement.rows[: len(story.kept[0].rows)] == story.kept[0].rows
+
+
+def test_a_run_that_ends_well_says_so(story: Story) -> None:
+    """Exit 0 and nothing on stderr, which is no terminal."""
+    assert (story.finished.returncode, story.finished.stderr) == (0, "")
+
+
+def test_every_pair_is_there_in_every_order(story: Story) -> None:
+    """Four pairs, three orders, one mechanism."""
+    rows = {(row.scenario, row.order) for row in story.measurement.rows}
+    assert (len(story.measurement.rows), len(rows)) == (12, 12)
+
+
+def test_hidden_follows_from_the_times(story: Story) -> None:
+    """(serial - T) / min(T_g, T_c), where nothing started ahead."""
+    rows = [row for row in story.measurement.rows if row.order == "together"]
+    assert [row.hidden for row in rows] == pytest.approx(
+        [(r.serial_us - r.together.us) / min(r.compute_alone.us, r.best_comm_alone_us) for r in rows]
+    )
+
+
+def test_the_ladder_is_printed(story: Story) -> None:
+    """Each pair has its rungs."""
+    text = story.finished.stdout
+    assert [text.count(rung) for rung in ("compute alone", "gloo alone", "0.00 serial", "1.00 ideal")] == [4] * 4
+
+
+def test_the_last_line_is_json(story: Story) -> None:
+    line = json.loads(story.finished.stdout.splitlines()[-1])
+    assert (line["suite"], line["rows"], list(line["hidden"])) == ("quick", 12, ["gloo"])
+
+
+def test_files_lie_where_they_were_asked_for(story: Story) -> None:
+    """Results, table and plot; what was partial is gone."""
+    assert sorted(path.name for path in story.folder.iterdir()) == ["x.html", "x.json", "x.md"]
+
+
+def test_the_command_is_kept_with_the_results(story: Story) -> None:
+    assert story.measurement.environment.command[1:] == ("measure", *QUICK, "--out", str(story.folder / "x.json")) + (
+        "--html",
+        str(story.folder / "x.html"),
+    )
+
+
+def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """Exit 2; the line names rank, signal and pair; the other rank is gone."""
+    process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
+    wait_for_an_outcome(process, tmp_path / "x.json.partial.jsonl")
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=20)
+    told = stderr.startswith("counterpoint: rank 1 was killed by SIGKILL") and "in scenario 'gemm" in stderr
+    assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
+
+
+BAD = {
+    "no GPU": (("quick",), {"CUDA_VISIBLE_DEVICES": ""}, "measure needs at least 2, or to try it on CPUs: --device cpu"),
+    "suite": (("nonsense", "--device", "cpu"), {}, "no suite 'nonsense'"),
+    "mechanism": (("quick", "--device", "cpu", "--mechanism", "x"), {}, "no mechanism 'x' on cpu; choose from: gloo"),
+    "rounds": (("quick", "--device", "cpu", "--rounds", "2"), {}, "rounds 2; at least 5"),
+    "folder": (("quick", "--device", "cpu", "--out", "/nowhere/x.json"), {}, "there is no folder /nowhere"),
+    "table": (("quick", "--device", "cpu", "--out", "x.md"), {}, "is where the table goes"),
+    "json": (("quick", "--device", "cpu", "--json", "x.json"), {}, "only - is allowed"),
+    "fresh": (("quick", "--device", "cpu", "--fresh"), {}, "give --out"),
+    "torchrun": (("quick", "--device", "cpu"), {"RANK": "0"}, "without torchrun"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "variables", "text"), BAD.values(), ids=BAD)
+def test_a_bad_request_is_one_line(arguments: tuple[str, ...], variables: dict[str, str], text: str) -> None:
+    """Exit 2, one line, at once."""
+    began = time.monotonic()
+    done = measure(*arguments, **variables)
+    assert (done.returncode, text in done.stderr, done.stderr.count("\n")) == (2, True, 1)
+    assert time.monotonic() - began < 10

@@ -1,0 +1,142 @@
+"""Real ranks over gloo: collectives are checked, trials keep their order, scenarios give sane rows."""
+
+from __future__ import annotations
+
+import programs
+import pytest
+from ranks import Ranks
+
+from counterpoint.measure.comm import COLLECTIVES
+from counterpoint.records.measurement import Outcome, Scenario
+
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+def test_the_pool_is_a_group(two_ranks: Ranks) -> None:
+    """Both processes take part."""
+    assert two_ranks.run(programs.ranks_seen) == [2, 2]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("size_bytes", [1 << 10, 3 << 20])
+def test_a_correct_collective_passes_its_check(three_ranks: Ranks, collective: str, size_bytes: int) -> None:
+    """The data that `check` expects is what gloo delivers, in one chunk and in several."""
+    assert three_ranks.run(programs.check_is_quiet, collective, size_bytes) == [""] * 3
+
+
+@pytest.mark.parametrize("collective", [*(name for name in COLLECTIVES if name not in SUMS), *SUMS])
+def test_one_wrong_element_is_seen(two_ranks: Ranks, collective: str) -> None:
+    """The rank whose last element is off says so; the other does not."""
+    said = two_ranks.run(programs.check_a_wrong_one, collective)
+    assert (said[0], "wrong" in said[1]) == ("", True)
+
+
+def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
+    """What a former run left in the buffer does not pass for a result."""
+    assert all("wrong data" in text for text in two_ranks.run(programs.check_a_missing_write))
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [("compute_first", "compute", "comm"), ("comm_first", "comm", "compute")],
+)
+def test_the_second_side_starts_later_and_beside_the_first(
+    two_ranks: Ranks, what: str, first: str, second: str
+) -> None:
+    """In an ordered trial the head start is real, and the second side does not wait for the end of the first."""
+    for trial in two_ranks.run(programs.slow_pair, what, 0.05, 0.05):
+        assert 1500 < trial[f"{second}_start"] - trial[f"{first}_start"] < 30_000 < trial[f"{first}_end"]
+
+
+def test_serial_is_one_after_the_other(two_ranks: Ranks) -> None:
+    """The collective starts when the computation has ended."""
+    for trial in two_ranks.run(programs.slow_pair, "serial", 0.03, 0.01):
+        assert trial["comm_start"] >= trial["compute_end"]
+
+
+def test_alone_runs_one_side(two_ranks: Ranks) -> None:
+    """Nothing of the other side is in the trial."""
+    assert all(
+        set(trial) == {"comm_start", "comm_end", "late"}
+        for trial in two_ranks.run(programs.slow_pair, "comm_alone", 0.01, 0.01)
+    )
+
+
+def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
+    """Every rank raises, and the text names both values."""
+    said = two_ranks.run(programs.agree, ("sweet", "sour"))
+    assert [("sweet" in text, "sour" in text) for text in said] == [(True, True)] * 2
+
+
+def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
+    """The failing rank raises its own error, the other says that another could not go on."""
+    assert two_ranks.run(programs.fail_on, 1) == [
+        "Unsupported: another rank could not go on: no room",
+        "ValueError: no room",
+    ]
+
+
+SMALL = Scenario(
+    name="small",
+    workload="gemm 256x256x256*8",
+    collective="all_gather",
+    size_bytes=1 << 20,
+    mechanisms=("gloo",),
+)
+
+
+@pytest.fixture(scope="module")
+def outcome(two_ranks: Ranks) -> Outcome:
+    """A small scenario, measured by both ranks: they return the same."""
+    first, second = two_ranks.run(programs.scenario, SMALL, 8)
+    assert isinstance(first, Outcome), first
+    assert first == second
+    return first
+
+
+def test_a_scenario_has_a_row_per_order(outcome: Outcome) -> None:
+    """All three launch orders of the one mechanism."""
+    assert [row.order for row in outcome.rows] == ["together", "comm_first", "compute_first"]
+
+
+def test_both_is_at_least_as_long_as_its_sides(outcome: Outcome) -> None:
+    """T covers what each side took beside the other."""
+    for row in outcome.rows:
+        assert row.together.us >= 0.999 * max(row.compute_together.p10_us, row.comm_together.p10_us)
+
+
+def test_head_starts_are_measured(outcome: Outcome) -> None:
+    """None for `together`; at least what the delay sleeps for the others."""
+    assert [row.head_start_us >= 1500 for row in outcome.rows] == [False, True, True]
+
+
+def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
+    """Recomputed from the times of the row itself."""
+    row = outcome.rows[0]
+    serial = row.compute_alone.us + row.best_comm_alone_us
+    assert row.hidden == pytest.approx(
+        (serial - row.together.us) / min(row.compute_alone.us, row.best_comm_alone_us), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"size_bytes": 1 << 50}, "are free; choose a smaller size"),
+        ({"workload": "gemm 900000x900000x900000"}, "are free; choose a smaller size"),
+        ({"workload": "fft 3"}, "there is no workload"),
+        ({"collective": "all_gossip"}, "there is no collective"),
+        ({"mechanisms": ("nccl",)}, "no mechanism 'nccl' on cpu"),
+        ({"mechanisms": ("gloo+priority=high",)}, "control of GPUs"),
+        ({"size_bytes": None}, "give size_bytes or ratio"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_on_every_rank(
+    two_ranks: Ranks, change: dict[str, object], said: str
+) -> None:
+    """One clear line each, and the pool still works afterwards: nobody hangs."""
+    import msgspec
+
+    texts = two_ranks.run(programs.scenario, msgspec.structs.replace(SMALL, **change), 3)
+    assert [str(text).startswith("Misconfigured") and said in text for text in texts] == [True, True]
+    assert two_ranks.run(programs.ranks_seen) == [2, 2]

@@ -1,0 +1,152 @@
+"""Every control on two GPUs: what it changes in what really runs, and that `verify` catches a knob that did nothing.
+
+Two processes run all scenarios of controls_worker.py once; each test asserts one claim about what they saw.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import counterpoint
+from counterpoint.controls.kinds import blocks, matmul_kernels, nccl_kernels
+from counterpoint.controls.parse import parse_mechanism
+from counterpoint.records.evidence import Evidence, Seen
+
+pytestmark = pytest.mark.gpu(2)
+
+WORKER = Path(__file__).with_name("controls_worker.py")
+TIMEOUT_S = 150
+
+
+class Ran(msgspec.Struct):
+    """What the worker's rank 0 wrote."""
+
+    seen: dict[str, Seen]
+    failed: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("controls")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(counterpoint.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "NCCL_NVLS_ENABLE": "0",
+        "WORLD_SIZE": "2",
+    }
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as out:
+                command = [sys.executable, str(WORKER), str(folder), str(folder / "answer.json")]
+                workers.append(
+                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)
+                )
+        codes = [worker.wait(TIMEOUT_S) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    return msgspec.json.decode((folder / "answer.json").read_bytes(), type=Ran)
+
+
+def verified(ran: Ran, scenario: str, setting: str) -> Evidence:
+    """What the control of `setting` says about `scenario`."""
+    (control,) = parse_mechanism(f"nccl+{setting}")[1]
+    return control.verify(ran.seen[scenario])
+
+
+TOOK_EFFECT = [
+    ("priority=high", "priority=high"),
+    ("priority=low", "priority=low"),
+    ("priority=-2", "priority=-2"),
+    ("max_ctas=4", "max_ctas=4"),
+    ("min_ctas=32", "min_ctas=32"),
+    ("cga_cluster=2", "cga_cluster=2"),
+    ("cga_cluster=0", "cga_cluster=0"),
+    ("cta_policy=zero+windows", "cta_policy=zero"),
+    ("cta_policy=zero+windows, all_to_all", "cta_policy=zero"),
+    ("windows", "windows"),
+    ("gemm_sms=108", "gemm_sms=108"),
+    ("gemm_sms=108, linear with bias", "gemm_sms=108"),
+    ("gemm_sms=108, fp8 mm", "gemm_sms=108"),
+    ("gemm_sms=108, backward", "gemm_sms=108"),
+    ("green=108", "green=108"),
+    ("green=112", "green=112"),
+    ("green=108+gemm_sms=108", "green=108"),
+    ("green=108+gemm_sms=108", "gemm_sms=108"),
+    ("green=108+priority=high", "green=108"),
+    ("green=108+priority=high", "priority=high"),
+    *((f"order=comm_resident, {number}", "order=comm_resident") for number in range(1, 6)),
+]
+
+DID_NOTHING = [
+    ("priority=high, not applied", "priority=high"),
+    ("max_ctas=6, all_to_all", "max_ctas=6"),  # rounded up to 8
+    ("max_ctas=64", "max_ctas=64"),  # no limit at all
+    ("cga_cluster=2, max_ctas=3", "cga_cluster=2"),  # 2 does not divide 3
+    ("cta_policy=zero, no windows", "cta_policy=zero"),
+    ("cta_policy=zero, one window", "cta_policy=zero"),
+    ("cta_policy=efficiency", "cta_policy=efficiency"),  # NVLink multicast is off
+    ("windows, one window", "windows"),
+    ("gemm_sms=108, mm by the carve-out only", "gemm_sms=108"),
+    ("gemm_sms=108, linear by the handle only", "gemm_sms=108"),
+    ("gemm_sms=108, backward by the handle only", "gemm_sms=108"),
+    ("gemm_sms=108, fp32 mm", "gemm_sms=108"),  # not persistent
+    ("green=108, not applied", "green=108"),
+    ("order=comm_resident, not applied", "order=comm_resident"),
+]
+
+
+def test_every_scenario_ran(ran: Ran) -> None:
+    """No control failed to apply, and the collective gave the right data under all of them."""
+    assert ran.failed == {}
+
+
+@pytest.mark.parametrize(("scenario", "setting"), TOOK_EFFECT)
+def test_control_takes_effect(ran: Ran, scenario: str, setting: str) -> None:
+    """What ran with the control is what was asked for and differs from what ran without it."""
+    evidence = verified(ran, scenario, setting)
+    assert evidence.took_effect, evidence
+
+
+@pytest.mark.parametrize(("scenario", "setting"), DID_NOTHING)
+def test_a_knob_that_did_nothing_is_caught(ran: Ran, scenario: str, setting: str) -> None:
+    """A sabotaged or idle knob does not verify."""
+    evidence = verified(ran, scenario, setting)
+    assert not evidence.took_effect, evidence
+
+
+def test_the_gemm_limit_is_undone(ran: Ran) -> None:
+    """After `limit`, GEMMs launch as many blocks as before it."""
+    seen = ran.seen["gemm_sms=108, after"]
+    assert blocks(matmul_kernels(seen.compute)) == blocks(matmul_kernels(seen.compute_without)) != [108]
+
+
+def test_green_contexts_leave_no_sm_unused(ran: Ran) -> None:
+    """Both sides of the split together have every SM of the device."""
+    seen, whole = ran.seen["green=112"], ran.seen["green=108, not applied"]
+    assert {*(seen.compute_sms or ()), *(seen.comm_sms or ())} == {*(whole.compute_sms or ())}
+
+
+def test_nccl_runs_on_a_green_stream(ran: Ran) -> None:
+    """NCCL's grid is the same on fewer SMs than it has CTAs, and it ends."""
+    seen = ran.seen["green=112"]
+    assert blocks(nccl_kernels(seen.comm)) == blocks(nccl_kernels(seen.comm_without))
+
+
+@pytest.mark.parametrize("field", ["grid", "block", "stream", "priority", "regs_per_thread", "smem_bytes"])
+def test_the_profiler_tells(ran: Ran, field: str) -> None:
+    """Every NCCL kernel comes with its launch configuration and its stream's priority."""
+    values: list[Any] = [getattr(one, field) for seen in ran.seen.values() for one in nccl_kernels(seen.comm)]
+    assert values
+    assert None not in values

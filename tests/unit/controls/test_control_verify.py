@@ -1,0 +1,127 @@
+"""`verify` of every control on what really ran: records of tests/gpu/test_controls.py on 2 x H200, 2026-11-21."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.controls.control import require
+from counterpoint.controls.parse import parse_mechanism
+from counterpoint.errors import NoEffect
+from counterpoint.records.evidence import Evidence, Launched, Seen
+
+RAN = msgspec.json.decode(Path(__file__).with_name("seen_2xh200.json").read_bytes(), type=dict[str, Seen])
+
+
+def verified(scenario: str, setting: str) -> Evidence:
+    (control,) = parse_mechanism(f"nccl+{setting}")[1]
+    return control.verify(RAN[scenario])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "setting"),
+    [
+        ("priority=high", "priority=high"),
+        ("priority=low", "priority=low"),
+        ("priority=-2", "priority=-2"),
+        ("max_ctas=4", "max_ctas=4"),
+        ("min_ctas=32", "min_ctas=32"),
+        ("cga_cluster=2", "cga_cluster=2"),
+        ("cga_cluster=0", "cga_cluster=0"),
+        ("cta_policy=zero+windows", "cta_policy=zero"),
+        ("cta_policy=zero+windows", "windows"),
+        ("windows", "windows"),
+        ("windows", "cta_policy=default"),
+        ("gemm_sms=108", "gemm_sms=108"),
+        ("gemm_sms=108, linear with bias", "gemm_sms=108"),
+        ("gemm_sms=108, backward", "gemm_sms=108"),
+        ("green=108", "green=108"),
+        ("green=112", "green=112"),
+        ("order=comm_resident, 1", "order=comm_resident"),
+    ],
+)
+def test_what_took_effect_is_told(scenario: str, setting: str) -> None:
+    """What ran under a control that worked verifies."""
+    assert verified(scenario, setting).took_effect
+
+
+@pytest.mark.parametrize(
+    ("scenario", "setting"),
+    [
+        ("priority=high, not applied", "priority=high"),
+        ("priority=high, not applied", "priority=low"),
+        ("priority=-2", "priority=-1"),
+        ("priority=-2", "priority=default"),
+        ("max_ctas=6, all_to_all", "max_ctas=6"),
+        ("max_ctas=64", "max_ctas=64"),
+        ("max_ctas=4", "min_ctas=8"),
+        ("cga_cluster=2, max_ctas=3", "cga_cluster=2"),
+        ("max_ctas=4", "cga_cluster=4"),
+        ("cta_policy=zero, no windows", "cta_policy=zero"),
+        ("cta_policy=zero, one window", "cta_policy=zero"),
+        ("cta_policy=efficiency", "cta_policy=efficiency"),
+        ("cta_policy=zero+windows", "cta_policy=default"),
+        ("windows, one window", "windows"),
+        ("gemm_sms=108, mm by the carve-out only", "gemm_sms=108"),
+        ("gemm_sms=108, linear by the handle only", "gemm_sms=108"),
+        ("gemm_sms=108, backward by the handle only", "gemm_sms=108"),
+        ("gemm_sms=108, fp32 mm", "gemm_sms=108"),
+        ("gemm_sms=108", "gemm_sms=100"),
+        ("green=108, not applied", "green=108"),
+        ("green=112", "green=108"),
+        ("order=comm_resident, not applied", "order=comm_resident"),
+    ],
+)
+def test_what_did_nothing_is_told(scenario: str, setting: str) -> None:
+    """What ran under a control that did nothing, or something else, does not verify."""
+    assert not verified(scenario, setting).took_effect
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "priority=high", "priority=low", "priority=default", "max_ctas=8", "min_ctas=8", "cga_cluster=2",
+        "cta_policy=zero", "cta_policy=efficiency", "cta_policy=default", "windows", "gemm_sms=108", "green=108",
+        "order=comm_resident",
+    ],
+)  # fmt: skip
+def test_nothing_seen_proves_nothing(setting: str) -> None:
+    """Without anything that ran, no control verifies."""
+    (control,) = parse_mechanism(f"nccl+{setting}")[1]
+    assert not control.verify(Seen()).took_effect
+
+
+@pytest.mark.parametrize(("scenario", "setting"), [("max_ctas=4", "max_ctas=4"), ("gemm_sms=108", "gemm_sms=108")])
+def test_without_a_comparison_nothing_is_proved(scenario: str, setting: str) -> None:
+    """A grid within the limit may have been so anyway."""
+    (control,) = parse_mechanism(f"nccl+{setting}")[1]
+    alone = msgspec.structs.replace(RAN[scenario], comm_without=(), compute_without=())
+    assert not control.verify(alone).took_effect
+
+
+def test_an_unknown_priority_proves_nothing() -> None:
+    """A collective that ran on a stream whose priority nobody asked for does not verify."""
+    (control,) = parse_mechanism("nccl+priority=high")[1]
+    comm = (Launched(kind="kernel", name="ncclDevKernel", priority=-3), Launched(kind="kernel", name="ncclDevKernel"))
+    assert not control.verify(Seen(comm=comm)).took_effect
+
+
+def test_memsets_of_other_controls_do_not_count() -> None:
+    """A memset on a third stream, as the launch order has them, changes nothing about the collective's priority."""
+    (control,) = parse_mechanism("nccl+priority=high")[1]
+    seen = RAN["priority=high"]
+    beside = msgspec.structs.replace(seen, comm=(*seen.comm, Launched(kind="memset", name="Memset (Device)")))
+    assert control.verify(beside).took_effect
+
+
+def test_evidence_names_both_numbers() -> None:
+    """The evidence of a GEMM limit says what was seen with it and without it."""
+    assert verified("gemm_sms=108", "gemm_sms=108").seen == "GEMM grids of 108 blocks, without it 132"
+
+
+def test_a_knob_that_did_nothing_is_an_error_on_demand() -> None:
+    """`require` turns evidence of nothing into NoEffect with what was asked and seen."""
+    with pytest.raises(NoEffect, match=r"cta_policy=zero had no effect: .*register both buffers"):
+        require(verified("cta_policy=zero, no windows", "cta_policy=zero"), fix="register both buffers as windows")

@@ -1,0 +1,89 @@
+"""`available` says why not, and never raises; options that a process group gets; splits that a GPU can make."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from counterpoint.controls import requirements
+from counterpoint.controls.control import Control
+from counterpoint.controls.green_contexts import Split, plan_split
+from counterpoint.controls.parse import parse_mechanism
+from counterpoint.errors import Misconfigured
+
+ALL = "nccl+priority=high+green=108+max_ctas=8+cga_cluster=2+cta_policy=zero+windows+gemm_sms=108+order=comm_resident"
+
+
+@pytest.mark.parametrize("control", parse_mechanism(ALL)[1], ids=lambda control: control.name)
+def test_without_a_gpu_each_control_says_so(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without GPU, `available` is one sentence about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert control.available() == f"PyTorch {torch.__version__} sees no GPU"
+
+
+def test_missing_driver_calls_are_named() -> None:
+    """Old or missing cuda-bindings are a reason with what to install."""
+    reason = requirements.no_driver_calls("cuNoSuchCall")
+    assert reason in (
+        "cuda-bindings is not installed: pip install 'counterpoint[torch]'",
+        "cuda-bindings is too old: it lacks cuNoSuchCall",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("nccl+max_ctas=8", {"max_ctas": 8}),
+        ("nccl+min_ctas=4", {"min_ctas": 4, "max_ctas": 64}),  # NCCL refuses a minimum without a maximum
+        ("nccl+cga_cluster=2", {"cga_cluster_size": 2}),
+        ("nccl+cta_policy=zero", {"cta_policy": 2}),
+        ("nccl+cta_policy=efficiency", {"cta_policy": 1}),
+        ("nccl+gemm_sms=108", {}),
+    ],
+)
+def test_process_groups_are_told(name: str, config: dict[str, int]) -> None:
+    """A control of NCCL sets its fields of the communicator's configuration and no others."""
+    options = SimpleNamespace(config=SimpleNamespace())
+    for control in parse_mechanism(name)[1]:
+        control.configure(options)
+    assert vars(options.config) == config
+
+
+@pytest.mark.parametrize(("level", "raised"), [("high", True), ("-1", True), ("default", False), ("low", False)])
+def test_nccls_own_stream_is_raised_with_the_priority(level: str, raised: bool) -> None:
+    """A collective with async_op=True gets a high-priority stream exactly if that was asked for."""
+    options = SimpleNamespace()
+    parse_mechanism(f"nccl+priority={level}")[1][0].configure(options)
+    assert options.is_high_priority_stream is raised
+
+
+@pytest.mark.parametrize(
+    ("compute_sms", "split"),
+    [
+        (124, Split(group="comm", group_sms=8)),
+        (108, Split(group="comm", group_sms=24)),
+        (112, Split(group="compute", group_sms=112)),
+        (8, Split(group="compute", group_sms=8)),
+    ],
+)
+def test_one_cut_gives_both_sides(compute_sms: int, split: Split) -> None:
+    """On 132 SMs in groups of 8, either side may be the group."""
+    assert plan_split(compute_sms, total=132, grain=8) == split
+
+
+@pytest.mark.parametrize(
+    ("compute_sms", "words"),
+    [(110, "nearest: 104, 108, 112, 116"), (132, "nearest: 112, 116, 120, 124"), (4, "nearest: 8, 12, 16, 20")],
+)
+def test_a_split_that_cannot_be_had_names_those_that_can(compute_sms: int, words: str) -> None:
+    """The error offers the nearest splits."""
+    with pytest.raises(Misconfigured, match=words):
+        plan_split(compute_sms, total=132, grain=8)
+
+
+def test_a_gpu_of_one_group_cannot_be_split() -> None:
+    """A device with too few SMs for two groups offers none."""
+    with pytest.raises(Misconfigured, match="nearest: none"):
+        plan_split(8, total=12, grain=8)

@@ -1,0 +1,238 @@
+"""Occupancy shaping without a GPU: bytes by the calculator's rule, what is refused and why, what verify believes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from counterpoint.controls.occupancy import OccupancyShaping
+from counterpoint.controls.occupancy_shape import Kernel, Wanted, shape
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside, blocks_per_sm, smem_for_blocks_per_sm
+from counterpoint.records.evidence import Launched, Seen
+
+H200 = SmLimits(num_sms=132, regs=65536, smem=233472, threads=2048)
+A40 = SmLimits(num_sms=84, regs=65536, smem=102400, threads=1536, blocks=16)
+V100 = SmLimits(num_sms=80, regs=65536, smem=98304, threads=2048, smem_reserved=0)
+
+footprints = st.builds(
+    Footprint,
+    threads=st.integers(1, 32).map(lambda warps: 32 * warps),
+    regs_per_thread=st.integers(16, 255),
+    smem_bytes=st.integers(0, 96 * 1024),
+)
+
+
+def fit(block: Footprint, sm: SmLimits) -> int:
+    return blocks_per_sm(
+        threads=block.threads, regs_per_thread=block.regs_per_thread, smem_bytes=block.smem_bytes, sm=sm
+    )
+
+
+def with_smem(block: Footprint, smem_bytes: int) -> Footprint:
+    return dataclasses.replace(block, smem_bytes=smem_bytes)
+
+
+@given(footprints, st.integers(1, 32), st.sampled_from([H200, A40]))
+def test_the_bytes_leave_exactly_the_blocks_asked_for(block: Footprint, wanted: int, sm: SmLimits) -> None:
+    """Whatever the kernel: as many blocks fit as were asked for, if more fitted before."""
+    assume(wanted <= fit(block, sm))
+    smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
+    assert fit(with_smem(block, smem), sm) == wanted
+
+
+@given(footprints, st.integers(1, 31), st.sampled_from([H200, A40]))
+def test_one_unit_less_leaves_one_block_more(block: Footprint, wanted: int, sm: SmLimits) -> None:
+    """The bytes are the least: 128 fewer let another block in."""
+    assume(wanted < fit(block, sm))
+    smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
+    assert fit(with_smem(block, smem - 128), sm) > wanted
+
+
+@given(footprints, st.integers(1, 32), st.sampled_from([H200, A40]))
+def test_no_block_gets_less_than_it_needs_or_more_than_it_may(block: Footprint, wanted: int, sm: SmLimits) -> None:
+    """Shared memory is only ever added, up to the opt-in limit."""
+    assume(wanted <= fit(block, sm))
+    assert block.smem_bytes <= smem_for_blocks_per_sm(wanted, kernel=block, sm=sm) <= sm.most_smem_per_block
+
+
+@pytest.mark.parametrize(
+    ("wanted", "smem"),
+    [
+        (1, 116864 - 1024),  # more than half of 233472, less what the system takes
+        (2, 77952 - 1024),
+        (3, 58496 - 1024),
+        (4, 46720 - 1024),
+        (7, 29312 - 1024),
+    ],
+)
+def test_bytes_of_the_study(wanted: int, smem: int) -> None:
+    """The bytes that cuOccupancyMaxActiveBlocksPerMultiprocessor gave these numbers of blocks for on an H200."""
+    block = Footprint(threads=128, regs_per_thread=64, smem_bytes=24576)
+    assert smem_for_blocks_per_sm(wanted, kernel=block, sm=H200) == smem
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 9])
+def test_more_blocks_than_fit_cannot_be_had(wanted: int) -> None:
+    """Shared memory lowers the number: 8 fit, so 9 are refused, as is less than one."""
+    block = Footprint(threads=128, regs_per_thread=64, smem_bytes=24576)
+    with pytest.raises(Misconfigured, match="8 fit"):
+        smem_for_blocks_per_sm(wanted, kernel=block, sm=H200)
+
+
+def test_a_number_that_no_size_gives_is_refused() -> None:
+    """Volta's 96 KiB in units of 128 bytes have no size that leaves exactly 31 blocks."""
+    block = Footprint(threads=32, regs_per_thread=16, smem_bytes=0)
+    with pytest.raises(Misconfigured, match="exactly 31"):
+        smem_for_blocks_per_sm(31, kernel=block, sm=V100)
+
+
+GEMM = Footprint(threads=128, regs_per_thread=64, smem_bytes=24576)
+NCCL = Footprint(threads=544, regs_per_thread=96, smem_bytes=106000)
+
+
+@pytest.mark.parametrize(
+    ("kernel_smem", "guest", "beside"),
+    [
+        (24576, NCCL, False),
+        (45696, NCCL, False),
+        (115840, NCCL, False),
+        (24576, dataclasses.replace(NCCL, smem_bytes=32000), False),  # it is not the shared memory
+        (24576, dataclasses.replace(NCCL, threads=288), True),  # 9 warps: 3 in the fullest register file, not 5
+        (115840, dataclasses.replace(NCCL, threads=288), True),
+        (125952, dataclasses.replace(NCCL, threads=288), False),  # 126976 + 107024 > 233472
+        (24576, dataclasses.replace(NCCL, regs_per_thread=31), True),
+        (115840, dataclasses.replace(NCCL, regs_per_thread=31), True),
+    ],
+)
+def test_who_lives_beside_whom(kernel_smem: int, guest: Footprint, beside: bool) -> None:
+    """As the SMs themselves wrote down on an H200 (docs/occupancy.md): a GEMM's blocks beside a block like NCCL's."""
+    assert (blocks_beside(with_smem(GEMM, kernel_smem), guest, sm=H200) > 0) == beside
+
+
+def test_the_rule_gives_what_the_sms_wrote_down() -> None:
+    """Blocks of the GEMM beside a guest that was there first: every row of the measurement on an H200."""
+    rows = json.loads((Path(__file__).parents[3] / "results" / "occupancy-residency.json").read_text())["rows"]
+    found = [
+        (blocks_beside(with_smem(GEMM, row["gemm_smem_bytes"]), Footprint(**row["guest"]), sm=H200), row)
+        for row in rows
+        if row["order"] == "guest_first"
+    ]
+    assert len(found) == 30
+    assert [row for expected, row in found if expected != row["blocks_beside"]] == []
+
+
+@given(footprints, footprints)
+def test_a_guest_never_makes_room(block: Footprint, guest: Footprint) -> None:
+    """Beside another kernel's block at most as many fit as alone."""
+    assert blocks_beside(block, guest, sm=H200) <= fit(block, H200)
+
+
+KERNEL = Kernel(name="matmul", threads=128, regs_per_thread=64, static_smem_bytes=1024, dynamic_smem_bytes=23552)
+
+
+def test_dynamic_bytes_are_what_is_missing_beside_the_static_ones() -> None:
+    """Static shared memory cannot be changed at launch, so the dynamic part makes up the rest."""
+    found = shape(KERNEL, Wanted(blocks_per_sm=2), sm=H200)
+    assert (found.dynamic_smem_bytes, found.blocks_before, found.blocks_after) == (76928 - 1024, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wanted", "reason"),
+    [
+        (dataclasses.replace(KERNEL, clustered=True), Wanted(blocks_per_sm=2), "clusters"),
+        (dataclasses.replace(KERNEL, cooperative=True), Wanted(blocks_per_sm=2), "cooperative"),
+        (dataclasses.replace(KERNEL, threads=384, regs_per_thread=168), Wanted(blocks_per_sm=1), "gemm_sms"),
+        (KERNEL, Wanted(blocks_per_sm=8), "only 8 blocks fit"),
+        (KERNEL, Wanted(smem_bytes=300_000), "more than a block may have: 232448"),
+        (KERNEL, Wanted(smem_bytes=24576), "24576 bytes itself"),
+    ],
+)
+def test_what_cannot_be_shaped_stays_and_says_why(kernel: Kernel, wanted: Wanted, reason: str) -> None:
+    """The launch is unchanged, and the text names the cause."""
+    found = shape(kernel, wanted, sm=H200)
+    assert (found.dynamic_smem_bytes, reason in str(found.refused)) == (kernel.dynamic_smem_bytes, True), found.refused
+
+
+@pytest.mark.parametrize("options", [{}, {"blocks_per_sm": 2, "smem_bytes": 60000}, {"blocks_per_sm": 0}])
+def test_exactly_one_setting_is_taken(options: dict[str, int]) -> None:
+    """Neither, both, or less than one are refused where they are written."""
+    with pytest.raises(Misconfigured, match="exactly one"):
+        OccupancyShaping(**options)  # type: ignore[arg-type]
+
+
+def test_a_broken_expression_is_refused() -> None:
+    """The filter is compiled where it is written, not at the first launch."""
+    with pytest.raises(Misconfigured, match="regular expression"):
+        OccupancyShaping(blocks_per_sm=1, kernels="(")
+
+
+@pytest.mark.parametrize(
+    ("control", "name"),
+    [
+        (OccupancyShaping(blocks_per_sm=3), "blocks_per_sm=3"),
+        (OccupancyShaping(smem_bytes=60000), "smem=60000"),
+        (OccupancyShaping(blocks_per_sm=1, interpose=True), "blocks_per_sm=1,interposed"),
+    ],
+)
+def test_name(control: OccupancyShaping, name: str) -> None:
+    """As in a mechanism's name."""
+    assert control.name == name
+
+
+def ran(smem_bytes: int | None, *, name: str = "matmul", regs: int = 64, threads: int = 128) -> Launched:
+    return Launched(
+        kind="kernel",
+        name=name,
+        grid=(16384, 1, 1),
+        block=(threads, 1, 1),
+        regs_per_thread=regs,
+        smem_bytes=smem_bytes,
+        duration_us=100.0,
+    )
+
+
+CONTROL = OccupancyShaping(blocks_per_sm=2, sm=H200)
+
+
+@pytest.mark.parametrize(
+    ("control", "with_it", "without", "took_effect"),
+    [
+        pytest.param(CONTROL, ran(76928), ran(24576), True, id="shaped"),
+        pytest.param(CONTROL, ran(24576), ran(24576), False, id="no-op"),
+        pytest.param(CONTROL, ran(57472), ran(24576), False, id="other-bytes"),
+        pytest.param(CONTROL, ran(76928), ran(76928), False, id="was-so-before"),
+        pytest.param(CONTROL, ran(76928, name="other"), ran(24576), False, id="another-kernel"),
+        pytest.param(
+            CONTROL,
+            ran(213188, name="nvjet", regs=168, threads=384),
+            ran(213188, name="nvjet", regs=168, threads=384),
+            False,
+            id="persistent",
+        ),
+        pytest.param(CONTROL, ran(None), ran(24576), False, id="unknown-size"),
+        pytest.param(OccupancyShaping(smem_bytes=60000, sm=H200), ran(60000), ran(24576), True, id="bytes"),
+        pytest.param(OccupancyShaping(smem_bytes=60000, sm=H200), ran(24576), ran(24576), False, id="bytes-no-op"),
+    ],
+)
+def test_verify(control: OccupancyShaping, with_it: Launched, without: Launched, took_effect: bool) -> None:
+    """Only the same kernel with the bytes that give the blocks is a proof."""
+    evidence = control.verify(Seen(compute=(with_it,), compute_without=(without,)))
+    assert evidence.took_effect is took_effect, evidence.seen
+
+
+def test_verify_names_what_to_do_for_a_persistent_kernel() -> None:
+    """One block per SM cannot become fewer; the grid can."""
+    nvjet = ran(213188, name="nvjet_sm90", regs=168, threads=384)
+    evidence = CONTROL.verify(Seen(compute=(nvjet,), compute_without=(nvjet,)))
+    assert "gemm_sms" in evidence.seen
+
+
+def test_the_equivalent_of_a_persistent_kernel_leaves_sms_to_the_collective() -> None:
+    """132 SMs less 24 CTAs."""
+    assert CONTROL.smaller_grid(num_ctas=24).name == "gemm_sms=108"

@@ -1,0 +1,235 @@
+"""The two hooks without a GPU: what Triton's launcher is told, and what CUPTI's callback reads and writes."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from counterpoint.controls import launch_hook
+from counterpoint.controls.launch_hook import Launch, LaunchHook
+from counterpoint.controls.occupancy_triton import no_triton, shaped_triton
+from counterpoint.errors import Unsupported
+
+BY_VALUE, BY_REFERENCE, ENTER, EXIT = 307, 652, 0, 1
+
+
+class Cupti:
+    """Stands in for the library: calls back as the driver would, around a launch of given arguments."""
+
+    def __init__(self, *, subscribed: bool = False) -> None:
+        self.subscribed = subscribed
+        self.callback: Any = None
+        self.during: list[int] = []
+
+    def cuptiSubscribe(self, subscriber: object, callback: Any, user: object) -> int:
+        if self.subscribed:
+            return 39
+        self.subscribed, self.callback = True, callback
+        return 0
+
+    def cuptiEnableCallback(self, on: int, subscriber: object, domain: int, call: int) -> int:
+        return 0
+
+    def cuptiUnsubscribe(self, subscriber: object) -> int:
+        self.subscribed = False
+        return 0
+
+    def launch(self, call: int, arguments: ctypes.Structure, config: Any) -> None:
+        """One launch: enter, then what the driver would read, then exit."""
+        kept = ctypes.c_uint64(77)
+        data = launch_hook._CallbackData(
+            site=ENTER,
+            symbol=b"kernel_name",
+            parameters=ctypes.addressof(arguments),
+            ours=ctypes.pointer(kept),
+        )
+        self.callback(None, 1, call, ctypes.pointer(data))
+        self.during.append(config.smem)
+        data.site = EXIT
+        self.callback(None, 1, call, ctypes.pointer(data))
+
+
+@pytest.fixture
+def cupti(monkeypatch: pytest.MonkeyPatch) -> Cupti:
+    library = Cupti()
+    monkeypatch.setattr(launch_hook, "_cupti", lambda: library)
+    return library
+
+
+def config(smem: int, *attributes: tuple[int, tuple[int, ...]]) -> Any:
+    """A CUlaunchConfig of one block of 128 threads."""
+    array = (launch_hook._Attribute * max(len(attributes), 1))()
+    for index, (kind, values) in enumerate(attributes):
+        array[index].id = kind
+        array[index].value[: len(values)] = values
+    made = launch_hook._Config(
+        grid=(8, 2, 1),
+        block=(128, 1, 1),
+        smem=smem,
+        attributes=ctypes.addressof(array),
+        num_attributes=len(attributes),
+    )
+    made.held = array  # as the caller would
+    return made
+
+
+def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[Launch], int | None]) -> int:
+    """The shared memory that the driver saw."""
+    if call == BY_VALUE:
+        arguments: Any = launch_hook._ByValue(function=99, config=made)
+        inner = arguments.config
+    else:
+        arguments = launch_hook._ByReference(config=ctypes.pointer(made), function=99)
+        inner = made
+    with LaunchHook(smem_for):
+        cupti.launch(call, arguments, inner)
+    return cupti.during[-1]
+
+
+@pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
+def test_the_driver_reads_what_was_decided(cupti: Cupti, call: int) -> None:
+    """Between enter and exit the arguments hold the new size."""
+    assert run(cupti, call, config(100), lambda launch: 5000) == 5000
+
+
+def test_the_callers_structure_is_put_back(cupti: Cupti) -> None:
+    """After the call it holds what the caller wrote, zero included."""
+    made = config(0)
+    run(cupti, BY_REFERENCE, made, lambda launch: 5000)
+    assert made.smem == 0
+
+
+def test_none_leaves_the_launch_alone(cupti: Cupti) -> None:
+    """A kernel that nobody wants shaped is launched as it was asked for."""
+    assert run(cupti, BY_REFERENCE, config(100), lambda launch: None) == 100
+
+
+@pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
+def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
+    """Name, handle, grid, block and size come from the driver's arguments."""
+    seen: list[Launch] = []
+    run(cupti, call, config(100), seen.append)
+    (one,) = seen
+    assert (one.name, one.handle, one.grid, one.block, one.dynamic_smem_bytes) == (
+        "kernel_name", 99, (8, 2, 1), (128, 1, 1), 100,
+    )  # fmt: skip
+
+
+def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
+    """Both are launch attributes, in any order."""
+    seen: list[Launch] = []
+    run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), seen.append)
+    assert (seen[0].cluster, seen[0].cooperative) == ((2, 1, 1), True)
+
+
+def planted(launch: Launch) -> int:
+    raise Unsupported("planted")
+
+
+def test_a_failure_is_raised_on_exit(cupti: Cupti) -> None:
+    """ctypes would print and forget it."""
+    with pytest.raises(Unsupported, match="planted"):
+        run(cupti, BY_REFERENCE, config(100), planted)
+
+
+def test_a_launch_that_failed_to_be_decided_is_unchanged(cupti: Cupti) -> None:
+    """The driver reads the caller's size."""
+    with pytest.raises(Unsupported):
+        run(cupti, BY_REFERENCE, config(100), planted)
+    assert cupti.during == [100]
+
+
+def test_a_second_subscriber_is_refused_by_name(cupti: Cupti) -> None:
+    """CUPTI's answer 39 becomes a text that says who it may be."""
+    cupti.subscribed = True
+    with pytest.raises(Unsupported, match=r"torch\.profiler once it has run, nsys, ncu"), LaunchHook(lambda _: None):
+        pass
+
+
+def test_the_subscription_ends_with_the_context(cupti: Cupti) -> None:
+    """So that a profiler may come next."""
+    with LaunchHook(lambda launch: None):
+        assert cupti.subscribed
+    assert not cupti.subscribed
+
+
+class Launcher:
+    """Triton's launcher, as 3.6 and 3.7 have it: keeps what it was called with."""
+
+    launch_cooperative_grid = False
+
+    def __call__(self, *arguments: object) -> tuple[object, ...]:
+        return arguments
+
+
+class Told:
+    """A shaper that always answers 5000, and keeps what it was asked."""
+
+    def __init__(self, *, active: bool = True) -> None:
+        self.active = active
+        self.asked: dict[str, object] = {}
+
+    def dynamic_smem(self, handle: int, **asked: object) -> int:
+        self.asked = {"handle": handle} | asked
+        return 5000
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> type[Launcher]:
+    launcher = type("CudaLauncher", (Launcher,), {})
+    module = types.ModuleType("triton.backends.nvidia.driver")
+    module.CudaLauncher = launcher  # type: ignore[attr-defined]
+    for name in ("triton", "triton.backends", "triton.backends.nvidia"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", module)
+    return launcher
+
+
+def call(launcher: type[Launcher], packed: object = (4, 1, 24576)) -> Any:
+    return launcher()(8, 1, 1, 7, 99, packed, None, "argument")
+
+
+def test_triton_is_told_more_shared_memory(triton: type[Launcher]) -> None:
+    """Only the third of the packed metadata changes."""
+    with shaped_triton(Told()):  # type: ignore[arg-type]
+        assert call(triton) == (8, 1, 1, 7, 99, (4, 1, 5000), None, "argument")
+
+
+def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
+    """Warps become threads, CTAs of a cluster a flag."""
+    told = Told()
+    with shaped_triton(told):  # type: ignore[arg-type]
+        call(triton, (8, 2, 1024))
+    assert told.asked == {
+        "handle": 99, "threads": 256, "dynamic_smem_bytes": 1024, "clustered": True, "cooperative": False,
+    }  # fmt: skip
+
+
+def test_an_inactive_shaper_is_not_asked(triton: type[Launcher]) -> None:
+    """While the communication side is queued, nothing changes."""
+    with shaped_triton(Told(active=False)):  # type: ignore[arg-type]
+        assert call(triton)[5] == (4, 1, 24576)
+
+
+def test_tritons_launcher_is_put_back(triton: type[Launcher]) -> None:
+    """After the context it is the stock one, also after a failure."""
+    with pytest.raises(ZeroDivisionError), shaped_triton(Told()):  # type: ignore[arg-type]
+        raise ZeroDivisionError
+    assert call(triton)[5] == (4, 1, 24576)
+
+
+def test_another_launcher_is_not_guessed_at(triton: type[Launcher]) -> None:
+    """Metadata of another form is refused, not passed on."""
+    with shaped_triton(Told()), pytest.raises(Unsupported, match="interpose=True"):  # type: ignore[arg-type]
+        call(triton, (4, 1, 24576, 1, 1))
+
+
+def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never an ImportError."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "not installed" in str(no_triton())

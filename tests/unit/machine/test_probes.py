@@ -1,0 +1,229 @@
+"""Probes and what they share, as far as that runs without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from counterpoint.machine import child
+from counterpoint.machine.bandwidth import MAX_PAIRS, choose_pairs
+from counterpoint.machine.blind import Blind
+from counterpoint.machine.driver import Driver
+from counterpoint.machine.look import look
+from counterpoint.machine.nccl import version_of
+from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
+from counterpoint.machine.readings import Cuda, NvLink, Readings
+from counterpoint.machine.software import torch_files
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])
+def test_every_gpu_is_in_a_pair(gpus: int) -> None:
+    """However many there are, none goes unmeasured."""
+    pairs = choose_pairs(gpus, chance=random.Random(gpus))
+    assert {gpu for pair in pairs for gpu in pair} == set(range(gpus))
+
+
+@pytest.mark.parametrize(("gpus", "count"), [(2, 1), (4, 6), (5, 10), (8, MAX_PAIRS), (16, MAX_PAIRS), (72, 36)])
+def test_pairs_are_all_or_a_dozen(gpus: int, count: int) -> None:
+    """All pairs of a small machine, a dozen of a large one, more only to reach every GPU."""
+    assert len(set(choose_pairs(gpus, chance=random.Random(0)))) == count
+
+
+@pytest.mark.parametrize(("code", "version"), [(22809, (2, 28, 9)), (22304, (2, 23, 4)), (2708, (2, 7, 8))])
+def test_version_code_of_nccl(code: int, version: tuple[int, int, int]) -> None:
+    """Both of NCCL's encodings."""
+    assert version_of(code) == version
+
+
+def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
+    """Version and CUDA without running any of it."""
+    (tmp_path / "version.py").write_text(
+        "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+        "hip: Optional[str] = None\nraise SystemExit('never run')\n"
+    )
+    found = torch_files(tmp_path, {})
+    assert (found.torch, found.torch_cuda, found.torch_hip) == ("2.11.0+cu130", "13.0", None)
+
+
+def test_a_feature_is_told_from_its_file(tmp_path: Path) -> None:
+    """There or not there, never assumed from the version."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "green_contexts.py").write_text("class GreenContext:\n    pass\n")
+    features = torch_files(tmp_path, {}).features
+    assert {name for name, there in features.items() if there} == {"green_contexts"}
+
+
+class FakeNvml(types.ModuleType):
+    """nvidia-ml-py on a machine of one GPU whose driver knows only what is given."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_SUCCESS = 0
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        super().__init__("pynvml")
+        self.answers = {
+            "nvmlInit": None,
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlSystemGetDriverVersion": b"580.159.04",
+            "nvmlDeviceGetName": b"NVIDIA H200",
+        } | answers
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvml") and name not in self.answers:
+            raise AttributeError(name)
+        if name not in self.answers:
+
+            def refuse(*_: object) -> None:
+                raise self.NVMLError("Not Supported")
+
+            return refuse
+        answer = self.answers[name]
+        return answer if callable(answer) else lambda *_: answer
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml(answers))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+
+
+def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old driver answers little: everything else is None, and nothing fails."""
+    fake(monkeypatch)
+    gpu = read_nvml().gpus[0]
+    known = {key for key, value in msgspec.structs.asdict(gpu).items() if value is not None}
+    assert known == {"index", "name", "nvlinks"}
+
+
+@pytest.mark.parametrize(("bit", "reason"), CLOCK_REASONS.items())
+def test_clock_reasons_are_named(monkeypatch: pytest.MonkeyPatch, bit: int, reason: str) -> None:
+    """One name for each bit."""
+    fake(monkeypatch, nvmlDeviceGetCurrentClocksEventReasons=bit)
+    assert read_nvml().gpus[0].clock_reasons == (reason,)
+
+
+class FabricInfo(ctypes.Structure):
+    _fields_ = [("status", ctypes.c_uint), ("state", ctypes.c_uint)]
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "expected"),
+    [(0, 3, "completed"), (0, 2, "in_progress"), (0, 1, "not_started"), (15, 3, "failed"), (0, 0, None)],
+)
+def test_the_state_of_the_fabric_is_named(
+    monkeypatch: pytest.MonkeyPatch, status: int, state: int, expected: str | None
+) -> None:
+    """Completed with an error is failed; not supported is no fabric."""
+
+    def fill(_: object, reference: Any) -> None:
+        reference._obj.status, reference._obj.state = status, state
+
+    fake(monkeypatch, nvmlDeviceGetGpuFabricInfoV=fill, c_nvmlGpuFabricInfoV_t=FabricInfo)
+    assert read_nvml().gpus[0].fabric == expected
+
+
+def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that the GPU does not have (here 161, replays) is asked for by the function of older GPUs."""
+
+    def fields(_: object, wanted: list[tuple[int, int]]) -> list[types.SimpleNamespace]:
+        return [
+            types.SimpleNamespace(nvmlReturn=3 * (name == 161), valueType=1, value=types.SimpleNamespace(uiVal=name))
+            for name, _ in wanted
+        ]
+
+    fake(
+        monkeypatch,
+        nvmlDeviceGetNvLinkState=1,
+        nvmlDeviceGetFieldValues=fields,
+        nvmlDeviceGetNvLinkErrorCounter=lambda handle, link, which: 70 + which,
+    )
+    links = read_nvml().gpus[0].nvlinks
+    assert links is not None
+    assert links[0] == NvLink(active=True, replays=70, recoveries=162, crc_errors=163, speed_mb_per_s=164)
+
+
+def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are read all the same."""
+
+    def handle(index: int) -> str:
+        if index == 1:
+            raise FakeNvml.NVMLError("GPU is lost")
+        return "handle"
+
+    fake(monkeypatch, nvmlDeviceGetCount=3, nvmlDeviceGetHandleByIndex=handle)
+    assert {gpu.index: gpu.lost for gpu in read_nvml().gpus} == {0: None, 1: "GPU is lost", 2: None}
+
+
+def test_a_denied_peer_has_nvmls_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ordered pair."""
+    fake(monkeypatch, nvmlDeviceGetCount=2, nvmlDeviceGetP2PStatus=3)
+    assert read_nvml().denied_peers == {"0-1": "topology_not_supported", "1-0": "topology_not_supported"}
+
+
+@pytest.mark.parametrize(("read", "library"), [(read_nvml, "libnvidia-ml.so.1"), (Driver, "libcuda.so.1")])
+def test_a_machine_without_driver_says_so(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], library: str
+) -> None:
+    """Not that a package is missing, which would not help."""
+
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(Blind, match=f"driver: {library} is not on this machine"):
+        read()
+
+
+def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no probe could answer is blind with the probe's words."""
+    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=None, reason=f"no {probe}"))
+    blind = look(bandwidth=True, torch=True).blind
+    assert blind == {
+        "nvml": "no nvml",
+        "cuda": "no cuda",
+        "nccl": "no nccl",
+        "torch": "no torch",
+        "bandwidth": "it takes two GPUs that CUDA shows",
+    }
+
+
+def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that prints among the JSON costs that part only."""
+    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=b"hello"))
+    assert look(bandwidth=False).blind["cuda"].startswith("the probe's answer is not a reading: ")
+
+
+def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--no-bandwidth touches no memory of any GPU."""
+    asked = []
+
+    def ask(probe: str, **_: object) -> child.Answer:
+        asked.append(probe)
+        return child.Answer(output=msgspec.json.encode(Cuda(version=13000)))
+
+    monkeypatch.setattr(child, "ask", ask)
+    look(bandwidth=False)
+    assert "bandwidth" not in asked
+
+
+def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets in the environment stay out of the report."""
+    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=None))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    environment = look().environment
+    assert ("AWS_SECRET_ACCESS_KEY" in environment, environment["NCCL_DEBUG"]) == (False, "WARN")
+
+
+def test_readings_survive_json(healthy: Readings) -> None:
+    """What a child prints is what the parent reads."""
+    assert msgspec.json.decode(msgspec.json.encode(healthy), type=Readings) == healthy

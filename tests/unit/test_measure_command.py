@@ -1,0 +1,82 @@
+"""`counterpoint measure` around the measuring: what goes to which file and stream. No rank is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import measured
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from counterpoint.cli import app
+from counterpoint.measure import api
+from counterpoint.records import Measurement
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, result: Measurement | None = None) -> Result:
+    def measure(suite: str, **options: Any) -> Measurement:
+        if options["partial"] is not None:
+            options["partial"].touch()
+        return result or measured.usual()
+
+    monkeypatch.setattr(api, "measure", measure)
+    return CliRunner().invoke(app, ["measure", "quick", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_json_to_standard_output_is_json_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole measurement and nothing else."""
+    assert msgspec.json.decode(run(monkeypatch, "--json", "-").stdout, type=Measurement) == measured.usual()
+
+
+def test_quiet_leaves_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, which is the summary."""
+    lines = run(monkeypatch, "--quiet").stdout.splitlines()
+    assert [json.loads(line)["schema"] for line in lines] == ["counterpoint.measurement-summary/1"]
+
+
+def test_out_holds_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is read back equals what was measured."""
+    run(monkeypatch, "--out", tmp_path / "x.json")
+    assert msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=Measurement) == measured.usual()
+
+
+def test_the_table_lies_beside_it_and_the_partial_results_are_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two files: the results and their table."""
+    run(monkeypatch, "--out", tmp_path / "x.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.md"]
+
+
+def test_partial_results_stay_where_the_results_could_not_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hours of measuring are not lost to a full disk."""
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("counterpoint.report.files.replacing", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(monkeypatch, "--out", tmp_path / "x.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json.partial.jsonl"]
+
+
+CONTRACT = {
+    "": "schema suite environment rounds dropped_rounds rows unavailable blocks",
+    "environment": "device gpu world_size driver torch nccl counterpoint commit command date variables",
+    "rows": "scenario workload collective size_bytes ratio mechanism order compute_alone comm_alone best_comm_alone_us "
+    "best_mechanism serial together compute_together comm_together head_start_us hidden ideal_fraction compute_kept "
+    "comm_kept pair_class usage evidence marked device",
+}
+
+
+@pytest.mark.parametrize(("of", "keys"), CONTRACT.items())
+def test_json_holds_the_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch, of: str, keys: str) -> None:
+    """docs/measure.md names them; they may be added to, never renamed."""
+    found = json.loads(run(monkeypatch, "--json", "-").stdout)
+    part = found[of] if of else found
+    assert set(keys.split()) <= set(part[0] if isinstance(part, list) else part)
