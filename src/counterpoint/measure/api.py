@@ -132,6 +132,12 @@ def _world_size(device: str, asked: int | None, gpus: int) -> int:
     return asked or gpus
 
 
+def _command() -> tuple[str, ...]:
+    """As one would type it."""
+    program = Path(sys.argv[0]).name
+    return ("counterpoint" if program == "__main__.py" else program, *sys.argv[1:])
+
+
 def _identity(plan: Plan, gpus: Sequence[str], torch: str) -> dict[str, str]:
     """What must be the same for results to belong together, as texts that can be shown."""
     return {
@@ -158,7 +164,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
     ordered = sorted(outcomes, key=lambda outcome: place[outcome.scenario])
     return Measurement(
         suite=plan.suite,
-        environment=msgspec.structs.replace(environment, command=(Path(sys.argv[0]).name, *sys.argv[1:])),
+        environment=msgspec.structs.replace(environment, command=_command()),
         rounds=plan.rounds,
         dropped_rounds=plan.dropped_rounds,
         rows=tuple(row for outcome in ordered for row in outcome.rows),

@@ -22,6 +22,10 @@ from counterpoint.records.measurement import Order
 __all__ = ["HEAD_START_US", "Case", "CpuStage", "CudaStage", "Stage", "Trial"]
 
 HEAD_START_US = 100.0
+_HOST_US = 500.0  # of queueing one trial, until it is known
+_SPIN_MARGIN_US = 300.0
+_MOST_SPIN_US = 20_000.0
+_CYCLES_PER_US = 2000  # at the highest clock; at a lower one the spin is longer
 _CPU_HEAD_START_US = 2000.0  # what a sleeping thread keeps to
 
 Side = Literal["compute", "comm"]
@@ -82,7 +86,7 @@ class CudaStage:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
-        self.spin_cycles = 2_000_000  # about 1 ms; grows until the host keeps up
+        self._host_us = _HOST_US
         self._flag = torch.ones(1, device=device)
         self._main = torch.cuda.Stream(device)
         self._delay = _CopyDelay(HEAD_START_US, device, group)
@@ -94,7 +98,8 @@ class CudaStage:
         ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
         events = {"compute": times[:2], "comm": times[2:]}
         with torch.cuda.stream(self._main):
-            torch.cuda._sleep(self.spin_cycles)
+            torch.cuda._sleep(int(spin_us(self._host_us) * _CYCLES_PER_US))
+            queued = time.perf_counter()
             dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
             ready.record()
         before = ready
@@ -109,13 +114,17 @@ class CudaStage:
             if case.what == "serial":
                 before = events[side][1]
         late = ready.query()
+        self._host_us = max((time.perf_counter() - queued) * 1e6, 0.9 * self._host_us)  # a hiccup is soon forgotten
         torch.cuda.synchronize(self.device)
-        if late:
-            self.spin_cycles = min(2 * self.spin_cycles, 200_000_000)
         since = {f"{side}_{edge}": ready.elapsed_time(event) * 1e3
                  for side in case.sides
                  for edge, event in zip(("start", "end"), events[side], strict=True)}  # fmt: skip
         return Trial(late=late, **since)
+
+
+def spin_us(host_us: float) -> float:
+    """How long to hold the device back while the host queues a trial that took `host_us` before."""
+    return min(1.5 * host_us + _SPIN_MARGIN_US, _MOST_SPIN_US)
 
 
 class _CopyDelay:

@@ -31,10 +31,10 @@ FORUM = (
     "nccl+order=comm_resident",
     "nccl+cga_cluster=2+gemm_sms=108",
     "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters: as many rounds of its tiles as 60 would take
-    "nccl+max_ctas=10+cga_cluster=2+gemm_sms=122",
+    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=114",
+    "nccl+max_ctas=8+cga_cluster=2+gemm_sms=122",
     "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
-    "nccl+max_ctas=4+gemm_sms=128",  # 64 clusters: as many rounds as the whole device
-    "nccl+max_ctas=16+gemm_sms=114+order=comm_resident",
+    "nccl+gemm_sms=108+order=comm_resident",
     "nccl+green=108",
     "nccl+green=108+gemm_sms=108",
     "nccl+max_ctas=16+green=116+gemm_sms=116",

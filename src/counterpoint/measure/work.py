@@ -94,11 +94,22 @@ def _environment(session: Session) -> Environment:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this file is in, else what a build system put into GIT_COMMIT or GITHUB_SHA."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10
-    )
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return os.environ.get("GIT_COMMIT") or os.environ.get("GITHUB_SHA")
+    """COUNTERPOINT_COMMIT if set, else of the checkout that this file is in, with `-dirty` if it was changed."""
+    told = os.environ.get("COUNTERPOINT_COMMIT")
+    if told:
+        return told
+    describe = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return None
+    return done.stdout.strip() or None
