@@ -1,8 +1,8 @@
 """Claim: the budget rule finds the best division of the SMs, on pairs it was not fitted on.
 
 Reads what `counterpoint measure budget` wrote: curves from the building blocks, pairs from the rows. Contention is
-fitted on every second workload at every second length of the collective; all other pairs are held out. A pick counts
-by what was measured for it, never by what was predicted.
+fitted on every second workload, and on the one that the rule was designed on, at every second length of the collective;
+all other pairs are held out. A pick counts by what was measured for it, never by what was predicted.
 
     counterpoint measure budget --out results/budget-pairs-4xh200.json
     python benchmarks/budget_rule.py results/budget-pairs-4xh200.json     # prints a table, writes results/
@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from counterpoint.records.measurement import Measurement, Order, Row
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not
 STOCK = Choice()
+DESIGNED_ON = frozenset({"gemm 8192x8192x8192"})  # its rows were in view when the rule was made: it cannot be new
 COLUMNS = ("pairs", "policy", "n", "hits", "within 1 %", "regret, mean", "regret, max")
 
 Key = float | int  # of a length: the ratio asked for, else bytes
@@ -58,7 +59,10 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Every second workload and every second length, in sorted order, beginning with the first, is fitted."""
+    """Every second workload and every second length, in sorted order, beginning with the first, is fitted.
+
+    So is the workload that the rule was designed on, wherever it stands.
+    """
 
     workloads: frozenset[str]
     lengths: frozenset[Key]
@@ -89,12 +93,18 @@ def length_of(row: Row) -> Key:
 
 
 def pairs_of(rows: Iterable[Row], curves: Curves) -> tuple[list[Pair], list[str]]:
-    """Pairs in the order of the rows, and what was left out: marked, not in all orders, or not on the curves."""
+    """Pairs in the order of the rows, and what was left out: marked, not in all orders, or not on the curves.
+
+    A scenario of several sizes (of several runs, each of which makes the length fit) is left out whole.
+    """
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.scenario, []).append(row)
     pairs, left_out = [], []
     for scenario, members in found.items():
+        if len({row.size_bytes for row in members}) > 1:
+            left_out.append(f"{scenario}: whole, measured at several sizes, which cannot be compared")
+            continue
         times: dict[Choice, dict[Order, float]] = {}
         for row in members:
             choice = Choice.of(row.mechanism)
@@ -129,7 +139,8 @@ def split_of(pairs: Sequence[Pair]) -> Split:
     workloads, lengths = sorted({pair.workload for pair in pairs}), sorted({pair.length for pair in pairs})
     if len(workloads) < 2 or len(lengths) < 2:
         raise Misconfigured(f"{len(workloads)} workloads at {len(lengths)} lengths; at least 2 of each are needed")
-    return Split(workloads=frozenset(workloads[::2]), lengths=frozenset(lengths[::2]))
+    fitted = {*workloads[::2], *DESIGNED_ON.intersection(workloads)}
+    return Split(workloads=frozenset(fitted), lengths=frozenset(lengths[::2]))
 
 
 Policy = Callable[[Pair], Choice]
@@ -216,6 +227,7 @@ def judge(rows: Sequence[Row], curves: Curves) -> dict[str, Any]:
         "calibration": asdict(calibration),
         "error_fitted": error_of(fit_rows, curves, calibration),
         "error_held_out": error_of(held_rows, curves, calibration),
+        "noise": median((row.together.p90_us - row.together.p10_us) / 2 / row.together.us for row in believed),
         "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
         "left_out": left_out,
         "scores": [asdict(each) for each in found],
@@ -267,6 +279,8 @@ def main() -> None:
     args = parser.parse_args()
     measured = [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in args.measurements]
     environment = measured[0].environment
+    if len({(each.environment.gpu, each.environment.world_size) for each in measured}) > 1:
+        parser.error("the measurements are of different machines; give those of one kind and number of GPUs")
     gpu = find_gpu(environment.gpu)
     if gpu is None:
         parser.error(f"unknown GPU {environment.gpu!r}: its number of SMs is not in machine/gpus.py")
@@ -280,7 +294,8 @@ def main() -> None:
     Console(width=150).print(table)
     print(
         f"fitted {verdict['calibration']}; T predicted within {verdict['error_fitted']:.1%} (rms) where fitted, "
-        f"{verdict['error_held_out']:.1%} held out; left out: {len(verdict['left_out'])}"
+        f"{verdict['error_held_out']:.1%} held out; trials of one T lie within ±{verdict['noise']:.1%} (p10 to p90, "
+        f"median of rows); left out: {len(verdict['left_out'])}"
     )
     facts = provenance(("counterpoint", "msgspec"))
     facts |= {key: getattr(environment, key) for key in ("gpu", "driver", "torch", "nccl", "world_size")}

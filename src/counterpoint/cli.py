@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -23,6 +24,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point: turns every expected error into one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
     try:
         app()
     except CounterpointError as error:

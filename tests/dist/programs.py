@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import comm as comm_module
+from counterpoint.measure.blocks import measure_block
 from counterpoint.measure.comm import COLLECTIVES, Comm, WrongResult, allocate, elements_of
+from counterpoint.measure.names import Mechanism
 from counterpoint.measure.pairs import Calibration, measure_scenario
 from counterpoint.measure.session import Session
 from counterpoint.measure.stage import Case
-from counterpoint.records.measurement import Outcome, Plan, Scenario
+from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
+
+T = TypeVar("T")
 
 
 def opened(session: Session, collective: str, size_bytes: int) -> Comm:
@@ -118,6 +123,34 @@ def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
         return measure_scenario(session, asked, plan, Calibration())
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def block(session: Session, asked: Block) -> Outcome | str:
+    """Measured building blocks, or the text of what they raised."""
+    plan = Plan(suite="t", device="cpu", world_size=2, scenarios=(), rounds=5, results="", errors="")
+    try:
+        return measure_block(session, asked, plan)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:
+    """Runs `action` where no mechanism is available on rank 1."""
+    real = Mechanism.why_unavailable
+    if session.rank == 1:
+        Mechanism.why_unavailable = lambda self, collective: "rank 1 is too old"  # type: ignore[method-assign]
+    try:
+        return action()
+    finally:
+        Mechanism.why_unavailable = real  # type: ignore[method-assign]
+
+
+def scenario_that_rank_1_does_not_offer(session: Session, asked: Scenario) -> Outcome | str:
+    return _old_on_rank_1(session, lambda: scenario(session, asked, 5))
+
+
+def block_not_offered(session: Session, asked: Block) -> Outcome | str:
+    return _old_on_rank_1(session, lambda: block(session, asked))
 
 
 def ranks_seen(session: Session) -> int:

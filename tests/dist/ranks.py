@@ -50,11 +50,16 @@ class Ranks:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def environment(rank: int, world_size: int, port: int) -> None:
+    """What torchrun would tell this process."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    environment(rank, world_size, port)
     from counterpoint.measure.session import Session
 
     session = Session("cpu")

@@ -1,4 +1,4 @@
-"""`counterpoint measure` for real: two ranks with gloo, from the command line to the files, and every way to stop it."""
+"""`counterpoint measure` for real: two ranks with gloo, from the command line to the files; every way to stop it."""
 
 from __future__ import annotations
 
@@ -163,25 +163,40 @@ def test_files_lie_where_they_were_asked_for(story: Story) -> None:
 
 
 def test_the_command_is_kept_with_the_results(story: Story) -> None:
-    assert story.measurement.environment.command[1:] == ("measure", *QUICK, "--out", str(story.folder / "x.json")) + (
-        "--html",
-        str(story.folder / "x.html"),
-    )
+    assert story.measurement.environment.command[1:] == (
+        "measure", *QUICK, "--out", str(story.folder / "x.json"), "--html", str(story.folder / "x.html"),
+    )  # fmt: skip
 
 
-def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """Exit 2; the line names rank, signal and pair; the other rank is gone."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
     wait_for_an_outcome(process, tmp_path / "x.json.partial.jsonl")
     ranks = ranks_of(process.pid)
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[1], number)
     _, stderr = process.communicate(timeout=20)
-    told = stderr.startswith("counterpoint: rank 1 was killed by SIGKILL") and "in scenario 'gemm" in stderr
+    told = stderr.startswith(f"counterpoint: rank 1 was killed by {number.name}") and "in scenario 'gemm" in stderr
     assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
 
 
+def test_an_interrupt_before_the_first_pair_promises_nothing(tmp_path: Path) -> None:
+    """No file is named that is not there."""
+    process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
+    until = time.monotonic() + SECONDS
+    while len(ranks_of(process.pid)) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stderr) == (130, "counterpoint: stopped by SIGINT\n")
+
+
 BAD = {
-    "no GPU": (("quick",), {"CUDA_VISIBLE_DEVICES": ""}, "measure needs at least 2, or to try it on CPUs: --device cpu"),
+    "no GPU": (
+        ("quick",),
+        {"CUDA_VISIBLE_DEVICES": ""},
+        "measure needs at least 2, or to try it on CPUs: --device cpu",
+    ),
     "suite": (("nonsense", "--device", "cpu"), {}, "no suite 'nonsense'"),
     "mechanism": (("quick", "--device", "cpu", "--mechanism", "x"), {}, "no mechanism 'x' on cpu; choose from: gloo"),
     "rounds": (("quick", "--device", "cpu", "--rounds", "2"), {}, "rounds 2; at least 5"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import programs
 import pytest
 from ranks import Ranks
 
 from counterpoint.measure.comm import COLLECTIVES
-from counterpoint.records.measurement import Outcome, Scenario
+from counterpoint.records.measurement import Block, Outcome, Scenario
 
 SUMS = ("all_reduce", "reduce_scatter")
 
@@ -71,7 +73,7 @@ def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
 def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
     """The failing rank raises its own error, the other says that another could not go on."""
     assert two_ranks.run(programs.fail_on, 1) == [
-        "Unsupported: another rank could not go on: no room",
+        "PeerFailed: rank 1 could not go on: no room",
         "ValueError: no room",
     ]
 
@@ -140,3 +142,34 @@ def test_what_cannot_be_measured_is_refused_on_every_rank(
     texts = two_ranks.run(programs.scenario, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith("Misconfigured") and said in text for text in texts] == [True, True]
     assert two_ranks.run(programs.ranks_seen) == [2, 2]
+
+
+@pytest.mark.parametrize("program", [programs.scenario_that_rank_1_does_not_offer, programs.block_not_offered])
+def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, program: Callable[..., Outcome]) -> None:
+    """No rows but the reason, on both ranks, and nobody waits in a collective for the other."""
+    asked = SMALL if program is programs.scenario_that_rank_1_does_not_offer else BLOCK
+    found = two_ranks.run(program, asked)
+    assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
+
+
+BLOCK = Block(name="b", what="all_reduce", mechanisms=("gloo",), sizes_bytes=(1 << 12, 1 << 14))
+
+
+def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
+    """A row per size, with the bandwidth that nccl-tests would say."""
+    rows = two_ranks.run(programs.block, BLOCK)[0].blocks
+    assert [row.size_bytes for row in rows] == [1 << 12, 1 << 14]
+    assert [row.gb_per_s for row in rows] == pytest.approx([row.size_bytes / row.time.us / 1e3 for row in rows])
+
+
+def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
+    """The others are measured."""
+    asked = Block(name="b", what="gemm 64x64x64", mechanisms=("stock", "gemm_sms=8"))
+    found = two_ranks.run(programs.block, asked)[0]
+    assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
+
+
+def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
+    """As a pair is: in one line, on every rank."""
+    asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
+    assert all("are free; choose a smaller size" in text for text in two_ranks.run(programs.block, asked))

@@ -20,8 +20,9 @@ from counterpoint.controls import gemm_sms
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
+from counterpoint.controls.proved import proved
 from counterpoint.controls.what_ran import see
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, NoEffect
 from counterpoint.records.evidence import Seen
 
 SIZE = 8192  # of the square GEMM
@@ -118,6 +119,16 @@ class Rig:
             windows.release()
         return seen
 
+    def prove(self, mechanism: str, compute: str) -> str:
+        """What the one call says that applies controls and looks: "applied", or the text of NoEffect."""
+        _, controls = parse_mechanism(mechanism)
+        lanes = self.lanes(compute, "all_gather", dist.group.WORLD, self.plain)
+        try:
+            with proved(controls, lanes, device=self.device, group=dist.group.WORLD):
+                return "applied"
+        except NoEffect as error:
+            return str(error)
+
     def group(self, controls: tuple[Control, ...]) -> object:
         """A process group configured by `controls`."""
         options = dist.ProcessGroupNCCL.Options()
@@ -182,6 +193,9 @@ SCENARIOS: dict[str, Callable[[Rig], Seen]] = {
 }
 
 
+PROOFS = (("nccl+gemm_sms=108", "mm"), ("nccl+gemm_sms=108", "fp32 mm"))
+
+
 def main(folder: Path, answer: Path) -> None:
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
@@ -202,8 +216,9 @@ def main(folder: Path, answer: Path) -> None:
         except (RuntimeError, CounterpointError) as error:  # the others may still work
             failed[name] = f"{type(error).__name__}: {error}"
         dist.barrier(device_ids=[rank])
+    said = {compute: rig.prove(mechanism, compute) for mechanism, compute in PROOFS}
     if rank == 0:
-        answer.write_bytes(msgspec.json.encode({"seen": seen, "failed": failed}))
+        answer.write_bytes(msgspec.json.encode({"seen": seen, "failed": failed, "said": said}))
     dist.destroy_process_group()
 
 

@@ -30,6 +30,7 @@ class Ran(msgspec.Struct):
 
     seen: dict[str, Seen]
     failed: dict[str, str]
+    said: dict[str, str]  # by `proved`, with a GEMM limit of 108
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,16 @@ def test_a_knob_that_did_nothing_is_caught(ran: Ran, scenario: str, setting: str
     """A sabotaged or idle knob does not verify."""
     evidence = verified(ran, scenario, setting)
     assert not evidence.took_effect, evidence
+
+
+def test_one_call_applies_what_works(ran: Ran) -> None:
+    """`proved` goes on with a limit that bf16 GEMMs listen to."""
+    assert ran.said["mm"] == "applied"
+
+
+def test_one_call_raises_what_did_nothing(ran: Ran) -> None:
+    """`proved` raises NoEffect for a GEMM whose kernel is not persistent."""
+    assert ran.said["fp32 mm"].startswith("gemm_sms=108 had no effect: ")
 
 
 def test_the_gemm_limit_is_undone(ran: Ran) -> None:

@@ -73,3 +73,30 @@ def test_launch_order_decides_for_stock_nccl(measured: Measurement) -> None:
 def test_rates_are_possible(measured: Measurement) -> None:
     """A GEMM alone reaches half of its peak at least, and never more than all of it."""
     assert all(row.mfu_alone is not None and 0.5 < row.mfu_alone < 1.0 for row in measured.rows)
+
+
+PUT_BACK = """
+import torch, torch.distributed as dist
+from counterpoint.controls.control import Lanes
+from counterpoint.measure.stage import Case, CudaStage
+device = torch.device("cuda", 0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+source, target = torch.zeros(1, device=device), torch.zeros(1, device=device)
+streams = [torch.cuda.Stream(device) for _ in range(2)]
+lanes = Lanes(
+    compute_stream=streams[0], comm_stream=streams[1], compute=lambda: None, comm=lambda: target.copy_(source)
+)
+stage = CudaStage(device, dist.group.WORLD)
+torch.cuda._sleep(200_000_000)  # 100 ms, far longer than the stage holds the device back
+source.fill_(1)
+trial = stage.run(lanes, Case(what="comm_alone"))
+print(target.item(), trial.late)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu(1)
+def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
+    """What the host queued before a trial, however long it takes, is done when both sides are released."""
+    done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from counterpoint.cli import app
+from counterpoint.errors import CounterpointError, Misconfigured
 from counterpoint.measure import api
 from counterpoint.records import Measurement
 
@@ -60,9 +62,59 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("counterpoint.report.files.replacing", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CounterpointError, match=r"No space left.*kept in .*x.json.partial.jsonl"):
         run(monkeypatch, "--out", tmp_path / "x.json")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json.partial.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--out", "folder"), "cannot write folder: it is a folder"),
+        (("--out", ""), "it is a folder"),
+        (("--out", "/"), "it is a folder"),
+        (("--html", "folder"), "it is a folder"),
+        (("--html", "pipe"), "it is no ordinary file"),
+        (("--out", "pipe"), "it is no ordinary file"),
+        (("--out", "taken.json"), "cannot write taken.md: it is a folder"),
+        (("--out", "x.json", "--html", "x.json"), "is where --out puts its results"),
+        (("--out", "x.json", "--html", "folder/../x.md"), "is where --out puts its results or their table"),
+    ],
+)
+def test_files_that_could_not_be_written_are_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    """Nothing is measured for a place that is taken, and no device or pipe is replaced by a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "taken.md"):
+        Path(name).mkdir()
+    os.mkfifo("pipe")
+    with pytest.raises(Misconfigured, match=said):
+        run(monkeypatch, *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe", "taken.md"]
+
+
+def test_a_plot_without_pairs_is_refused(tmp_path: Path) -> None:
+    """`blocks` has no `hidden` to draw."""
+    with pytest.raises(Misconfigured, match="suite 'blocks' has none"):
+        CliRunner().invoke(app, ["measure", "blocks", "--html", str(tmp_path / "x.html")], catch_exceptions=False)
+
+
+def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The text says where they are."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("counterpoint.report.ladder.render", full)
+    with pytest.raises(CounterpointError, match=r"cannot print the results: .*; they are in .*x.json"):
+        run(monkeypatch, "--out", tmp_path / "x.json")
+
+
+def test_a_narrow_terminal_loses_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are longer than the window rather than without their mechanism."""
+    monkeypatch.setenv("COLUMNS", "20")
+    assert "nccl+max_ctas=8" in run(monkeypatch).stdout.partition("{")[0]
 
 
 CONTRACT = {

@@ -32,6 +32,8 @@ def doctor(
     from counterpoint.machine.checkup import examine, exit_code
     from counterpoint.machine.look import look
 
+    if json == "":
+        raise Misconfigured("--json without a name; give a file, or - to print it")
     path = Path(json) if json and json != "-" else None
     check_folders(path)
     with progress(quiet, "looking") as tell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from counterpoint.commands.terminal import check_folders, progress
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import CounterpointError, Misconfigured
 
 if TYPE_CHECKING:
     from counterpoint.records import Measurement
 
 __all__ = ["measure"]
+
+NARROWEST = 80  # columns of a terminal; below, rich would leave out columns of a table
+IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
 
 
 def measure(
@@ -44,6 +47,8 @@ def measure(
     """How much overlap does this machine allow, by which mechanism? Needs torch, and 2 GPUs or --device cpu."""
     if json not in (None, "-"):
         raise Misconfigured(f"--json {json}; only - is allowed, which prints; --out writes a file")
+    if json is not None and sys.stdout is None:
+        raise Misconfigured("--json - prints, and standard output is closed; --out writes a file")
     if fresh is not None and out is None:
         raise Misconfigured("--fresh and --resume are about what lies beside --out; give --out")
     check_folders(out, html)
@@ -51,22 +56,50 @@ def measure(
         raise Misconfigured(
             f"--out {out} is where the table goes; name the JSON file, as in {out.with_suffix('.json')}"
         )
-    partial = None if out is None else out.with_name(out.name + ".partial.jsonl")
-    with _ending_cleanly(partial), progress(quiet, "starting ranks") as tell:
+    table, partial = _beside(out)
+    check_folders(table, partial)
+    if html is not None and html.resolve() in {path.resolve() for path in (out, table, partial) if path}:
+        raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
+    if html is not None and suite == "blocks":
+        raise Misconfigured("--html draws pairs, and suite 'blocks' has none; --out writes its table")
+    with _ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
         from counterpoint.measure import api
 
         measured = api.measure(
             suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
             partial=partial, fresh=bool(fresh), progress=tell,
         )  # fmt: skip
-    _write(measured, out, html)
+        with _told(partial):
+            _write(measured, out, html)
     if partial is not None:
         partial.unlink(missing_ok=True)  # only now: the results are safe
-    _print(measured, out, html, json=json == "-", quiet=quiet)
+    try:
+        _print(measured, out, (out, table, html), json=json == "-", quiet=quiet)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CounterpointError(f"cannot print the results: {error}{f'; they are in {out}' if out else ''}") from None
+
+
+def _beside(out: Path | None) -> tuple[Path | None, Path | None]:
+    """The table and the partial results of `--out`."""
+    if out is None:
+        return None, None
+    return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
 
 
 @contextmanager
-def _ending_cleanly(partial: Path | None) -> Iterator[None]:
+def _told(partial: Path | None) -> Iterator[None]:
+    """Says what could not be written, and where the measured is."""
+    try:
+        yield
+    except OSError as error:
+        kept = f"; what was measured is kept in {partial}: the same command goes on" if partial else ""
+        raise CounterpointError(f"cannot write the results: {error}{kept}") from None
+
+
+@contextmanager
+def _ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a closed terminal end all ranks, then this process with 128 + the signal's number."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -81,7 +114,8 @@ def _ending_cleanly(partial: Path | None) -> Iterator[None]:
     try:
         yield
     except _Stopped as stopped:
-        kept = f"; finished pairs are kept in {partial}: the same command goes on" if partial else ""
+        again = f"the same command{' without --fresh' if fresh else ''} goes on"
+        kept = f"; finished pairs are kept in {partial}: {again}" if partial and partial.exists() else ""
         print(f"counterpoint: stopped by {signal.Signals(stopped.number).name}{kept}", file=sys.stderr)
         raise typer.Exit(128 + stopped.number) from None
     finally:
@@ -117,7 +151,7 @@ def _write(measured: Measurement, out: Path | None, html: Path | None) -> None:
         write_overlap_plot(html, measured)
 
 
-def _print(measured: Measurement, out: Path | None, html: Path | None, *, json: bool, quiet: bool) -> None:
+def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, json: bool, quiet: bool) -> None:
     import msgspec
 
     from counterpoint.report.standing import summary
@@ -132,8 +166,8 @@ def _print(measured: Measurement, out: Path | None, html: Path | None, *, json: 
         from counterpoint.report.ladder import render
 
         console = Console(soft_wrap=False)
+        console.width = max(console.width, NARROWEST if console.is_terminal else IN_A_FILE)
         render(measured, console)
-        for path in (out, html):
-            if path is not None:
-                console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        for path in filter(None, wrote):
+            console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     print(msgspec.json.encode(summary(measured, None if out is None else str(out))).decode(), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +14,22 @@ __all__ = ["check_folders", "progress"]
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Refuse output files in folders that are not there, before any work is done.
+    """Refuse output files that could not be written, before any work is done: they replace what lies there.
 
     Raises:
-        Misconfigured: names the folder.
+        Misconfigured: names the folder that is missing or closed, or what lies in the way.
     """
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise Misconfigured(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise Misconfigured(f"cannot write {path}: it is a folder; name a file in it")
+        if path.exists() and not path.is_file():  # a device or pipe would be replaced, not written to
+            raise Misconfigured(f"cannot write {path}: it is no ordinary file; name another one")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise Misconfigured(f"cannot write {path}: the folder {path.parent} may not be written to")
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def captured_kernels(launch: Callable[[], None], *, device: Any) -> tuple[Captur
     from cuda.bindings import driver
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    stream = torch.cuda.Stream(device)  # torch's own capture stream is of the device that captured first
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         launch()
     handle = driver.CUgraph(int(graph.raw_cuda_graph()))
     _, count = call("cuGraphGetNodes", handle, 0)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.errors import NoEffect
 from counterpoint.records.evidence import Evidence, Seen
@@ -29,6 +29,9 @@ class Lanes:
 
 class Control(ABC):
     """One knob with its setting. Subclasses are frozen keyword-only dataclasses, one file each."""
+
+    remedy: ClassVar[str]
+    """What to do where it did nothing, for the text of `NoEffect`."""
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.kinds import matmul_kernels, written
@@ -36,6 +36,11 @@ class GemmSmLimit(Control):
     Raises:
         Misconfigured: below 1.
     """
+
+    remedy: ClassVar[str] = (
+        "launch GEMMs of torch inside the limit, in the calling thread; one whose grid is its number of tiles (not "
+        "persistent) cannot be limited: leave the control out"
+    )
 
     num_sms: int
 
@@ -91,10 +96,10 @@ class GemmSmLimit(Control):
         stuck = bool(now) and now == before and max(now) > self.num_sms
         return Evidence(
             control=self.name,
-            asked=f"GEMM grids of at most {self.num_sms} blocks, other than without it",
+            asked=f"GEMM grids of at most {self.num_sms} blocks, of more without it",
             seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
             + (" (not persistent, or launched where the limit does not reach)" if stuck else ""),
-            took_effect=bool(now) and max(now) <= self.num_sms and bool(before) and now != before,
+            took_effect=bool(now) and bool(before) and max(now) <= self.num_sms < max(before),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.driver import call
@@ -77,6 +77,10 @@ class GreenContexts(Control):
         Misconfigured: below 1; in `partition` and `apply`, a number that this GPU cannot split off.
     """
 
+    remedy: ClassVar[str] = (
+        "launch both sides on the lanes' streams, NCCL with async_op=False (otherwise it takes a stream of its own)"
+    )
+
     compute_sms: int
 
     def __post_init__(self) -> None:
@@ -128,13 +132,17 @@ class GreenContexts(Control):
 
     def verify(self, seen: Seen) -> Evidence:
         compute, comm = set(seen.compute_sms or ()), set(seen.comm_sms or ())
+        ran = (*seen.compute, *seen.comm)  # a priority is known of what ran on the lanes' streams, and of nothing else
+        outside = sum(one.kind == "kernel" and one.priority is None for one in ran)
         return Evidence(
             control=self.name,
-            asked=f"a probe on {self.compute_sms} SMs in the compute stream, on others in the collective's",
-            seen=f"{len(compute)} SMs for compute, {len(comm)} for the collective, {len(compute & comm)} shared"
+            asked=f"a probe on {self.compute_sms} SMs in the compute stream, on others in the collective's, and no "
+            "kernel in other streams",
+            seen=f"{len(compute)} SMs for compute, {len(comm)} for the collective, {len(compute & comm)} shared, "
+            f"{outside} kernels in other streams"
             if compute and comm
             else "no probe ran",
-            took_effect=len(compute) == self.compute_sms and bool(comm) and not compute & comm,
+            took_effect=len(compute) == self.compute_sms and bool(comm) and not compute & comm and not outside,
         )
 
 

@@ -12,7 +12,9 @@ __all__ = ["blocks", "copies", "matmul_kernels", "nccl_kernels", "symmetric_kern
 _NCCL = re.compile(r"nccl", re.IGNORECASE)
 _SYMMETRIC = re.compile(r"ncclSym", re.IGNORECASE)  # ncclSymDevKernel_* in NCCL 2.27, ncclSymkDevKernel_* since 2.28
 _MATMUL = re.compile(r"nvjet|gemm|cutlass|xmma|wgmma|matmul", re.IGNORECASE)
-_NOT_MATMUL = re.compile(r"splitk\w*reduce|reduce_kernel", re.IGNORECASE)
+_NOT_MATMUL = re.compile(  # attention is built of CUTLASS, too, and its names say so
+    r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.IGNORECASE
+)
 
 
 def nccl_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:

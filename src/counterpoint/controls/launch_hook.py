@@ -114,8 +114,12 @@ class LaunchHook:
                 "compute-sanitizer), and it serves one; interpose in a process without it, or shape Triton kernels only"
             )
         _check(status, "cuptiSubscribe")
-        for call in (*_BY_VALUE, *_BY_REFERENCE):
-            _check(self._cupti.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, call), "cuptiEnableCallback")
+        try:
+            for call in (*_BY_VALUE, *_BY_REFERENCE):
+                _check(self._cupti.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, call), "cuptiEnableCallback")
+        except Unsupported:
+            self._cupti.cuptiUnsubscribe(self._subscriber)  # or CUPTI would call us when we are gone
+            raise
         return self
 
     def __exit__(

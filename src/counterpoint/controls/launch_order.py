@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.driver import call
@@ -42,6 +42,8 @@ class CommFirst(Control):
     Raises:
         Misconfigured: a lead outside 0..1000 µs.
     """
+
+    remedy: ClassVar[str] = "let the host queue the collective before the compute, on another stream"
 
     lead_us: float = 8.0
 

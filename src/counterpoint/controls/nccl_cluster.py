@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.kinds import nccl_kernels, written
@@ -32,6 +32,10 @@ class NcclCluster(Control):
     Raises:
         Misconfigured: out of range.
     """
+
+    remedy: ClassVar[str] = (
+        "give a size that divides the CTAs and is not NCCL's default, and a process group made with these options"
+    )
 
     cga_cluster: int
 

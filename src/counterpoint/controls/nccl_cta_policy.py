@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.kinds import blocks, copies, nccl_kernels, written
@@ -35,6 +35,11 @@ class NcclCtaPolicy(Control):
         Misconfigured: another word.
     """
 
+    remedy: ClassVar[str] = (
+        "zero: a process group made with these options, both buffers from NcclWindows.empty, not the default stream, "
+        "no sums; efficiency needs NVLink multicast"
+    )
+
     policy: Policy
 
     def __post_init__(self) -> None:
@@ -55,7 +60,7 @@ class NcclCtaPolicy(Control):
         kernels, moved = nccl_kernels(seen.comm), copies(seen.comm)
         now, before = blocks(kernels), blocks(nccl_kernels(seen.comm_without))
         took_effect, asked = {
-            "zero": (not kernels and bool(moved), "copies and no NCCL kernel"),
+            "zero": (not kernels and bool(moved) and bool(before), "copies and no NCCL kernel, without it a kernel"),
             "efficiency": (bool(now and before) and now[-1] < before[-1], "fewer CTAs than without it"),
             "default": (bool(kernels), "NCCL's kernels"),
         }[self.policy]

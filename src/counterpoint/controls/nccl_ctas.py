@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.kinds import blocks, nccl_kernels, written
@@ -34,6 +34,11 @@ class NcclCtas(Control):
         Misconfigured: neither is given, one is out of range, or min_ctas > max_ctas.
     """
 
+    remedy: ClassVar[str] = (
+        "give limits that NCCL breaks by itself (powers of two for all-to-all), and a process group made with these "
+        "options"
+    )
+
     max_ctas: int | None = None
     min_ctas: int | None = None
 
@@ -62,10 +67,13 @@ class NcclCtas(Control):
     def verify(self, seen: Seen) -> Evidence:
         now, before = blocks(nccl_kernels(seen.comm)), blocks(nccl_kernels(seen.comm_without))
         low, high = self.min_ctas or 1, self.max_ctas or _MOST
-        within = bool(now) and low <= now[0] and now[-1] <= high
+
+        def within(counts: list[int]) -> bool:
+            return low <= counts[0] and counts[-1] <= high
+
         return Evidence(
             control=self.name,
-            asked=f"{low} to {high} CTAs, other than without it",
+            asked=f"{low} to {high} CTAs, fewer or more without it",
             seen=f"{written(now, nothing='no NCCL kernel')} CTAs, without it {written(before)}",
-            took_effect=within and bool(before) and now != before,
+            took_effect=bool(now) and bool(before) and within(now) and not within(before),
         )

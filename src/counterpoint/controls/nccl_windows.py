@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.kinds import copies, nccl_kernels, symmetric_kernels
@@ -28,6 +28,8 @@ class NcclWindows(Control):
 
     Memory stays registered until `release`, or as long as this control lives: keep it longer than its buffers.
     """
+
+    remedy: ClassVar[str] = "take both buffers from `empty`, for the group that runs the collective"
 
     _pools: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from typing import ClassVar
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.launch_hook import Launch, LaunchHook, no_cupti
@@ -49,6 +50,11 @@ class OccupancyShaping(Control):
     Raises:
         Misconfigured: not exactly one of the two, one below 1, or not a regular expression.
     """
+
+    remedy: ClassVar[str] = (
+        "ask for fewer blocks than fit by themselves, of a kernel that Triton launches (others: interpose=True); one "
+        "block per SM already: a smaller grid, gemm_sms=N"
+    )
 
     blocks_per_sm: int | None = None
     smem_bytes: int | None = None
@@ -107,9 +113,10 @@ class OccupancyShaping(Control):
         return GemmSmLimit(num_sms=(self.sm or device_limits()).num_sms - num_ctas)
 
     def verify(self, seen: Seen) -> Evidence:
-        """By the longest kernel of the compute side that `kernels` names; times of others do not matter much."""
+        """By the kernel, of those that `kernels` names, that takes longest without it: times of others matter less."""
         sm = self.sm or device_limits()
-        before, after = (self._longest(side) for side in (seen.compute_without, seen.compute))
+        before = self._longest(seen.compute_without)
+        after = self._longest(tuple(one for one in seen.compute if before is not None and one.name == before.name))
         if before is None or after is None:
             missing = "without the control" if before is None else "with it"
             return self._evidence(f"no kernel {self.kernels!r} that the profiler knows the size of {missing}", False)
@@ -118,7 +125,7 @@ class OccupancyShaping(Control):
         text = f"{had} blocks per SM before, {has} after ({before.smem_bytes} and {after.smem_bytes} bytes a block)"
         if would.refused is not None:
             return self._evidence(f"{text}: {before.name} cannot be shaped: {would.refused}", False)
-        return self._evidence(f"{text}: {before.name}", _grown(before, after, would) and has == would.blocks_after)
+        return self._evidence(f"{text}: {before.name}", _grown(after, would) and has == would.blocks_after)
 
     def _evidence(self, text: str, took_effect: bool) -> Evidence:
         asked = (
@@ -134,10 +141,9 @@ class OccupancyShaping(Control):
         return max(named, key=lambda one: one.duration_us, default=None)
 
 
-def _grown(before: Launched, after: Launched, would: Shape) -> bool:
-    """Whether the same kernel was launched with what it should have had."""
-    total = would.kernel.static_smem_bytes + would.dynamic_smem_bytes
-    return after.name == before.name and after.smem_bytes == total
+def _grown(after: Launched, would: Shape) -> bool:
+    """Whether it was launched with what it should have had."""
+    return after.smem_bytes == would.kernel.static_smem_bytes + would.dynamic_smem_bytes
 
 
 def _kernel(seen: Launched) -> Kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.kinds import written
@@ -34,6 +34,11 @@ class StreamPriority(Control):
     Raises:
         Misconfigured: a priority above 0, or an unknown word.
     """
+
+    remedy: ClassVar[str] = (
+        "launch the collective on the lanes' stream (async_op=False) and with a priority that the GPU has; copies "
+        "have none"
+    )
 
     level: Literal["high", "default", "low"] | int = "high"
 
@@ -71,17 +76,17 @@ class StreamPriority(Control):
             yield replace(lanes, comm_stream=torch.cuda.Stream(device, priority=wanted))
 
     def verify(self, seen: Seen) -> Evidence:
-        moved = [one for one in seen.comm if one.kind != "memset"]  # other controls put memsets on streams of their own
-        comm = sorted({one.priority for one in moved if one.priority is not None})
+        kernels = [one for one in seen.comm if one.kind == "kernel"]  # what copies and memsets do, no priority changes
+        comm = sorted({one.priority for one in kernels if one.priority is not None})
         compute = sorted({one.priority for one in seen.compute if one.priority is not None})
         asked = {
             "high": "the collective on a stream of negative priority, below that of compute",
             "default": "the collective on a stream of priority 0",
             "low": "compute on a stream of lower number than the collective's",
         }.get(str(self.level), f"the collective on a stream of priority {self.level}")
-        known = bool(comm) and all(one.priority is not None for one in moved)
+        known = bool(comm) and all(one.priority is not None for one in kernels)
         if self.level == "high":
-            took_effect = known and comm[-1] < min(0, *compute, 0)
+            took_effect = known and comm[-1] < min([0, *compute])
         elif self.level == "low":
             took_effect = known and bool(compute) and compute[-1] < comm[0]
         else:
@@ -89,7 +94,7 @@ class StreamPriority(Control):
         return Evidence(
             control=self.name,
             asked=asked,
-            seen=f"priority {written(comm, nothing='unknown')} of the collective, "
+            seen=f"priority {written(comm, nothing='unknown') if kernels else 'of no kernel'} of the collective, "
             f"{written(compute, nothing='unknown')} of compute",
             took_effect=took_effect,
         )

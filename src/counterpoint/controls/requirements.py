@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 __all__ = ["first_reason", "nccl_config", "no_driver_calls", "no_gpu", "no_nccl", "no_nccl_option"]
@@ -21,10 +20,10 @@ def no_gpu() -> str | None:
 
 def no_driver_calls(*names: str) -> str | None:
     """Why the driver's functions `names` cannot be called through cuda-bindings."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
         return "cuda-bindings is not installed: pip install 'counterpoint[torch]'"
-    from cuda.bindings import driver
-
     missing = [name for name in names if not hasattr(driver, name)]
     return f"cuda-bindings is too old: it lacks {', '.join(missing)}" if missing else None
 

@@ -25,7 +25,8 @@ def answers(readings: Readings) -> list[Check]:
             f"answers.{probe}", readings.blind.get(probe, "it failed"),
             means="jobs will meet the same: ranks crash, or hang in their first collective",
             fix="CUDA error 802: start nvidia-fabricmanager; 803 or 804: the libcuda in the container does not fit the "
-            "kernel's driver; else dmesg | grep -i -e xid -e nvrm, drain and reboot the node",
+            "kernel's driver; a version mismatch: the driver was updated under way, reboot; else "
+            "dmesg | grep -i -e xid -e nvrm, drain and reboot the node",
         )
         for probe in readings.broken
     ]  # fmt: skip

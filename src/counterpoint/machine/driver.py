@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
 
 from counterpoint.machine.blind import Blind, Broken
 
@@ -12,6 +13,7 @@ __all__ = ["Driver"]
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
 _REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
 _PEER_ACCESS_ALREADY = 704
+_MOST_DEVICES = 1024  # more is no answer; whoever believed it would ask for days
 
 
 class Driver:
@@ -19,7 +21,7 @@ class Driver:
 
     Raises:
         Blind: there is no driver, or the GPU is in use.
-        Broken: a call failed; the text has CUDA's name of the error.
+        Broken: a call failed (the text has CUDA's name of the error), is missing, or its answer makes no sense.
     """
 
     def __init__(self) -> None:
@@ -27,23 +29,31 @@ class Driver:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError:
             raise Blind("no CUDA driver: libcuda.so.1 is not on this machine") from None
-        self.no_device = self._lib.cuInit(0) in _NO_DEVICE
+        self.no_device = self._function("cuInit")(0) in _NO_DEVICE
         if not self.no_device:
             self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
         """One driver call; raises `Broken` if it fails, `Blind` if the GPU is in use."""
-        code = getattr(self._lib, name)(*arguments)
+        code = self._function(name)(*arguments)
         if code:
             text = c_char_p()
-            self._lib.cuGetErrorName(code, byref(text))
+            self._function("cuGetErrorName")(code, byref(text))
             failed = Blind if code in _REFUSED else Broken
-            raise failed(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+            raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._lib, name)
+        except AttributeError:
+            raise Broken(f"libcuda.so.1 has no {name}: it is not NVIDIA's driver, or damaged") from None
 
     def version(self) -> int:
         """CUDA version that the driver supports, 13000 for 13.0."""
         value = c_int()
         self.call("cuDriverGetVersion", byref(value))
+        if value.value <= 0:
+            raise Broken(f"cuDriverGetVersion says {value.value}, which is no version of CUDA")
         return value.value
 
     def device_count(self) -> int:
@@ -51,12 +61,14 @@ class Driver:
         value = c_int()
         if not self.no_device:
             self.call("cuDeviceGetCount", byref(value))
+        if not 0 <= value.value <= _MOST_DEVICES:
+            raise Broken(f"cuDeviceGetCount says {value.value}, which is no number of GPUs")
         return value.value
 
     def attribute(self, device: int, which: int) -> int:
         """One `CUdevice_attribute`; 0 if the driver does not know it."""
         value = c_int()
-        return 0 if self._lib.cuDeviceGetAttribute(byref(value), which, device) else value.value
+        return 0 if self._function("cuDeviceGetAttribute")(byref(value), which, device) else value.value
 
     def name(self, device: int) -> str:
         """Device name."""
@@ -88,7 +100,7 @@ class Driver:
 
     def enable_peer(self, peer_context: int) -> None:
         """Let the current context map the memory of another."""
-        code = self._lib.cuCtxEnablePeerAccess(c_void_p(peer_context), c_uint(0))
+        code = self._function("cuCtxEnablePeerAccess")(c_void_p(peer_context), c_uint(0))
         if code not in (0, _PEER_ACCESS_ALREADY):
             self.call("cuCtxEnablePeerAccess", c_void_p(peer_context), c_uint(0))
 

@@ -37,8 +37,9 @@ class _Asker:
         if answer.output is not None:
             try:
                 return msgspec.json.decode(answer.output, type=kind)
-            except msgspec.DecodeError as error:
+            except msgspec.DecodeError as error:  # something ended the process, or its answer cannot be
                 self.blind[probe] = f"the probe's answer is not a reading: {error}"
+                self.broken.append(probe)
                 return None
         self.blind[probe] = answer.reason or "no reason given"
         self.broken.extend([probe] if answer.broken else [])

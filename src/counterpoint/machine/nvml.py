@@ -13,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.blind import Blind
+from counterpoint.machine.blind import Blind, Broken
 from counterpoint.machine.readings import GpuReading, NvLink, Nvml
 
 __all__ = ["CLOCK_REASONS", "read_nvml"]
@@ -39,6 +39,8 @@ _PEER_STATUS = {
     5: "not_supported",
 }
 _MAX_LINKS = 18
+_MOST_GPUS = 1024  # more is no answer; whoever believed it would ask for days
+_ABSENT = (4, 9, 12, 13)  # no permission; no driver loaded; no library; not a function of it: nothing is broken
 _FIELD_REPLAY, _FIELD_RECOVERY, _FIELD_CRC, _FIELD_SPEED = 161, 162, 163, 164
 _UNCORRECTED, _VOLATILE = 1, 0
 _CLOCK_SM = 1
@@ -50,6 +52,7 @@ def read_nvml() -> Nvml:
 
     Raises:
         Blind: nvidia-ml-py or the driver is missing.
+        Broken: NVML does not start, such as after an update of the driver without a reboot, or answers nonsense.
     """
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -62,7 +65,10 @@ def read_nvml() -> Nvml:
     with _session(nvml):
         handles: dict[int, Any] = {}
         lost: list[GpuReading] = []
-        for index in range(nvml.nvmlDeviceGetCount()):
+        count = nvml.nvmlDeviceGetCount()
+        if count > _MOST_GPUS:
+            raise Broken(f"nvmlDeviceGetCount says {count}, which is no number of GPUs")
+        for index in range(count):
             try:
                 handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
             except nvml.NVMLError as error:
@@ -77,7 +83,8 @@ def _session(nvml: Any) -> Iterator[None]:
         nvml.nvmlInit()
         yield
     except nvml.NVMLError as error:
-        raise Blind(f"NVML: {error}") from None
+        absent = getattr(error, "value", None) in _ABSENT
+        raise (Blind if absent else Broken)(f"NVML: {error}") from None
 
 
 def _text(value: object) -> str:
@@ -86,10 +93,10 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """The function's answer; None if this driver, GPU or nvidia-ml-py does not have it."""
+        """The function's answer; None if this driver, GPU or nvidia-ml-py does not have it, or it is no text."""
         try:
             return getattr(nvml, name)(handle, *arguments)
-        except (nvml.NVMLError, AttributeError):
+        except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return None
 
     return ask
@@ -103,7 +110,7 @@ def _gpu(nvml: Any, handle: Any, index: int) -> GpuReading:
     mode = ask("nvmlDeviceGetComputeMode")
     return GpuReading(
         index=index,
-        name=_text(ask("nvmlDeviceGetName")),
+        name=_text(ask("nvmlDeviceGetName") or "a GPU without a name"),
         bus_id=None if pci is None else _text(pci.busId).lower(),
         mig=None if mig is None else mig[0] == 1,
         compute_mode=_COMPUTE_MODES.get(mode),

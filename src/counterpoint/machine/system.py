@@ -5,6 +5,7 @@ Every text comes from outside: reads are bounded, and what does not parse is Non
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -23,16 +24,16 @@ def read_system(root: Path = Path("/")) -> System:
     """All that the files below `root` say. Never raises."""
     sys = root / "sys"
     driver = _read(root / "proc/driver/nvidia/version")
-    modules = None if not (sys / "module").is_dir() else tuple(sorted(path.name for path in _list(sys / "module")))
+    modules = tuple(sorted(path.name for path in _list(sys / "module"))) if _is_there(sys / "module") else None
     pci = sys / "bus/pci/devices"
     return System(
         kernel=_read(root / "proc/sys/kernel/osrelease"),
         modules=modules,
         open_driver=None if driver is None else "Open Kernel Module" in driver,
-        gpu_iommu=_gpu_iommu(pci) if pci.is_dir() else None,
+        gpu_iommu=_gpu_iommu(pci) if _is_there(pci) else None,
         acs_redirects=_redirecting(pci),
-        rdma=tuple(_rdma(sys / "class/infiniband")) if (sys / "class").is_dir() else None,
-        net=tuple(_net(sys / "class/net")) if (sys / "class/net").is_dir() else None,
+        rdma=tuple(_rdma(sys / "class/infiniband")) if _is_there(sys / "class") else None,
+        net=tuple(_net(sys / "class/net")) if _is_there(sys / "class/net") else None,
         nccl_conf=parse_conf(_read(root / "etc/nccl.conf") or ""),
     )
 
@@ -62,12 +63,27 @@ def acs_redirects(config: bytes) -> bool | None:
     return False
 
 
-def _read(path: Path) -> str | None:
+def _bytes(path: Path, most: int) -> bytes | None:
+    """The first bytes; None if they cannot be read. Never waits, whatever lies there (a pipe, say)."""
     try:
-        with path.open("rb") as file:
-            return file.read(_MAX_BYTES).decode(errors="replace").strip()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(most)
     except OSError:
         return None
+
+
+def _read(path: Path) -> str | None:
+    found = _bytes(path, _MAX_BYTES)
+    return None if found is None else found.decode(errors="replace").strip()
+
+
+def _is_there(path: Path) -> bool:
+    """Whether it can be looked at."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _list(path: Path) -> list[Path]:
@@ -102,11 +118,8 @@ def _redirecting(pci: Path) -> tuple[str, ...] | None:
 
 
 def _bridge(config: Path) -> bool | None:
-    try:
-        with config.open("rb") as file:
-            return acs_redirects(file.read(4096))
-    except OSError:
-        return None
+    found = _bytes(config, 4096)
+    return None if found is None else acs_redirects(found)
 
 
 def _rdma(folder: Path) -> list[RdmaPort]:
@@ -133,7 +146,7 @@ def _net(folder: Path) -> list[NetPort]:
     """Interfaces with hardware behind them: no bridges, tunnels or loopback."""
     ports = []
     for interface in _list(folder):
-        if (interface / "device").exists():
+        if _is_there(interface / "device"):
             speed, mtu = _number(_read(interface / "speed")), _number(_read(interface / "mtu"))
             ports.append(
                 NetPort(

@@ -19,15 +19,16 @@ import msgspec
 from counterpoint import __version__
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.visible import visible_gpus
-from counterpoint.measure.launch import Tell, launch
+from counterpoint.measure.launch import STARTUP_S, VARIABLES, Tell, launch
 from counterpoint.measure.partial import finished, resumable
 from counterpoint.measure.suites import blocks_of, scenarios_of
-from counterpoint.records import Measurement, Outcome, Plan
+from counterpoint.records import Measurement, Outcome, Plan, Scenario
 
 __all__ = ["measure"]
 
 MIN_ROUNDS = 5  # two are dropped, and a median wants three
 MAX_CPU_RANKS = 64
+MAX_WAIT_S = 7 * 86400.0  # what torch and JSON can say
 
 
 def measure(
@@ -45,7 +46,7 @@ def measure(
     """Run a suite on GPUs of this machine, or with gloo on its CPUs, in one new process per rank.
 
     Args:
-        suite: a name of `measure/suites.py`: "quick", "conccl", "resource-aware", "forum", "blocks".
+        suite: a name of `measure/suites.py`, such as "quick", "pairs" or "conccl".
         device: "cuda", or "cpu" for the same pairs with gloo and threads.
         world_size: number of ranks; all visible GPUs unless told, 2 on CPUs.
         mechanisms: such as "nccl+max_ctas=8"; those of the suite unless told.
@@ -57,7 +58,7 @@ def measure(
 
     Raises:
         Misconfigured: an option that cannot mean anything here, or `partial` of another run.
-        Unsupported: no torch, fewer than two GPUs, or what a rank found missing.
+        Unsupported: no torch, fewer than two GPUs, what a rank found missing, or no mechanism that can run.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
     _refuse_torchrun()
@@ -78,12 +79,20 @@ def measure(
             scenarios=scenarios_of(suite, device=kind, mechanisms=mechanisms),
             blocks=blocks_of(suite),
             rounds=rounds,
+            timeout_s=min(timeout_s + 2 * STARTUP_S, MAX_WAIT_S),  # `launch` gives up first, and says who was where
             results=str(results.absolute()),
             errors=str(folder / "errors"),
         )
-        with resumable(results, _identity(plan, gpus, torch), fresh=fresh):
-            launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)
-            return _gather(plan, finished(results))
+        names = {part.name for part in plan.parts}
+        with resumable(results, _identity(plan, gpus, torch), fresh=fresh, names=names):
+            if len(finished(results)) < len(names):
+                launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)
+            measured = _gather(plan, finished(results))
+            if measured.unavailable and not (measured.rows or measured.blocks):
+                results.unlink()  # nothing to go on with, once the reasons are gone
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in measured.unavailable.items())
+                raise Unsupported(f"nothing could be measured here: {reasons}")
+            return measured
 
 
 def _refuse_torchrun() -> None:
@@ -148,6 +157,7 @@ def _identity(plan: Plan, gpus: Sequence[str], torch: str) -> dict[str, str]:
         "mechanisms": ", ".join(dict.fromkeys(name for scenario in plan.scenarios for name in scenario.mechanisms)),
         "scenarios": hashlib.sha256(msgspec.json.encode((plan.scenarios, plan.blocks))).hexdigest()[:12],
         "gpu": ", ".join(dict.fromkeys(gpus)) or "none",
+        "variables": " ".join(f"{key}={it}" for key, it in sorted(os.environ.items()) if key.startswith(VARIABLES)),
         "torch": torch,
         "counterpoint": __version__,
     }
@@ -168,9 +178,24 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
         rounds=plan.rounds,
         dropped_rounds=plan.dropped_rounds,
         rows=tuple(row for outcome in ordered for row in outcome.rows),
-        unavailable={name: reason for outcome in ordered for name, reason in outcome.unavailable.items()},
+        unavailable=_unavailable(plan, ordered),
         blocks=tuple(block for outcome in ordered for block in outcome.blocks),
     )
+
+
+def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Why each mechanism was not measured, or not everywhere: several reasons say for which operation they hold."""
+    what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
+    found: dict[str, dict[str, list[str]]] = {}
+    for outcome in outcomes:
+        for name, reason in outcome.unavailable.items():
+            found.setdefault(name, {}).setdefault(reason, []).append(what[outcome.scenario])
+    return {
+        name: next(iter(reasons))
+        if len(reasons) == 1
+        else "; ".join(f"{', '.join(dict.fromkeys(of))}: {reason}" for reason, of in reasons.items())
+        for name, reasons in found.items()
+    }
 
 
 @contextmanager

@@ -20,13 +20,17 @@ _REASONS = {  # nvml.h, nvmlClocksEventReason*; idle and "applications clocks" a
 }
 
 
-def read_device(index: int) -> Reading | None:
-    """One GPU now; None where NVML or nvidia-ml-py is missing. `index` counts as `nvidia-smi` does."""
+def read_device(uuid: str) -> Reading | None:
+    """One GPU now; None where NVML or nvidia-ml-py is missing.
+
+    Args:
+        uuid: as `nvidia-smi -L` says it, `GPU-...`: CUDA's numbers are others where CUDA_VISIBLE_DEVICES is set.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return (
             int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),

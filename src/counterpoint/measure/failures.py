@@ -14,6 +14,8 @@ __all__ = ["Remains", "died", "hung"]
 
 # NoEffect is rebuilt as what it is a kind of: its text is complete, its fields are not in a `Failure`
 OURS = {"Misconfigured": Misconfigured, "Unsupported": Unsupported, "NoEffect": Unsupported}
+SILENT = "did not answer (stopped, or in a driver call)"
+FELT = "PeerFailed"  # by a rank that another one told to stop
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
 
@@ -31,9 +33,11 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str) -> CounterpointErr
     """The error to raise when a rank has ended badly: the cause, not what the others felt of it.
 
     One of our own exceptions comes first, then a signal, then other exceptions (a peer that lost its connection raises
-    one too), then a rank that left only its log.
+    one too), then a rank that left only its log. A rank that only repeats what another one told it is never believed
+    before that one.
     """
-    told = [r for r in ranks if r.failure is not None]
+    said = [r for r in ranks if r.failure is not None]
+    told = [r for r in said if r.failure and r.failure.kind != FELT] or said
     killed = [r for r in ranks if r.code is not None and r.code < 0]
     ours = next((r.failure for r in told if r.failure and r.failure.kind in OURS), None)
     if ours is not None:
@@ -62,7 +66,8 @@ def _at(failure: Failure, during: str) -> str:
 
 def hung(ranks: Sequence[Remains], *, during: str, logs: str, timeout_s: float) -> PeerTimeout:
     """The error to raise when nothing has moved for `timeout_s`; the logs end with faulthandler's stacks."""
-    at = "; ".join(f"rank {r.rank} {_where(r)}" for r in ranks[:4]) + ("; …" if len(ranks) > 4 else "")
+    first = sorted(ranks, key=lambda r: _where(r) != SILENT)  # the likely cause, whatever its number
+    at = "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")
     reason = f"no progress for {timeout_s:g} s {during}: {at}"
     return PeerTimeout(f"{reason}; raise --timeout if it was only slow; logs: {logs}", ranks=_ranks(ranks))
 
@@ -73,7 +78,7 @@ def _where(rank: Remains) -> str:
         return "had ended"
     frames = [match.groupdict() for match in FRAME.finditer(rank.log.rpartition("Fatal Python error")[2])]
     if not frames:
-        return "did not answer (stopped, or in a driver call)"
+        return SILENT
     frame = next((f for f in frames if "counterpoint" in f["file"]), frames[0])
     return f"was in {frame['function']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
 

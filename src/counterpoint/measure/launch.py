@@ -27,7 +27,7 @@ from counterpoint.measure.orphans import PARENT_VARIABLE
 from counterpoint.measure.partial import finished
 from counterpoint.records import Failure, Plan
 
-__all__ = ["Tell", "launch"]
+__all__ = ["STARTUP_S", "VARIABLES", "Tell", "launch"]
 
 Tell = Callable[[int, int, str], None]  # scenarios done, scenarios in all, what runs now
 
@@ -38,6 +38,7 @@ SETTLE_S = 1.0  # after the first rank has ended badly, the others may say what 
 REAP_S = 30.0  # a driver may take seconds to free a GPU's memory
 LOG_TAIL_BYTES = 64 << 10
 
+VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # beginnings of those that change results
 DEFAULTS = {  # of every rank; what the user has set wins
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast stays off
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -104,7 +105,8 @@ def _started(plan: Plan, plan_file: Path, module: str) -> Iterator[list[subproce
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
             for process in processes:
-                process.wait(timeout=REAP_S)
+                with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it dies when that lets go
+                    process.wait(timeout=REAP_S)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -130,14 +132,14 @@ def _watch(
     tell: Tell,
 ) -> None:
     """Return when all have ended with 0; raise as soon as one has not, or when results stop coming."""
-    size, done = -1, 0
+    size: int | None = -1
     deadline = time.monotonic() + startup_s + timeout_s
     while True:
         codes = [_exit_code(process) for process in processes]  # before the results: none can come after
-        if (now := Path(plan.results).stat().st_size) != size:
-            deadline = max(deadline if size < 0 else 0.0, time.monotonic() + timeout_s)
-            size, done = now, len(finished(Path(plan.results)))
-            tell(done, len(plan.parts), _next(plan) or "")
+        if (now := _size(Path(plan.results))) != size:
+            deadline = max(deadline if size == -1 else 0.0, time.monotonic() + timeout_s)
+            size = now
+            tell(len(finished(Path(plan.results))), len(plan.parts), _next(plan) or "")
         if any(codes):
             raise _why(processes, plan, folder)
         if all(code == 0 for code in codes):
@@ -145,6 +147,14 @@ def _watch(
         if time.monotonic() > deadline:
             raise _stuck(processes, plan, folder, timeout_s)
         time.sleep(POLL_S)
+
+
+def _size(results: Path) -> int | None:
+    """None if somebody took the file away, which `finished` then says."""
+    try:
+        return results.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _why(processes: Sequence[subprocess.Popen[bytes]], plan: Plan, folder: Path) -> CounterpointError:

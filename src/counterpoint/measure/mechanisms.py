@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from counterpoint.controls.control import Lanes
+from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.errors import Unsupported
 from counterpoint.measure.comm import Buffers, Comm, allocate, plain_memory
 from counterpoint.measure.names import BASES, Mechanism
 from counterpoint.measure.session import Session
+from counterpoint.measure.stage import Case, Trial
 
-__all__ = ["Opened", "OpenedAll", "open_all", "open_mechanism"]
+__all__ = ["Opened", "OpenedAll", "offered", "open_all", "open_mechanism"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,32 @@ class Opened:
     comm: Comm
     lanes: Lanes
     alone: Lanes
+
+    def trial(self, session: Session, what: str) -> Callable[[], Trial]:
+        """What runs one trial of a `Case`; before each, an in-place collective gets its data back."""
+        lanes = self.alone if what in ("comm_alone", "serial") else self.lanes
+        case = Case(what=what)  # type: ignore[arg-type]
+
+        def run() -> Trial:
+            self.comm.reset()
+            return session.stage.run(lanes, case)
+
+        return run
+
+
+def offered(
+    session: Session, mechanisms: Sequence[Mechanism], collective: str
+) -> tuple[tuple[Mechanism, ...], dict[str, str]]:
+    """Those that can run this collective on every rank, and why each of the others cannot. All ranks call it."""
+    everyone = session.gather([mechanism.why_unavailable(collective) for mechanism in mechanisms])
+    first = [
+        next((reason for reason in reasons if reason is not None), None) for reasons in zip(*everyone, strict=True)
+    ]
+    said = list(zip(mechanisms, first, strict=True))
+    return (
+        tuple(mechanism for mechanism, reason in said if reason is None),
+        {mechanism.name: reason for mechanism, reason in said if reason is not None},
+    )
 
 
 @contextmanager
@@ -70,13 +98,19 @@ def open_mechanism(
     comm = Comm(buffers=plain[collective] if windows is None else make(), group=group)
     with ExitStack() as stack:
         if windows is not None:
-            stack.callback(windows.release)
+            stack.push(partial(_release, windows))
         base = replace(stock, comm=comm.launch)
         lanes = base
         for control in mechanism.controls:
             lanes = stack.enter_context(control.apply(lanes))
         alone = replace(base, comm_stream=lanes.comm_stream)
         yield Opened(mechanism=mechanism, comm=comm, lanes=lanes, alone=alone)
+
+
+def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:
+    """Not after an unexpected error: it waits for the GPU, which may wait for ranks that are gone."""
+    if kind is None or issubclass(kind, Unsupported):
+        windows.release()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +138,11 @@ def open_all(
     with ExitStack() as stack:
 
         def enter(mechanism: Mechanism) -> Opened:
-            context = open_mechanism(session, mechanism, collective, numel, stock, plain)
-            return session.together(lambda: stack.enter_context(context))
+            with ExitStack() as own:  # left at once if another rank could not enter
+                context = open_mechanism(session, mechanism, collective, numel, stock, plain)
+                entered = session.together(lambda: own.enter_context(context))
+                stack.push(own.pop_all())
+                return entered
 
         for mechanism in mechanisms:
             try:
@@ -113,8 +150,9 @@ def open_all(
             except Unsupported as error:
                 unavailable[mechanism.name] = str(error)
         if not opened:
-            raise Unsupported(f"no mechanism can run {collective} here: {unavailable}")
-        for comm in {id(each.comm.group): each.comm for each in opened}.values():
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+            raise Unsupported(f"no mechanism can run {collective} here: {reasons}")
+        for comm in {(id(each.comm.group), id(each.comm.buffers)): each.comm for each in opened}.values():
             session.together(comm.check)
         without = next((each for each in opened if not each.mechanism.controls), None)
         if without is None:

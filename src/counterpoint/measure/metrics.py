@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.records.measurement import Order, PairClass, Timing
 
-__all__ = ["Overlap", "bus_gb_per_s", "geometric_mean", "overlap", "pair_class", "timing"]
+__all__ = ["Overlap", "bus_gb_per_s", "overlap", "pair_class", "timing"]
 
 CLASS_BORDER = 1.15
 
@@ -78,11 +78,3 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """exp(mean(log)); raises ValueError for none."""
-    logs = [math.log(value) for value in values]
-    if not logs:
-        raise ValueError("the geometric mean of nothing")
-    return math.exp(sum(logs) / len(logs))

@@ -6,13 +6,14 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.measure.comm import elements_of, memory_bytes
 from counterpoint.measure.device_state import combine, read_device
-from counterpoint.measure.mechanisms import Opened, OpenedAll, open_all, open_mechanism
+from counterpoint.measure.mechanisms import Opened, OpenedAll, offered, open_all, open_mechanism
 from counterpoint.measure.names import Mechanism, find_mechanism
 from counterpoint.measure.rounds import play_rounds
 from counterpoint.measure.rows import Watched, comm_time, compute_time, row, time_of
@@ -50,27 +51,27 @@ class _Pair:
 
 
 def measure_scenario(session: Session, scenario: Scenario, plan: Plan, calibration: Calibration) -> Outcome:
-    """All rows of a scenario. All ranks call it with the same arguments.
+    """All rows of a scenario; none where no mechanism offers the collective. All ranks call it with the same arguments.
 
     Raises:
         Misconfigured: unknown names; sizes beyond this machine's memory.
         WrongResult: a mechanism gave wrong data.
-        Unsupported: no mechanism of the scenario can run here.
+        Unsupported: no mechanism that offers the collective can be started.
     """
     workload = find_workload(scenario.workload)
-    mechanisms = tuple(find_mechanism(name, session.device.type) for name in scenario.mechanisms)
-    needed = workload.memory_bytes(session.dtype.itemsize)
-    session.together(lambda: _fits(session, needed, scenario.workload))
+    asked = [find_mechanism(name, session.device.type) for name in scenario.mechanisms]
+    mechanisms, unavailable = offered(session, asked, scenario.collective)
+    if not mechanisms:
+        return Outcome(scenario=scenario.name, unavailable=unavailable)
+    session.require_memory(workload.memory_bytes(session.dtype.itemsize), scenario.workload)
     compute = prepare(workload, session.device, session.dtype, seed=plan.seed + session.rank)
     pair = _Pair(scenario=scenario, workload=workload, compute=compute, mechanisms=mechanisms)
-    try:
-        numel = _numel(session, pair, calibration)
-        return _measure(session, pair, plan, numel, calibration)
-    finally:
-        del pair, compute
-        gc.collect()
-        if session.is_cuda:
-            torch.cuda.empty_cache()
+    found = _measure(session, pair, plan, _numel(session, pair, calibration), calibration)
+    del pair, compute
+    gc.collect()
+    if session.is_cuda:
+        torch.cuda.empty_cache()
+    return msgspec.structs.replace(found, unavailable=unavailable | found.unavailable)
 
 
 def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration: Calibration) -> Outcome:
@@ -78,12 +79,12 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
     size = numel * session.dtype.itemsize
     needed = memory_bytes(scenario.collective, size, session.world_size)
     copies = 1 + sum(mechanism.windows is not None for mechanism in pair.mechanisms)
-    session.together(lambda: _fits(session, copies * needed, f"{scenario.collective} of {size / 1e9:.2f} GB"))
+    session.require_memory(copies * needed, f"{scenario.collective} of {size / 1e9:.2f} GB")
     stock = session.lanes(pair.compute, lambda: None)
     with open_all(session, pair.mechanisms, scenario.collective, numel, stock) as opened:
         trials = _trials(session, opened.each, scenario.orders)
         samples = play_rounds(session, trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed)
-        device = combine(session.gather(read_device(session.local_rank) if session.is_cuda else None))
+        device = combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
         watched = _watched(session, pair, opened, calibration)
     names = [each.mechanism.name for each in opened.each]
     alone = {name: time_of(samples[name, "comm_alone"], comm_time).us for name in names}
@@ -120,32 +121,12 @@ def _trials(
 ) -> dict[tuple[str, str], Callable[[], Trial]]:
     """What one round holds: the plain computation; by each mechanism the collective alone, the computation alone under
     its controls, both one after the other, and both in each order."""
-
-    def trial(each: Opened, what: str) -> Callable[[], Trial]:
-        controlled = what in orders or what == "compute_alone"
-        lanes = each.lanes if controlled else each.alone
-        case = Case(what=what)  # type: ignore[arg-type]
-
-        def run() -> Trial:
-            each.comm.reset()
-            return session.stage.run(lanes, case)
-
-        return run
-
     plain = Case(what="compute_alone")
     trials = {("", "compute_alone"): lambda: session.stage.run(opened[0].alone, plain)}
     for each in opened:
         for what in ("compute_alone", "comm_alone", "serial", *orders):
-            trials[each.mechanism.name, what] = trial(each, what)
+            trials[each.mechanism.name, what] = each.trial(session, what)
     return trials
-
-
-def _fits(session: Session, needed: int, what: str) -> None:
-    free = session.free_bytes()
-    if needed > 0.95 * free:
-        raise Misconfigured(
-            f"{what} needs {needed / 1e9:.1f} GB on each rank and {free / 1e9:.1f} GB are free; choose a smaller size"
-        )
 
 
 def _numel(session: Session, pair: _Pair, calibration: Calibration) -> int:
@@ -156,13 +137,12 @@ def _numel(session: Session, pair: _Pair, calibration: Calibration) -> int:
         if scenario.ratio is None:
             raise Misconfigured(f"{scenario.name}: give size_bytes or ratio")
         compute_us = _workload_us(session, pair, calibration)
-        curves = [_curve(session, scenario.collective, base, calibration) for base in _bases(pair)]
-        size = size_for_time([curve for curve in curves if curve], scenario.ratio * compute_us)
+        bases = list(dict.fromkeys(mechanism.base for mechanism in pair.mechanisms))
+        curves = [curve for base in bases if (curve := _curve(session, scenario.collective, base, calibration))]
+        if not curves:
+            raise Unsupported(f"{scenario.collective} by {', '.join(bases)} could not be started at any size")
+        size = size_for_time(curves, scenario.ratio * compute_us)
     return elements_of(size, session.dtype.itemsize, session.world_size)
-
-
-def _bases(pair: _Pair) -> list[str]:
-    return list(dict.fromkeys(mechanism.base for mechanism in pair.mechanisms))
 
 
 def _workload_us(session: Session, pair: _Pair, calibration: Calibration) -> float:
@@ -200,10 +180,6 @@ def comm_alone_us(session: Session, mechanism: Mechanism, collective: str, numel
     """Time of one collective alone, in µs: the median of a few rounds, of the slowest rank."""
     stock = session.lanes(lambda: None, lambda: None)
     with open_mechanism(session, mechanism, collective, numel, stock, {}) as opened:
-
-        def run() -> Trial:
-            opened.comm.reset()
-            return session.stage.run(opened.alone, Case(what="comm_alone"))
-
+        run = opened.trial(session, "comm_alone")
         samples = play_rounds(session, {collective: run}, rounds=_CALIBRATING_ROUNDS + 2, dropped=2, seed=0)
     return time_of(samples[collective], comm_time).us

@@ -7,13 +7,15 @@ also reads as an `Outcome` of the scenario "", so that a reader of outcomes need
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, printable
 from counterpoint.records import Outcome, Record
 
 __all__ = ["finished", "resumable"]
@@ -27,18 +29,22 @@ class _Header(Record, frozen=True, kw_only=True):
 
 
 @contextmanager
-def resumable(path: Path, identity: dict[str, str], *, fresh: bool) -> Iterator[None]:
+def resumable(
+    path: Path, identity: dict[str, str], *, fresh: bool, names: Container[str] | None = None
+) -> Iterator[None]:
     """`path` ready to be appended to, held against a second run until the block ends.
 
     Args:
         identity: suite, device, GPU, versions ...: results of another identity are never mixed with these.
         fresh: throw away what is there.
+        names: of the scenarios that outcomes can be about; any unless told.
 
     Raises:
-        Misconfigured: the file is of another run, not ours, being written by another process, or cannot be written.
+        Misconfigured: the file is of another run, not ours, damaged, being written by another process, or cannot be
+            written.
     """
     try:
-        opened = path.open("a+b")
+        opened = path.open("a+b", buffering=0)  # what fails, fails here and not when it is closed
     except OSError as error:
         raise Misconfigured(f"cannot write {path}: {error.strerror}") from None
     with opened as file:
@@ -56,15 +62,33 @@ def resumable(path: Path, identity: dict[str, str], *, fresh: bool) -> Iterator[
         if outcomes:
             _agree(path, found, identity)
             file.truncate(len(whole))
+            _whole(path, names)
         else:  # nothing to lose
-            file.truncate(0)
-            file.write(msgspec.json.encode(_Header(identity=identity)) + b"\n")
-            file.flush()
+            _begin(path, file, identity)
         try:
             yield
         finally:
-            if not finished(path):
-                path.unlink()  # nothing to go on with
+            if path.exists() and path.read_bytes().count(b"\n") < 2:
+                path.unlink()  # a header alone: nothing to go on with
+
+
+def _begin(path: Path, file: FileIO, identity: dict[str, str]) -> None:
+    """An empty file with a header."""
+    try:
+        file.truncate(0)
+        file.write(msgspec.json.encode(_Header(identity=identity)) + b"\n")
+    except OSError as error:
+        path.unlink()
+        raise Misconfigured(f"cannot write {path}: {error.strerror}") from None
+
+
+def _whole(path: Path, names: Container[str] | None) -> None:
+    """Refuse what ranks could not take up: a damaged line, a scenario twice or one that nobody asked for."""
+    seen = Counter(outcome.scenario for outcome in finished(path))
+    for name, times in seen.items():
+        if times > 1 or (names is not None and name not in names):
+            what = f"holds {printable(name)!r} {times} times" if times > 1 else f"holds the unknown {printable(name)!r}"
+            raise Misconfigured(f"{path} is damaged (it {what}); discard it with --fresh")
 
 
 def _identity(path: Path, header: bytes) -> dict[str, str]:
@@ -76,10 +100,10 @@ def _identity(path: Path, header: bytes) -> dict[str, str]:
 
 def _agree(path: Path, found: dict[str, str], identity: dict[str, str]) -> None:
     for key in sorted(identity.keys() | found.keys()):
-        was, now = found.get(key, "nothing"), identity.get(key, "nothing")
+        was, now = found.get(key) or "nothing", identity.get(key) or "nothing"
         if was != now:
             raise Misconfigured(
-                f"{path} holds results of another run ({key} was {was}, is {now}): "
+                f"{path} holds results of another run ({key} was {printable(was)}, is {printable(now)}): "
                 "repeat that command, or discard them with --fresh"
             )
 
@@ -88,9 +112,12 @@ def finished(path: Path) -> tuple[Outcome, ...]:
     """Every whole outcome in the file, in the order in which they were measured.
 
     Raises:
-        Misconfigured: a line in the middle is damaged.
+        Misconfigured: a line in the middle is damaged, or the file is gone.
     """
-    text = path.read_bytes()
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise Misconfigured(f"{path} was taken away while it was needed; start again") from None
     lines = text[: text.rfind(b"\n") + 1].splitlines()
     try:
         outcomes = tuple(msgspec.json.decode(line, type=Outcome) for line in lines)

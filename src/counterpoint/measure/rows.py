@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from counterpoint.measure.metrics import overlap, pair_class, timing
-from counterpoint.measure.rounds import Samples
+from counterpoint.measure.rounds import Samples, why_late
 from counterpoint.measure.stage import Trial
 from counterpoint.records.evidence import Evidence
 from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing, Usage
@@ -82,6 +82,9 @@ def row(
     heads = time_of(together, head_start).per_rank_us
     head_us = 0.0 if order == "together" else sum(heads) / len(heads)
     ratios = overlap(compute_us=compute_alone.us, comm_us=best[1], both_us=both.us, order=order, head_us=head_us)
+    late = why_late(
+        samples["", "compute_alone"], *(samples[name, "comm_alone"] for name in (best[0], mechanism)), together
+    )
     rates = _rates(flops, peak_tflops, (compute_alone.us, compute.us))
     return Row(
         scenario=scenario.name,
@@ -112,7 +115,7 @@ def row(
         mfu_together=rates[3],
         usage=watched.usage,
         evidence=watched.evidence,
-        marked=watched.marked,
+        marked="; ".join(filter(None, (watched.marked, late))) or None,
         device=device,
     )
 

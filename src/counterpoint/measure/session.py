@@ -14,11 +14,13 @@ from counterpoint.controls.control import Control, Lanes
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measure.stage import CpuStage, CudaStage, Stage
 
-__all__ = ["Session"]
+__all__ = ["PeerFailed", "Session"]
 
 T = TypeVar("T")
 
-_TIMEOUT = datetime.timedelta(seconds=100)
+
+class PeerFailed(Unsupported):
+    """Another rank raised; that rank says why, and `failures.died` believes it before this one."""
 
 
 class Session:
@@ -26,26 +28,29 @@ class Session:
 
     Args:
         device_type: `cuda` (NCCL, this rank's GPU by LOCAL_RANK) or `cpu` (gloo, one thread).
+        timeout_s: how long a collective waits for other ranks.
 
     Raises:
         Unsupported: no such GPU, or no CUDA in this torch.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, timeout_s: float = 100.0) -> None:
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device_type == "cuda":
             self.device = _gpu(self.local_rank)
             self.dtype = torch.bfloat16
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_TIMEOUT, device_id=self.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=self._timeout, device_id=self.device)
         else:
             torch.set_num_threads(1)
             self.device, self.dtype = torch.device("cpu"), torch.float32
-            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            dist.init_process_group("gloo", timeout=self._timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None  # it was just made
         self.world: dist.ProcessGroup = dist.group.WORLD
-        self._hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words between hosts: never on a GPU
+        self._hosts = dist.new_group(backend="gloo", timeout=self._timeout)  # for words, never on a GPU
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.is_cuda else []
         self.stage = self._stage()
 
     def _stage(self) -> Stage:
@@ -56,6 +61,11 @@ class Session:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def gpu_uuid(self) -> str:
+        """Of this rank's GPU, as NVML knows it."""
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
@@ -74,18 +84,43 @@ class Session:
             )
 
     def together(self, action: Callable[[], T]) -> T:
-        """Runs `action` on this rank; if it raises on any rank, every rank raises, so that nobody waits for ever."""
+        """Runs `action` on this rank; if it raises on any rank, every rank raises, so that nobody waits for ever.
+
+        Raises:
+            PeerFailed: it raised on another rank only.
+        """
         error: Exception | None = None
         try:
             result = action()
         except Exception as raised:
             error = raised
-        failed = [text for text in self.gather(None if error is None else f"{error}") if text is not None]
+        told = self.gather(None if error is None else f"{error}")
         if error is not None:
             raise error
-        if failed:
-            raise Unsupported(f"another rank could not go on: {failed[0]}")
+        failed = next(
+            (f"rank {rank} could not go on: {text}" for rank, text in enumerate(told) if text is not None), None
+        )
+        if failed is not None:
+            raise PeerFailed(failed)
         return result
+
+    def require_memory(self, needed: int, what: str) -> None:
+        """All ranks call it before they allocate `needed` bytes for `what`.
+
+        Raises:
+            Misconfigured: more than is free on this rank.
+            PeerFailed: than is free on another.
+        """
+
+        def check() -> None:
+            free = self.free_bytes()
+            if needed > 0.95 * free:
+                raise Misconfigured(
+                    f"{what} needs {needed / 1e9:.1f} GB on each rank and {free / 1e9:.1f} GB are free; "
+                    "choose a smaller size"
+                )
+
+        self.together(check)
 
     def free_bytes(self) -> int:
         """Memory that this rank may still take."""
@@ -110,7 +145,7 @@ class Session:
                 before = _described(options)
         key = tuple(configuring)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(backend="nccl", pg_options=options, timeout=_TIMEOUT)
+            self._groups[key] = dist.new_group(backend="nccl", pg_options=options, timeout=self._timeout)
             dist.all_reduce(torch.ones(1, device=self.device), group=self._groups[key])  # makes the communicator
             torch.cuda.synchronize(self.device)
         return self._groups[key]
@@ -119,8 +154,7 @@ class Session:
         """Two streams of default priority (none on a CPU)."""
         if not self.is_cuda:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
-        streams = [torch.cuda.Stream(self.device) for _ in range(2)]
-        return Lanes(compute_stream=streams[0], comm_stream=streams[1], compute=compute, comm=comm)
+        return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
 
     def close(self) -> None:
         """Leaves the process groups."""

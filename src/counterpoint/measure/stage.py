@@ -97,6 +97,7 @@ class CudaStage:
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
         events = {"compute": times[:2], "comm": times[2:]}
+        self._main.wait_stream(torch.cuda.current_stream(self.device))  # buffers are put back there
         with torch.cuda.stream(self._main):
             torch.cuda._sleep(int(spin_us(self._host_us) * _CYCLES_PER_US))
             queued = time.perf_counter()

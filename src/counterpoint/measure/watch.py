@@ -36,7 +36,7 @@ def watch(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Wat
     for each in opened:
         each.comm.reset()
     try:
-        seen = _seen(session, opened, stock)
+        seen = session.together(lambda: _seen(session, opened, stock))
     except Unsupported as error:
         return [Watched(marked=f"nobody could look at what ran: {error}") for _ in opened]
     limits = sm_limits(session.device)
@@ -49,7 +49,7 @@ def watch_compute(session: Session, settings: Sequence[tuple[Lanes, Sequence[Con
         return [Watched() for _ in settings]
     lanes = [stock, *(lanes for lanes, _ in settings)]
     try:
-        without, *found = (compute for compute, _ in sides_of_all(lanes, session.device))
+        without, *found = (compute for compute, _ in session.together(lambda: sides_of_all(lanes, session.device)))
     except Unsupported as error:
         return [Watched(marked=f"nobody could look at what ran: {error}") for _ in settings]
     limits = sm_limits(session.device)

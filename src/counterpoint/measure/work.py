@@ -9,7 +9,6 @@ import datetime
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,18 +18,18 @@ import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.measure.blocks import measure_block
 from counterpoint.measure.device_state import driver_version
+from counterpoint.measure.launch import VARIABLES
 from counterpoint.measure.pairs import Calibration, measure_scenario
+from counterpoint.measure.partial import finished
 from counterpoint.measure.session import Session
-from counterpoint.records.measurement import Block, Environment, Outcome, Plan, Scenario
+from counterpoint.records.measurement import Block, Environment, Plan
 
 __all__ = ["work"]
-
-_VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")
 
 
 def work(plan: Plan, at: list[str | None]) -> None:
     """Joins the other ranks, checks that they match, measures, leaves. `at[0]` is the scenario under way."""
-    session = Session(plan.device)
+    session = Session(plan.device, timeout_s=plan.timeout_s)
     session.agree("the plan", msgspec.json.encode(plan).decode())
     if plan.world_size != session.world_size:
         raise Misconfigured(f"the plan is for {plan.world_size} ranks and {session.world_size} were started")
@@ -42,10 +41,12 @@ def work(plan: Plan, at: list[str | None]) -> None:
 
 def run(session: Session, plan: Plan, at: list[str | None]) -> None:
     """Measures what the plan asks for and its results do not hold yet."""
-    done = set(session.gather(_finished(Path(plan.results)))[0])
+    results = Path(plan.results)
+    here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
+    done = set(session.gather(here)[0])
     calibration = Calibration()
     environment: Environment | None = _environment(session) if session.rank == 0 else None
-    for part in _parts(plan):
+    for part in plan.parts:
         if part.name in done:
             continue
         at[0] = part.name
@@ -55,21 +56,9 @@ def run(session: Session, plan: Plan, at: list[str | None]) -> None:
             else measure_scenario(session, part, plan, calibration)
         )
         if session.rank == 0:
-            with Path(plan.results).open("ab") as file:
+            with results.open("ab") as file:
                 file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
             environment = None
-
-
-def _parts(plan: Plan) -> Iterator[Scenario | Block]:
-    yield from plan.scenarios
-    yield from plan.blocks
-
-
-def _finished(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines()
-    return [msgspec.json.decode(line, type=Outcome).scenario for line in lines if line.startswith(b"{")]
 
 
 def _gpu_name(session: Session) -> str | None:
@@ -89,7 +78,7 @@ def _environment(session: Session) -> Environment:
         commit=_commit(),
         command=tuple(sys.argv),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     )
 
 

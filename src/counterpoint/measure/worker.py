@@ -6,6 +6,7 @@ A rank that fails leaves a `Failure` in the plan's folder of errors and exits wi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of one rank; torch is imported once nothing can leave it an orphan."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever interrupts a rank ends it, and the launcher says by what
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
     at: list[str | None] = [None]
     try:

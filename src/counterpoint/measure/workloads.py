@@ -170,7 +170,7 @@ def _prepare(
 
     match operation:
         case Matmul(m=m, n=n, k=k):
-            left, right, product = random(m, k), random(k, n) / math.sqrt(k), random(m, n)
+            left, right, product = random(m, k), random(k, n).div_(math.sqrt(k)), random(m, n)
             return lambda: torch.mm(left, right, out=product)
         case Attention(batch=b, heads=h, sequence=s, head_dim=d):
             query, key, value = random(b, h, s, d), random(b, h, s, d), random(b, h, s, d)

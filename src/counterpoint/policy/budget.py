@@ -130,11 +130,13 @@ def choose(
     Raises:
         Misconfigured: no candidate, or as `predict`.
     """
+    untold = ""
     if candidates is None:
         every = candidates_for(curves.layout, curves.most_ctas(collective), clusters=curves.clusters(collective))
         # plain NCCL stays in any case: where even that lies off the curves, the error says what is missing
         covered = (each for each in every if curves.cover(workload, collective, size_bytes, each))
-        candidates = dict.fromkeys((Choice(), *covered))
+        candidates = tuple(dict.fromkeys((Choice(), *covered)))
+        untold = "; nothing else could be compared, the curves cover no other division" if len(candidates) == 1 else ""
 
     def predicted(choice: Choice) -> Budget:
         return predict(
@@ -147,7 +149,7 @@ def choose(
         raise Misconfigured("no candidate is given; give at least one, such as Choice() for plain NCCL")
     best = min(budgets, key=lambda budget: budget.objective_us)
     stock = next((budget for budget in budgets if budget.choice == Choice()), None)
-    return replace(best, reason=_reason(best, stock))
+    return replace(best, reason=_reason(best, stock) + untold)
 
 
 def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[Choice, ...]:

@@ -34,11 +34,13 @@ def fit(rows: Iterable[Row], curves: Curves) -> Calibration:
     """The calibration that explains these rows best; rows that are marked or divide no SMs are left out.
 
     Raises:
-        Misconfigured: no row is left, or one lies outside the curves.
+        Misconfigured: no row is left, or one lies outside the curves or took no time.
     """
     usable = [row for row in rows if row.marked is None and Choice.of(row.mechanism) is not None]
     if not usable:
         raise Misconfigured("no row to fit: give pairs of `nccl[+max_ctas=N][+gemm_sms=N]` that are not marked")
+    if senseless := [row for row in usable if not row.together.us > 0]:
+        raise Misconfigured(f"{senseless[0].scenario}: together in {senseless[0].together.us} µs; measure it again")
     heads = [row.head_start_us for row in usable if row.order != "together"]
     best = Calibration(head_start_us=median(heads)) if heads else Calibration()
     for _ in range(_PASSES):

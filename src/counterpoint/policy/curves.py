@@ -94,6 +94,11 @@ class CommCurve:
 
     points: tuple[CommPoint, ...]
 
+    def reaches(self, size_bytes: int) -> bool:
+        """Whether `at` knows this size."""
+        sizes = [point.size_bytes for point in self.points]
+        return len(sizes) > 1 and sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH
+
     def at(self, size_bytes: int) -> CommPoint:
         """latency + bytes / bandwidth through the two points around `size_bytes`, or the two closest.
 
@@ -101,7 +106,7 @@ class CommCurve:
             Misconfigured: further than a factor of 2 outside the measured sizes.
         """
         sizes = [point.size_bytes for point in self.points]
-        if len(sizes) < 2 or not sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH:
+        if not self.reaches(size_bytes):
             raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
         upper = next((i for i, size in enumerate(sizes) if size >= size_bytes), len(sizes) - 1)
         low, high = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
@@ -143,10 +148,9 @@ class Curves:
         if (key := comm_key(collective, choice)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = choice.max_ctas, choice.cga_cluster
-        alike = [
-            curve.at(size_bytes) for (name, _, c), curve in self.comms.items() if (name, c) == (collective, cluster)
-        ]
-        points = sorted(alike, key=lambda point: point.num_ctas)
+        alike = [curve for (name, _, c), curve in self.comms.items() if (name, c) == (collective, cluster)]
+        known = [curve.at(size_bytes) for curve in alike if curve.reaches(size_bytes)]
+        points = sorted(known, key=lambda point: point.num_ctas)
         for few, many in pairwise(points):
             if limit is not None and few.num_ctas <= limit <= many.num_ctas:
                 part = (limit - few.num_ctas) / max(many.num_ctas - few.num_ctas, 1)
@@ -159,11 +163,13 @@ class Curves:
         )
 
     def fastest_us(self, collective: str, size_bytes: int) -> float:
-        """T_c: the collective alone by the best setting measured."""
-        found = [curve.at(size_bytes) for (name, _, _), curve in self.comms.items() if name == collective]
+        """T_c: the collective alone by the best setting measured around this size; Misconfigured if there is none."""
+        curves = [curve for (name, _, _), curve in self.comms.items() if name == collective]
+        found = [curve.at(size_bytes).time_us for curve in curves if curve.reaches(size_bytes)]
         if not found:
-            raise Misconfigured(f"no curve of {printable(collective)!r}; measure it alone, by size and max_ctas")
-        return min(point.time_us for point in found)
+            near = f" around {size_bytes} bytes" if curves else ""
+            raise Misconfigured(f"no curve of {printable(collective)!r}{near}; measure it alone, by size and max_ctas")
+        return min(found)
 
     def most_ctas(self, collective: str) -> int:
         """What NCCL takes of itself, at its largest size; raises Misconfigured if nobody measured it."""
@@ -202,7 +208,7 @@ def curves_from(blocks: Iterable[BlockRow], *, layout: SmLayout, default_ctas: i
         default_ctas: of plain NCCL, where nobody looked at what ran.
 
     Raises:
-        Misconfigured: nobody looked and `default_ctas` is not given.
+        Misconfigured: nobody looked and `default_ctas` is not given; a time or size that cannot be.
     """
     gemms: dict[str, dict[int, float]] = {}
     comms: dict[CommKey, dict[int, CommPoint]] = {}
@@ -210,6 +216,9 @@ def curves_from(blocks: Iterable[BlockRow], *, layout: SmLayout, default_ctas: i
         choice = Choice.of(_as_mechanism(row))
         if row.marked is not None or choice is None:
             continue
+        if not row.time.us > 0 or (row.size_bytes is not None and row.size_bytes < 1):
+            what = f"{printable(row.what)} by {printable(row.mechanism)}"
+            raise Misconfigured(f"{what}: {row.size_bytes} bytes in {row.time.us} µs cannot be; measure it again")
         if row.size_bytes is None:
             gemms.setdefault(row.what, {})[choice.gemm_sms or layout.num_sms] = row.time.us
             continue

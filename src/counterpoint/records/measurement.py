@@ -92,6 +92,7 @@ class Plan(Record, frozen=True, kw_only=True):
     rounds: int = 12
     dropped_rounds: int = 2
     seed: int = 0
+    timeout_s: float = 100.0  # of a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
     errors: str  # folder: a rank that fails writes rank<N>.json here
 

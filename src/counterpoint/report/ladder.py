@@ -75,7 +75,7 @@ def _ladder(rows: Sequence[Row], console: Console) -> None:
 def _cells(row: Row) -> list[Text]:
     numbers = (say.milliseconds(row.together.us, 3), f"{row.speedup:.2f}", say.percent(row.ideal_fraction))
     kept = (say.percent(row.compute_kept), say.percent(row.comm_kept))
-    hidden = f"{'! ' if row.marked else ''}{row.hidden:.2f}"
+    hidden = f"{'! ' if row.marked else ''}{say.ratio(row.hidden)}"
     return [_text(cell) for cell in (hidden, row.mechanism, _order(row.order), *numbers, *kept, *_on_gpus(row))]
 
 

@@ -21,6 +21,10 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 MAX_ROWS = 1000  # of the table
+FLOOR = -1.0  # what hides less is drawn here, as a triangle: one bad mechanism must not flatten the others
+PANEL_PX = 260
+LEGEND_ROW_PX = 28
+LEGEND_WIDTH_PX = 900
 
 
 def write_overlap_plot(path: Path, measurement: Measurement) -> None:
@@ -32,18 +36,19 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
     from markupsafe import Markup
     from plotly.offline.offline import get_plotlyjs
 
+    drawn = figure(measurement.rows)
     scripts = [script(get_plotlyjs()), script((PAGE / "overlap.js").read_text("utf-8"))]
     pages = environment(PAGE)
-    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": _ratio, "order": _order}
+    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": say.ratio, "order": _order}
     page = pages.get_template("overlap.html").render(
         m=measurement,
         standings=standings(measurement.rows),
         rows=measurement.rows[:MAX_ROWS],
-        height=_height(measurement.rows),
+        height=drawn["layout"]["height"],
         policy=policy(scripts),
         version=version(),
         css=Markup((PAGE / "page.css").read_text("utf-8")),
-        data=Markup(script_json(figure(measurement.rows))),
+        data=Markup(script_json(drawn)),
         scripts=[Markup(text) for text in scripts],
     )
     with replacing(path) as file:
@@ -71,7 +76,7 @@ def figure(rows: Sequence[Row]) -> dict[str, Any]:
     for trace in traces:  # one entry of the legend stands for a mechanism in all panels
         trace["showlegend"] = trace["legendgroup"] not in named
         named.add(trace["legendgroup"])
-    return {"traces": traces, "layout": _layout(collectives, orders)}
+    return {"traces": traces, "layout": _layout(collectives, orders, mechanisms)}
 
 
 def _traces(mechanism: str, look: dict[str, str], rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
@@ -82,27 +87,40 @@ def _traces(mechanism: str, look: dict[str, str], rows: Sequence[Row]) -> Iterab
     means = sorted((_mean(map(_x, of)), _mean(row.hidden for row in of)) for of in by_ratio.values())
     shared = {"name": _escaped(mechanism), "legendgroup": _escaped(mechanism)}
     if means:
-        x, y = zip(*means, strict=True)
+        x = tuple(ratio for ratio, _ in means)
+        y = tuple(max(hidden, FLOOR) for _, hidden in means)
         yield {**shared, "mode": "lines", "line": {**look, "width": 2}, "x": x, "y": y, "hoverinfo": "skip"}
     if rows:
-        symbols = ["circle" if row.marked is None else "x" for row in rows]
         yield {
             **shared,
             "mode": "markers",
-            "marker": {"color": look["color"], "symbol": symbols, "size": 7},
+            "marker": {"color": look["color"], "symbol": [_symbol(row) for row in rows], "size": 7},
             "x": [_x(row) for row in rows],
-            "y": [row.hidden for row in rows],
+            "y": [max(row.hidden, FLOOR) for row in rows],
+            "customdata": [row.hidden for row in rows],
             "text": [_escaped(_hover(row)) for row in rows],
-            "hovertemplate": "%{text}<br>hidden %{y:.2f} at T_c/T_g %{x:.2f}<extra></extra>",
+            "hovertemplate": "%{text}<br>hidden %{customdata:.2f} at T_c/T_g %{x:.2f}<extra></extra>",
         }
 
 
-def _layout(collectives: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
+def _symbol(row: Row) -> str:
+    if row.marked is not None:
+        return "x"
+    return "circle" if row.hidden >= FLOOR else "triangle-down"
+
+
+def _legend_px(mechanisms: Sequence[str]) -> int:
+    """Height of the legend, which wraps: about 7 px a character and 60 px of line and space for each name."""
+    return LEGEND_ROW_PX * (1 + sum(60 + 7 * len(name) for name in mechanisms) // LEGEND_WIDTH_PX)
+
+
+def _layout(collectives: Sequence[str], orders: Sequence[str], mechanisms: Sequence[str]) -> dict[str, Any]:
+    legend_px = _legend_px(mechanisms)
     layout: dict[str, Any] = {
         "grid": {"rows": max(1, len(collectives)), "columns": max(1, len(orders)), "pattern": "coupled"},
-        "height": 120 + 260 * max(1, len(collectives)),
-        "margin": {"l": 64, "r": 12, "t": 36, "b": 96},
-        "legend": {"orientation": "h", "y": -0.12, "yanchor": "top"},
+        "height": _height(collectives, mechanisms),
+        "margin": {"l": 64, "r": 12, "t": 16 + legend_px, "b": 56},
+        "legend": {"orientation": "h", "yref": "container", "y": 1.0, "yanchor": "top"},
     }
     for x, order in enumerate(orders, start=1):
         title = {"text": f"T_c / T_g, {ORDERS[order]}"}
@@ -113,12 +131,16 @@ def _layout(collectives: Sequence[str], orders: Sequence[str]) -> dict[str, Any]
             "ticktext": [f"{it:g}" for it in RATIOS],
         }
     for y, collective in enumerate(collectives, start=1):
-        layout[f"yaxis{y}"] = {"title": {"text": f"hidden, {_escaped(collective)}"}, "zeroline": True}
+        layout[f"yaxis{y}"] = {
+            "title": {"text": f"hidden, {_escaped(collective)}"},
+            "zeroline": True,
+            "range": [FLOOR - 0.1, 1.1],
+        }
     return layout
 
 
-def _height(rows: Sequence[Row]) -> int:
-    return 120 + 260 * max(1, len({row.collective for row in rows}))
+def _height(collectives: Sequence[str], mechanisms: Sequence[str]) -> int:
+    return 72 + _legend_px(mechanisms) + PANEL_PX * max(1, len(collectives))
 
 
 def _x(row: Row) -> float:
@@ -137,10 +159,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def _escaped(text: str) -> str:
     return html.escape(clean(text, 240), quote=False)
-
-
-def _ratio(value: float | None) -> str:
-    return say.UNKNOWN if value is None else f"{value:.2f}"
 
 
 def _order(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from counterpoint.records import Measurement, Row
 
@@ -42,7 +42,7 @@ def _standing(mechanism: str, rows: Sequence[Row]) -> Standing:
         mechanism=mechanism,
         hidden=fmean(row.hidden for row in good) if good else None,
         lowest=min((row.hidden for row in good), default=None),
-        speedup=math.exp(sum(math.log(row.speedup) for row in good) / len(good)) if good else None,
+        speedup=geometric_mean(row.speedup for row in good) if good else None,
         compute_kept=min((row.compute_kept for row in good), default=None),
         rows=len(good),
         marked=len(rows) - len(good),

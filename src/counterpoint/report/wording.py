@@ -97,12 +97,12 @@ def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> s
     """`0.123` -> `12%`."""
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
-    return f"{fraction * 100:{'+' if sign else ''}.{digits}f}%"
+    return f"{fraction * 100:{'+' if sign else ''}z.{digits}f}%"
 
 
 def ratio(value: float | None) -> str:
     """`0.876` -> `0.88`."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.2f}"
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:z.2f}"
 
 
 def factor(ratio: float | None) -> str:

@@ -125,3 +125,44 @@ def test_a_knob_that_did_nothing_is_an_error_on_demand() -> None:
     """`require` turns evidence of nothing into NoEffect with what was asked and seen."""
     with pytest.raises(NoEffect, match=r"cta_policy=zero had no effect: .*register both buffers"):
         require(verified("cta_policy=zero, no windows", "cta_policy=zero"), fix="register both buffers as windows")
+
+
+def kernel(name: str, blocks: int, *, priority: int | None = 0, duration_us: float = 1.0) -> Launched:
+    return Launched(kind="kernel", name=name, grid=(blocks, 1, 1), priority=priority, duration_us=duration_us)
+
+
+GEMM, NCCL, COPY = "nvjet_sm90_tst", "ncclDevKernel_AllGather", Launched(kind="copy", name="Memcpy PtoP", priority=0)
+FLASH = "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, cutlass::bfloat16_t>>"
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        # cuBLAS launched one kernel more without the limit, all of them within it anyway
+        ("gemm_sms=108", Seen(compute=(kernel(GEMM, 64),), compute_without=(kernel(GEMM, 64), kernel(GEMM, 64)))),
+        # a small message takes other channels from one group to the next, never as many as the limit
+        ("max_ctas=16", Seen(comm=(kernel(NCCL, 2),), comm_without=(kernel(NCCL, 4),))),
+        # one rank: NCCL copies, policy or not
+        ("cta_policy=zero", Seen(comm=(COPY,), comm_without=(COPY,))),
+        # copies on a stream of high priority: nothing for a priority to reorder
+        ("priority=high", Seen(comm=(msgspec.structs.replace(COPY, priority=-3),))),
+        # NCCL on its own stream, which is in no green context, whatever the probe says
+        (
+            "green=108",
+            msgspec.structs.replace(RAN["green=108"], comm=(kernel(NCCL, 24, priority=None),)),
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_have_been_so_anyway_is_no_proof(setting: str, seen: Seen) -> None:
+    """Within the limit, but the limit is not why."""
+    (control,) = parse_mechanism(f"nccl+{setting}")[1]
+    assert not control.verify(seen).took_effect
+
+
+def test_attention_beside_gemms_is_not_held_against_a_gemm_limit() -> None:
+    """Flash attention has CUTLASS in its name and a grid of its own."""
+    (control,) = parse_mechanism("nccl+gemm_sms=108")[1]
+    seen = Seen(
+        compute=(kernel(GEMM, 108), kernel(FLASH, 4096)), compute_without=(kernel(GEMM, 132), kernel(FLASH, 4096))
+    )
+    assert control.verify(seen).took_effect

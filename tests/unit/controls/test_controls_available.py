@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def test_missing_driver_calls_are_named() -> None:
         "cuda-bindings is not installed: pip install 'counterpoint[torch]'",
         "cuda-bindings is too old: it lacks cuNoSuchCall",
     )
+
+
+def test_another_module_of_that_name_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `cuda` that is no package is a missing cuda-bindings, not an exception."""
+    for name in [*filter(lambda name: name.startswith("cuda."), sys.modules)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    assert requirements.no_driver_calls() == "cuda-bindings is not installed: pip install 'counterpoint[torch]'"
 
 
 @pytest.mark.parametrize(

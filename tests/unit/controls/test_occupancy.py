@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -236,3 +237,11 @@ def test_verify_names_what_to_do_for_a_persistent_kernel() -> None:
 def test_the_equivalent_of_a_persistent_kernel_leaves_sms_to_the_collective() -> None:
     """132 SMs less 24 CTAs."""
     assert CONTROL.smaller_grid(num_ctas=24).name == "gemm_sms=108"
+
+
+def test_another_kernel_that_now_takes_longer_does_not_hide_the_proof() -> None:
+    """Shaping changes which kernel of a computation takes longest; the same one is looked at."""
+    other = msgspec.structs.replace(ran(0), name="other", duration_us=150.0)
+    shorter = msgspec.structs.replace(other, duration_us=50.0)
+    seen = Seen(compute=(ran(76928), other), compute_without=(ran(24576), shorter))
+    assert CONTROL.verify(seen).took_effect

@@ -23,6 +23,7 @@ class Cupti:
 
     def __init__(self, *, subscribed: bool = False) -> None:
         self.subscribed = subscribed
+        self.refusal = 0
         self.callback: Any = None
         self.during: list[int] = []
 
@@ -33,7 +34,7 @@ class Cupti:
         return 0
 
     def cuptiEnableCallback(self, on: int, subscriber: object, domain: int, call: int) -> int:
-        return 0
+        return self.refusal
 
     def cuptiUnsubscribe(self, subscriber: object) -> int:
         self.subscribed = False
@@ -233,3 +234,11 @@ def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     """Never an ImportError."""
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "not installed" in str(no_triton())
+
+
+def test_a_hook_that_cannot_watch_gives_cupti_back(cupti: Cupti) -> None:
+    """CUPTI must not call back into an object that is gone, and the next tool finds it free."""
+    cupti.refusal = 15
+    with pytest.raises(Unsupported, match="cuptiEnableCallback failed"), LaunchHook(lambda launch: None):
+        pass
+    assert not cupti.subscribed

@@ -142,3 +142,15 @@ def test_markup_and_control_characters_are_printed_as_text() -> None:
     """A record may come from another machine's file."""
     text = printed(checkup(Check(name="n", status="ok", seen="[red]\x1b[31mx")), width=200)
     assert "[red]\\x1b[31mx" in text
+
+
+def test_a_terminal_without_these_letters_gets_question_marks() -> None:
+    """An ASCII terminal is no problem of the machine: it gets its report."""
+    done = doctor("--no-bandwidth", PYTHONIOENCODING="ascii")
+    assert ("Traceback" in done.stderr, "? environment" in done.stdout) == (False, True)
+
+
+def test_an_empty_name_is_refused() -> None:
+    """`--json ""` is a variable that was not set, not a wish for JSON and a report in one stream."""
+    done = doctor("--json", "")
+    assert (done.returncode, done.stdout, "give a file, or -" in done.stderr) == (2, "", True)

@@ -14,7 +14,7 @@ import pytest
 
 from counterpoint.machine import child
 from counterpoint.machine.bandwidth import MAX_PAIRS, choose_pairs
-from counterpoint.machine.blind import Blind
+from counterpoint.machine.blind import Blind, Broken
 from counterpoint.machine.driver import Driver
 from counterpoint.machine.look import look
 from counterpoint.machine.nccl import version_of
@@ -64,7 +64,7 @@ class FakeNvml(types.ModuleType):
     """nvidia-ml-py on a machine of one GPU whose driver knows only what is given."""
 
     class NVMLError(Exception):
-        pass
+        value: int
 
     NVML_SUCCESS = 0
 
@@ -183,6 +183,89 @@ def test_a_machine_without_driver_says_so(
         read()
 
 
+def libcuda(monkeypatch: pytest.MonkeyPatch, **answers: Callable[..., int]) -> None:
+    """A libcuda.so.1 that has only these functions."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(**answers))
+
+
+def saying(number: int) -> Callable[..., int]:
+    """A function of libcuda that succeeds and gives `number`."""
+
+    def answer(reference: Any) -> int:
+        reference._obj.value = number
+        return 0
+
+    return answer
+
+
+def test_a_libcuda_without_its_functions_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of that name which is no driver ends in one line, not in a traceback."""
+    libcuda(monkeypatch)
+    with pytest.raises(Broken, match="has no cuInit: it is not NVIDIA's driver"):
+        Driver()
+
+
+def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error counts, not how its name is spelt."""
+
+    def name(code: int, reference: Any) -> int:
+        reference._obj.value = b"\xffEVIL"
+        return 0
+
+    libcuda(monkeypatch, cuInit=lambda flags: 999, cuGetErrorName=name)
+    with pytest.raises(Broken, match=r"cuInit failed: .EVIL \(999\)"):
+        Driver()
+
+
+@pytest.mark.parametrize("count", [-3, 2_000_000_000])
+def test_a_number_of_gpus_that_cannot_be_is_broken(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Nobody asks two thousand million GPUs for their peers."""
+    libcuda(monkeypatch, cuInit=lambda flags: 0, cuDeviceGetCount=saying(count))
+    with pytest.raises(Broken, match=f"cuDeviceGetCount says {count}"):
+        Driver().device_count()
+
+
+def test_a_version_of_cuda_that_cannot_be_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of CUDA -1.99 is not in order."""
+    libcuda(monkeypatch, cuInit=lambda flags: 0, cuDriverGetVersion=saying(-5))
+    with pytest.raises(Broken, match="cuDriverGetVersion says -5"):
+        Driver().version()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(18, Broken), (9, Blind)], ids=["version mismatch", "not loaded"])
+def test_nvml_that_does_not_start_is_broken_unless_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Blind]
+) -> None:
+    """A driver updated without a reboot is a fault; one that is not there is none."""
+
+    def start() -> None:
+        error = FakeNvml.NVMLError("it does not start")
+        error.value = code
+        raise error
+
+    fake(monkeypatch, nvmlInit=start)
+    with pytest.raises(Blind) as raised:
+        read_nvml()
+    assert raised.type is kind
+
+
+def test_nvml_with_too_many_gpus_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks four thousand million GPUs for their names."""
+    fake(monkeypatch, nvmlDeviceGetCount=4_000_000_000)
+    with pytest.raises(Broken, match="nvmlDeviceGetCount says 4000000000"):
+        read_nvml()
+
+
+def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-ml-py decodes what the driver gives; the GPU is read all the same."""
+
+    def name(handle: object) -> str:
+        return b"\xff".decode()
+
+    fake(monkeypatch, nvmlDeviceGetName=name)
+    assert read_nvml().gpus[0].name == "a GPU without a name"
+
+
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no probe could answer is blind with the probe's words."""
     monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=None, reason=f"no {probe}"))
@@ -197,9 +280,15 @@ def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that prints among the JSON costs that part only."""
+    """What is no JSON costs that part only."""
     monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=b"hello"))
     assert look(bandwidth=False).blind["cuda"].startswith("the probe's answer is not a reading: ")
+
+
+def test_a_driver_that_ends_the_process_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exit(0)` inside a library looks like success, with nothing said."""
+    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=b""))
+    assert look(bandwidth=False).broken == ("nvml", "cuda", "nccl")
 
 
 def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
 import pytest
 
-from counterpoint.machine.readings import NetPort, RdmaPort
+from counterpoint.machine.readings import NetPort, RdmaPort, System
 from counterpoint.machine.system import acs_redirects, parse_conf, read_system
 
 
@@ -130,3 +131,15 @@ def test_an_endless_file_is_read_in_part(tmp_path: Path) -> None:
     rdma = read_system(tmp_path).rdma
     assert rdma is not None
     assert len(rdma[0].firmware or "") <= 64 << 10
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """A file that never answers is as good as empty."""
+    (tmp_path / "etc").mkdir()
+    os.mkfifo(tmp_path / "etc/nccl.conf")
+    assert read_system(tmp_path).nccl_conf == {}
+
+
+def test_a_root_that_cannot_be_looked_at_is_unknown() -> None:
+    """Errors of the file system, here a name that is too long, are None and not raised."""
+    assert read_system(Path("/") / ("x" * 300)) == System()

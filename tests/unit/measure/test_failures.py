@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.errors import Misconfigured, PeerTimeout
-from counterpoint.measure.failures import Remains, died
+from counterpoint.measure.failures import Remains, died, hung
 from counterpoint.records import Failure
 
 RUNS = Remains(rank=0, code=None)
@@ -49,3 +49,17 @@ def test_the_ranks_can_be_read_from_the_error() -> None:
 def test_control_characters_of_a_log_stay_out() -> None:
     error = died((Remains(rank=0, code=1, log="a\x1b[31m\n\n"),), during="d", logs="/logs")
     assert r"exited with 1 d: a\x1b[31m; log: /logs/rank0.log" in str(error)
+
+
+def test_a_rank_that_was_told_to_stop_is_not_the_cause() -> None:
+    """Whoever raised is named, though rank 0 raised as well."""
+    with pytest.raises(PeerTimeout, match=r"^rank 1 failed in scenario 's': WrongResult: t;"):
+        raise died((told(0, "PeerFailed", "rank 1 could not go on: t"), told(1, "WrongResult")), during="d", logs="/l")
+
+
+def test_the_rank_that_did_not_answer_is_named_first() -> None:
+    """Among many that wait for it, whatever its number."""
+    stack = 'Fatal Python error: Aborted\n  File "counterpoint/x.py", line 3 in gather\n'
+    waiting = [Remains(rank=rank, code=-6, log=stack) for rank in range(7)]
+    error = hung([*waiting, Remains(rank=7, code=None)], during="d", logs="/logs", timeout_s=5.0)
+    assert str(error).startswith("no progress for 5 s d: rank 7 did not answer")

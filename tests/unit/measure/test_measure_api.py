@@ -17,6 +17,7 @@ import pytest
 import counterpoint
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
 from counterpoint.measure import api
+from counterpoint.measure.launch import STARTUP_S
 from counterpoint.records import Outcome, Plan
 
 
@@ -144,3 +145,69 @@ def test_the_parent_imports_no_torch() -> None:
     variables = {key: value for key, value in os.environ.items() if key != "RANK"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_nothing_is_started_where_all_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The results of a run whose report could not be written are there at once."""
+    partial = tmp_path / "x.jsonl"
+    monkeypatch.setattr(api, "launch", replay())
+    first = api.measure("quick", device="cpu", partial=partial)
+    monkeypatch.setattr(api, "launch", lambda *a, **o: pytest.fail("ranks were started"))
+    assert api.measure("quick", device="cpu", partial=partial) == first
+
+
+def test_ranks_wait_longer_than_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the launcher says which rank is stuck, before another rank complains of its own wait."""
+    waits: list[tuple[float, float]] = []
+
+    def launch(plan: Plan, **options: Any) -> None:
+        waits.append((plan.timeout_s, options["timeout_s"] + STARTUP_S))
+        replay()(plan)
+
+    monkeypatch.setattr(api, "launch", launch)
+    for timeout_s in (0.5, 1e4, float("inf")):
+        api.measure("quick", device="cpu", timeout_s=timeout_s)
+    assert [rank > launcher for rank, launcher in waits] == [True, True, False]  # no clock waits for ever
+
+
+def lacking(*mechanisms: str) -> Callable[..., None]:
+    """A launcher whose ranks find that these mechanisms cannot run."""
+
+    def launch(plan: Plan, **options: Any) -> None:
+        with Path(plan.results).open("ab") as file:
+            for scenario in plan.scenarios:
+                missing = {name: f"no {scenario.collective}" if name == "a" else "too old" for name in mechanisms}
+                outcome = Outcome(scenario=scenario.name, environment=fake_worker.ENVIRONMENT, unavailable=missing)
+                file.write(msgspec.json.encode(outcome) + b"\n")
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "said"),
+    [("a", "a: all_gather: no all_gather; all_reduce: no all_reduce$"), ("b", "b: too old$")],
+)
+def test_every_reason_is_kept(monkeypatch: pytest.MonkeyPatch, mechanism: str, said: str) -> None:
+    """A mechanism that lacks two collectives says both; one reason stands alone."""
+    monkeypatch.setattr(api, "launch", lacking(mechanism))
+    with pytest.raises(Unsupported, match=said):
+        api.measure("quick", device="cpu")
+
+
+def test_where_nothing_could_be_measured_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is an error, and the next run asks again."""
+    monkeypatch.setattr(api, "launch", lacking("b"))
+    with pytest.raises(Unsupported, match="nothing could be measured here"):
+        api.measure("quick", device="cpu", partial=tmp_path / "x.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_under_other_nccl_variables_are_not_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was measured with NCCL_ALGO unset is refused with it set."""
+    partial = tmp_path / "x.jsonl"
+    monkeypatch.setattr(api, "launch", replay(0))
+    with pytest.raises(CounterpointError, match="without having measured"):
+        api.measure("quick", device="cpu", partial=partial)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with pytest.raises(Misconfigured, match=r"\(variables was .*, is .*NCCL_ALGO=Ring"):
+        api.measure("quick", device="cpu", partial=partial)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.measure.metrics import bus_gb_per_s, geometric_mean, overlap, pair_class, timing
+from counterpoint.measure.metrics import bus_gb_per_s, overlap, pair_class, timing
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
 
@@ -68,14 +68,3 @@ def test_timing_is_of_the_slowest_rank() -> None:
     found = timing([[1.0, 2.0, 99.0], [3.0, 4.0, 5.0]])
     assert (found.us, found.rank, found.per_rank_us) == (4.0, 1, (2.0, 4.0))
     assert [found.p10_us, found.p90_us] == pytest.approx([3.2, 4.8])
-
-
-def test_geometric_mean_of_nothing_is_refused() -> None:
-    """A suite without rows has no mean."""
-    with pytest.raises(ValueError, match="nothing"):
-        geometric_mean([])
-
-
-def test_geometric_mean() -> None:
-    """Of 2 and 8."""
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import msgspec
@@ -83,3 +84,43 @@ def test_a_damaged_line_is_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"}\n")
     with pytest.raises(Misconfigured, match=r"damaged.*--fresh"):
         finished(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"scenario": "two"}', "holds 'two' 2 times"),
+        (b'{"scenario": "four"}', "holds the unknown 'four'"),
+        (b"", "Input data was truncated"),
+        (b'{"scenario": 3}', "Expected `str`"),
+    ],
+)
+def test_damage_is_seen_before_ranks_start(path: Path, line: bytes, said: str) -> None:
+    """What was edited by hand is refused with a way out, not with a traceback after the measuring."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    path.write_bytes(whole + b"\n" + line + b"\n")
+    with (
+        pytest.raises(Misconfigured, match=f"damaged.*{said}.*--fresh"),
+        resumable(path, RUN, fresh=False, names={"one", "two", "three"}),
+    ):
+        raise AssertionError("it was taken up")
+
+
+def test_a_file_that_is_taken_away_is_an_error_of_ours(path: Path) -> None:
+    """Not a traceback, neither while results are read nor at the end."""
+    with resumable(path, RUN, fresh=False):
+        path.unlink()
+        with pytest.raises(Misconfigured, match="taken away"):
+            finished(path)
+
+
+def test_a_full_disk_is_told_before_ranks_start(tmp_path: Path) -> None:
+    """As a file that cannot be written, and nothing is left there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(Misconfigured, match="cannot write"), resumable(tmp_path / "x.jsonl", RUN, fresh=False):
+            raise AssertionError("it was taken for written")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

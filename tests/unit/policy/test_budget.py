@@ -217,3 +217,15 @@ def test_nothing_to_choose_from_is_an_error(
     """Empty orders or candidates say what to give."""
     with pytest.raises(Misconfigured, match=message):
         choose(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, orders=orders, candidates=candidates)
+
+
+def test_a_choice_without_alternatives_says_so() -> None:
+    """Plain NCCL because nothing else was measured is not plain NCCL because it is best."""
+    alone, gemm = curves(), "gemm 8192x8192x8192"
+    plain = Curves(
+        layout=alone.layout,
+        gemms={gemm: GemmCurve(workload=gemm, points=alone.gemms[gemm].points[-1:])},
+        comms={key: curve for key, curve in alone.comms.items() if key == ("all_gather", None, None)},
+    )
+    found = choose(plain, gemm, "all_gather", 100_000_000)
+    assert found.reason.endswith("nothing else could be compared, the curves cover no other division")

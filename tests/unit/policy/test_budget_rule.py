@@ -73,6 +73,22 @@ def test_a_new_workload_or_length_is_held_out() -> None:
     assert groups == ["fitted", "new length", "new GEMM", "new GEMM and length"]
 
 
+def test_what_the_rule_was_designed_on_is_never_new() -> None:
+    """8192³ was in view when the rule was made: it stands last of four, which alone would hold it out."""
+    rows, alone = measured()
+    split = split_of(pairs_of(rows, curves(alone))[0])
+    assert split.group("gemm 8192x8192x8192", 0.5) == "fitted"
+
+
+def test_sizes_are_not_mixed_in_one_pair() -> None:
+    """Two runs of a suite choose other sizes for the same ratio; times of one say nothing about the other."""
+    rows, alone = measured()
+    other = msgspec.structs.replace(rows[0], size_bytes=2 * rows[0].size_bytes)
+    pairs, left_out = pairs_of([other, *rows[1:]], curves(alone))
+    said = f"{rows[0].scenario}: whole, measured at several sizes, which cannot be compared"
+    assert (len(pairs), left_out) == (7, [said])
+
+
 def test_one_workload_cannot_be_split() -> None:
     """Without a second workload nothing can be held out, which is said."""
     rows, alone = measured()
@@ -127,21 +143,40 @@ def test_the_fixed_setting_is_the_best_of_its_pairs() -> None:
     assert best_fixed(pairs, ORDERS, "mean") == min(means, key=means.__getitem__)
 
 
-def test_the_command_writes_json_and_table(tmp_path: Path) -> None:
-    """From a measurement to results, with where they came from."""
+def command(*sources: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "benchmarks" / "budget_rule.py"
+    return subprocess.run(
+        [sys.executable, str(script), *map(str, sources), "--out", str(out)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def written(to: Path, *, world_size: int = 4) -> Path:
+    """A measurement of the made-up machine as `counterpoint measure budget` writes it."""
     rows, alone = measured(noise=0.01)
     environment = Environment(
-        device="cuda", gpu="NVIDIA H200", world_size=4, driver="1", torch="2", nccl="3", counterpoint="0",
+        device="cuda", gpu="NVIDIA H200", world_size=world_size, driver="1", torch="2", nccl="3", counterpoint="0",
         commit="abc", command=("measure",), date="2026-11-21", variables={},
     )  # fmt: skip
     record = Measurement(
         suite="budget", environment=environment, rounds=6, dropped_rounds=2, rows=tuple(rows), blocks=tuple(alone)
     )
-    source, out = tmp_path / "pairs.json", tmp_path / "out" / "rule.json"
-    source.write_bytes(msgspec.json.encode(record))
-    command = [sys.executable, str(ROOT / "benchmarks" / "budget_rule.py"), str(source), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    to.write_bytes(msgspec.json.encode(record))
+    return to
+
+
+def test_the_command_writes_json_and_table(tmp_path: Path) -> None:
+    """From a measurement to results, with where they came from."""
+    out = tmp_path / "out" / "rule.json"
+    done = command(written(tmp_path / "pairs.json"), out=out)
     assert done.returncode == 0, done.stderr
     kept = json.loads(out.read_text())
-    assert (kept["provenance"]["gpu"], len(kept["pairs"])) == ("NVIDIA H200", 6)
+    assert (kept["provenance"]["gpu"], len(kept["pairs"])) == ("NVIDIA H200", 5)
     assert out.with_suffix(".md").read_text().startswith("| pairs | policy | n | hits |")
+
+
+def test_machines_are_not_mixed(tmp_path: Path) -> None:
+    """Curves of 4 GPUs say nothing about pairs on 2."""
+    both = written(tmp_path / "four.json"), written(tmp_path / "two.json", world_size=2)
+    done = command(*both, out=tmp_path / "rule.json")
+    assert (done.returncode, "different machines" in done.stderr) == (2, True)

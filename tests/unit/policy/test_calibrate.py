@@ -65,3 +65,10 @@ def test_no_row_is_an_error() -> None:
     """Without anything to learn from there is no default in disguise."""
     with pytest.raises(Misconfigured, match="no row to fit"):
         fit([], CURVES)
+
+
+def test_a_time_that_cannot_be_is_an_error() -> None:
+    """A damaged row is named, and no logarithm of 0 is taken."""
+    damaged = [msgspec.structs.replace(row, together=MACHINE.told(0.0)) for row in rows(PLANTED)]
+    with pytest.raises(Misconfigured, match=r"together in 0\.0 µs; measure it again"):
+        fit(damaged, CURVES)

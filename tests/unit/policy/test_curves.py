@@ -152,3 +152,19 @@ def test_unseen_ctas_have_to_be_given() -> None:
     row = BlockRow(what="all_gather", mechanism="nccl", size_bytes=1000, time=timing(5.0))
     with pytest.raises(Misconfigured, match="give default_ctas"):
         curves_from([row], layout=H200)
+
+
+def test_a_curve_that_ends_early_does_not_stop_the_others() -> None:
+    """Small sizes of a limit that did nothing there are marked and missing; other limits know them."""
+    known = curves(None, 8)
+    short = CommCurve(points=known.comms["all_gather", 8, None].points[1:])
+    cut = Curves(layout=H200, gemms={}, comms={**known.comms, ("all_gather", 8, None): short})
+    assert cut.fastest_us("all_gather", 1 << 20) == known.comms["all_gather", None, None].points[0].time_us
+
+
+@pytest.mark.parametrize(("size", "us"), [(1 << 20, 0.0), (1 << 20, -1.0), (0, 5.0)])
+def test_times_and_sizes_that_cannot_be_are_refused(size: int, us: float) -> None:
+    """A damaged measurement is told by name, and divides nothing by zero later."""
+    row = BlockRow(what="all_gather", mechanism="nccl", size_bytes=size, num_ctas=24, time=timing(us))
+    with pytest.raises(Misconfigured, match=r"all_gather by nccl: .* cannot be; measure it again"):
+        curves_from([row], layout=H200)

@@ -127,3 +127,8 @@ def test_the_last_line_holds_the_figures() -> None:
     found = summary(measured.usual(), "x.json")
     wanted = {"suite": "quick", "world_size": 8, "gpu": "NVIDIA H200", "rows": 4, "marked": 1, "out": "x.json"}
     assert (wanted.items() <= found.items(), found["hidden"]) == (True, {"nccl+max_ctas=8": 0.5, "nccl": 0.2})
+
+
+def test_nothing_is_said_to_be_minus_zero() -> None:
+    """A mean of -0.001 is 0.00."""
+    assert not any("-0.00" in line for line in lines_of(measured.measurement(measured.row(together=2001.0))))

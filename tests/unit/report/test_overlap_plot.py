@@ -30,6 +30,12 @@ def test_the_line_goes_through_the_means() -> None:
     assert (line["x"], line["y"]) == ((1.0, 2.0), (0.5, 1.5))
 
 
+def test_what_hides_far_less_than_nothing_is_a_triangle_on_the_floor() -> None:
+    """One bad mechanism does not flatten the others, and its real value is what a reader gets to see."""
+    points = next(trace for trace in figure((measured.row(together=6000.0),))["traces"] if trace["mode"] == "markers")
+    assert (points["y"], points["marker"]["symbol"], points["customdata"]) == ([-1.0], ["triangle-down"], [-4.0])
+
+
 def test_a_marked_row_is_a_cross_and_off_the_line() -> None:
     modes = {trace["mode"]: trace for trace in figure((measured.row(marked="late"),))["traces"]}
     assert (list(modes), modes["markers"]["marker"]["symbol"]) == (["markers"], ["x"])
@@ -44,6 +50,11 @@ def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:
     """The three scripts are ours; the name appears, escaped."""
     text = page(tmp_path, "hostile").read_text()
     assert (len(re.findall(r"<script[ >]", text)), "alert(1)" in text, "\x1b" in text) == (3, True, False)
+
+
+def test_a_page_of_marked_rows_does_not_say_that_nothing_was_measured(tmp_path: Path) -> None:
+    """The verdict is that none can be believed."""
+    assert "No row can be believed" in page(tmp_path, "hostile").read_text()
 
 
 @pytest.mark.browser

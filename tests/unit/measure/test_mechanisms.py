@@ -1,0 +1,78 @@
+"""What is opened is put back: buffers before each trial, registered memory at the end."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import Unsupported
+
+pytest.importorskip("torch")
+
+import torch
+
+from counterpoint.controls.control import Lanes
+from counterpoint.measure.comm import Comm
+from counterpoint.measure.mechanisms import Opened, open_all, open_mechanism
+
+LANES = Lanes(compute_stream=None, comm_stream=None, compute=lambda: None, comm=lambda: None)
+
+
+@pytest.mark.parametrize("what", ["comm_alone", "serial", "together", "compute_alone"])
+def test_every_trial_starts_with_its_own_data(what: str) -> None:
+    """An all_reduce in place would otherwise grow from trial to trial."""
+    did: list[str] = []
+    comm = SimpleNamespace(reset=lambda: did.append("reset"))
+    session = SimpleNamespace(stage=SimpleNamespace(run=lambda lanes, case: did.append(case.what)))
+    opened: Any = Opened(mechanism=None, comm=comm, lanes=LANES, alone=LANES)  # type: ignore[arg-type]
+    opened.trial(session, what)()
+    assert did == ["reset", what]
+
+
+class Windows:
+    """Plain memory that says when it was released."""
+
+    released = 0
+
+    def empty(self, numel: int, *, dtype: Any, device: Any, group: Any) -> Any:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.mark.parametrize(
+    ("error", "released"), [(None, 1), (Unsupported("another rank could not"), 1), (RuntimeError("NCCL error"), 0)]
+)
+def test_windows_are_released_unless_it_could_hang(error: Exception | None, released: int) -> None:
+    """To release waits for the GPU: after an unexpected error that would hide the error behind a timeout."""
+    windows = Windows()
+    mechanism: Any = SimpleNamespace(windows=windows, controls=(), why_unavailable=lambda collective: None)
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32
+    )
+    with suppress(Unsupported, RuntimeError), open_mechanism(session, mechanism, "all_gather", 256, LANES, {}):
+        if error:
+            raise error
+    assert windows.released == released
+
+
+def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in the group of the plain buffers are another path; two controls of one path are checked once."""
+    checked: list[int] = []
+    monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
+    names = {"plain": None, "also_plain": None, "windows": Windows()}
+    mechanisms: Any = [
+        SimpleNamespace(name=name, windows=windows, controls=(), why_unavailable=lambda collective: None)
+        for name, windows in names.items()
+    ]
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, together=lambda action: action(), rank=0, world_size=2,
+        device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
+    with open_all(session, mechanisms, "all_gather", 256, LANES) as opened:
+        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened.each))
+    assert len(checked) == 2
