@@ -1,0 +1,110 @@
+"""The tensors of a call: whether they fit it, and what to call them in words that all ranks must agree on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from counterpoint.collectives.reduce import Reduction
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "block_bytes",
+    "check",
+    "described",
+    "dtype_name",
+    "even_blocks",
+    "overlap",
+    "reduction_of",
+    "sendable",
+    "splits",
+]
+
+
+def block_bytes(output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1) -> int:
+    """Bytes of one block: output is `outputs` of them, input is `inputs`; the one that is missing fits.
+
+    Raises:
+        Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
+    """
+    check(output, input)
+    if output is not None and input is not None and output.numel() * inputs != input.numel() * outputs:
+        raise Misconfigured(
+            f"output of {output.numel()} and input of {input.numel()} elements: "
+            f"{'output' if outputs > 1 else 'input'} has to be {max(outputs, inputs)} times the other, a block per rank"
+        )
+    return int(output.nbytes) // outputs if output is not None else int(input.nbytes) // inputs
+
+
+def check(output: Any, input: Any) -> None:
+    """Whatever is given can be written or read, and both have one dtype.
+
+    Raises:
+        Misconfigured: it cannot, or they have not.
+    """
+    for tensor in (output, input):
+        if tensor is not None and (tensor.device.type != "cpu" or str(tensor.layout) != "torch.strided"):
+            raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on cpu")
+    if output is not None and (not output.is_contiguous() or output.is_conj() or output.is_neg()):
+        raise Misconfigured(f"output of strides {output.stride()}: give a contiguous one, and copy from it")
+    if output is not None and input is not None and input.dtype != output.dtype:
+        raise Misconfigured(f"output of {output.dtype}, input of {input.dtype}: give both the same dtype")
+
+
+def even_blocks(output: Any, input: Any, world_size: int) -> int:
+    """Bytes of each block of an all_to_all without split sizes.
+
+    Raises:
+        Misconfigured: the rows of the tensors are no multiple of `world_size`, or the tensors differ.
+    """
+    size = block_bytes(output, input)
+    rows = input.shape[0] if input.dim() else 1
+    if rows % world_size:
+        raise Misconfigured(f"all_to_all of {rows} rows: give a multiple of {world_size}, or split sizes")
+    return size // world_size
+
+
+def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Bytes of each block, from rows of dim 0.
+
+    Raises:
+        Misconfigured: the sizes do not add up to its rows.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
+        raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return tuple(size * row_bytes for size in sizes)
+
+
+def sendable(tensor: Any) -> Any:
+    """`tensor` if its bytes lie one after the other as they are meant, else a copy of which that is true."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two contiguous tensors share bytes."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return bool(first < second + other.nbytes and second < first + one.nbytes)
+
+
+def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
+    """`op` by its name, or torch's ReduceOp of that name.
+
+    Raises:
+        Misconfigured: it is none, or none for this dtype.
+    """
+    name: Any = str(getattr(op, "name", op)).lower()
+    return Reduction(op=name, dtype=dtype_name(tensor), factor=float(factor))
+
+
+def described(tensor: Any, reduction: Reduction | None = None) -> str:
+    """Size and dtype, and what is done to the elements: all of it equal on all ranks."""
+    how = "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
+    return f"{tensor.nbytes} bytes of {dtype_name(tensor)}{how}"
+
+
+def dtype_name(tensor: Any) -> str:
+    """Without `torch.`."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,107 @@
+"""What a rank shows to its peers, in memory that they all map: flags, the call it is in, its regions, and whether it
+gave up.
+
+*Who writes.* A board is written by its owner, except for its flags: word (kind, p) is written by rank p, and set back
+by the owner.
+
+*Order.* Everything here relies on x86-64's total store order: stores of one core are seen by the others in the order in
+which they were made, and an aligned store or load of up to 8 bytes happens at once. ctypes fields of 4 and 8 bytes are
+aligned and moved by one instruction; glibc's memmove ends its non-temporal stores with a fence; and neither CPython nor
+the interpreter's lock moves a store across a call. So bytes first, flag second is enough for the writer; flag first,
+bytes second for the reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, Literal
+
+from counterpoint.collectives.program import Flag, flag_word
+
+__all__ = [
+    "CLOSED",
+    "DEPTH",
+    "FAILED",
+    "MAX_CHUNKS",
+    "MAX_REGIONS",
+    "RUNNING",
+    "Board",
+    "board_type",
+    "flag_index",
+    "new_board",
+]
+
+RUNNING, CLOSED, FAILED = 0, 1, 2  # states
+DEPTH = 8  # calls that one rank may be ahead of another: so long stays readable what each of them was
+MAX_CHUNKS = 16  # arrivals of one block
+MAX_REGIONS = 256
+_TEXT_BYTES, _REASON_BYTES = 160, 384
+
+Board = Any
+"""One instance of `board_type`; ctypes makes the class, so no type checker knows its fields."""
+
+
+class Region(ctypes.Structure):
+    """A file in memory, as its owner has it open. `serial` is written last, and 0 if there is none."""
+
+    _fields_ = (("fd", ctypes.c_int32), ("num_bytes", ctypes.c_uint64), ("serial", ctypes.c_uint64))
+
+
+@lru_cache(maxsize=64)
+def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
+    """The layout of a board.
+
+    `channels[c].lines[p]` are the calls that the owner made with rank p alone, `lines[world_size]` those with everyone;
+    each has the number of the latest one, and the last `DEPTH` of them. `staging` counts how often the channel's
+    staging was replaced.
+    """
+
+    class Record(ctypes.Structure):
+        _fields_ = (
+            ("number", ctypes.c_uint64),
+            ("step", ctypes.c_uint32),
+            ("steps", ctypes.c_uint32),  # step == steps: it has ended
+            ("output_offset", ctypes.c_uint64),
+            ("output_region", ctypes.c_int32),
+            ("text", ctypes.c_char * _TEXT_BYTES),  # equal on all ranks, or their calls do not belong together
+            ("row", ctypes.c_uint64 * world_size),  # bytes for each rank, where they differ
+        )
+
+    class Line(ctypes.Structure):
+        _fields_ = (("latest", ctypes.c_uint64), ("records", Record * DEPTH))
+
+    class Channel(ctypes.Structure):
+        _fields_ = (
+            ("words", ctypes.c_uint32 * (2 * (1 + MAX_CHUNKS) * world_size)),
+            ("staging_region", ctypes.c_int32),
+            ("staging", ctypes.c_uint32),
+            ("line", ctypes.c_uint32),  # of the call that runs, or ran last
+            ("lines", Line * (world_size + 1)),
+        )
+
+    class Whole(ctypes.Structure):
+        _fields_ = (
+            ("state", ctypes.c_uint32),
+            ("culprits", ctypes.c_uint8 * world_size),  # why it gave up
+            ("reason", ctypes.c_char * _REASON_BYTES),
+            ("regions", Region * MAX_REGIONS),
+            ("channels", Channel * channels),
+        )
+
+    return Whole
+
+
+def flag_index(flag: Flag, world_size: int) -> int:
+    """Which of a channel's words it is: those of output, then those of staging."""
+    half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
+    return half * (1 + MAX_CHUNKS) * world_size + flag_word(flag, world_size)
+
+
+def new_board(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> Board:
+    """A board in fresh memory. Nothing is in staging, so every peer may push there: that is how its flags rest."""
+    board: Board = kind.from_buffer(buffer)
+    for channel in range(channels):
+        for peer in range(world_size):
+            board.channels[channel].words[flag_index(Flag("staging", "ready", peer), world_size)] = 1
+    return board

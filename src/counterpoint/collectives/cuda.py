@@ -1,0 +1,226 @@
+"""Issues lowered calls through the CUDA driver: copy engines, stream memory operations, events; kernels only to reduce.
+
+Everything that can be made before is made in `bind`: handles, addresses, arrays of parameters. What is left per call is
+a loop over (function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21); the rest is the
+driver's. A `Graph` makes it one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from counterpoint.collectives.lower import (
+    CopyAsync,
+    DriverCall,
+    EventRecord,
+    MemoryOperations,
+    ReduceLaunch,
+    StreamWait,
+    awaited,
+)
+from counterpoint.collectives.program import COPY, REDUCE
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+
+__all__ = ["BindReduction", "Bound", "Executor", "Graph"]
+
+BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
+"""A reduction and the handle of its stream in, what launches it out: `reduce.bind` with its options filled in."""
+
+
+class Executor:
+    """What the programs of one device share: streams of their own and a pool of events.
+
+    Lane `COPY` is the stream that `bind` is given, as a rule the caller's; lane `REDUCE` is a stream of the highest
+    priority: when a GEMM gives up SMs, the reduction gets them before the next GEMM does.
+
+    Call it in the thread, and with the device current, in which torch works; it is not for several threads at once.
+
+    Args:
+        bind_reduction: for programs that reduce.
+        driver: the module `cuda.bindings.driver`, or what stands in for it.
+
+    Raises:
+        Unsupported: no cuda-bindings, no driver, or the driver refused.
+    """
+
+    def __init__(self, *, bind_reduction: BindReduction | None = None, driver: Any = None) -> None:
+        self.driver = _driver() if driver is None else driver
+        self._bind_reduction = bind_reduction
+        self._free_events: list[Any] = []
+        self._taken_events: list[Any] = []
+        _, highest = self.call("cuCtxGetStreamPriorityRange")
+        flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.reduce_stream, self.side_stream = (
+            self.call("cuStreamCreateWithPriority", flags, highest) for _ in range(2)
+        )
+
+    def bind(self, calls: Sequence[DriverCall], stream: int, *, bind_reduction: BindReduction | None = None) -> Bound:
+        """`calls` with lane `COPY` on `stream`, ready to be issued any number of times, eagerly or in a capture.
+
+        Raises:
+            Misconfigured: they reduce, and nobody said how.
+        """
+        streams = {COPY: self.driver.CUstream(stream), REDUCE: self.reduce_stream}
+        events = {call.event: self._event() for call in calls if isinstance(call, EventRecord)}
+        made = tuple(self._step(call, streams, events, bind_reduction or self._bind_reduction) for call in calls)
+        return Bound(made, lambda: self._free_events.extend(events.values()), self.driver)
+
+    def graph(self, calls: Sequence[DriverCall], *, bind_reduction: BindReduction | None = None) -> Graph:
+        """`calls` captured once: one call to the driver for all of them, on any stream.
+
+        Replays are in order with each other (CUDA runs no graph beside itself). In a capture of the caller's, issue
+        the `Bound` calls instead.
+
+        Raises:
+            Unsupported: the driver refused.
+        """
+        bound = self.bind(calls, int(self.side_stream), bind_reduction=bind_reduction)
+        # relaxed: another thread of this process may allocate meanwhile, which a stricter mode turns into an error
+        mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call("cuStreamBeginCapture", self.side_stream, mode)
+        try:
+            bound()
+        finally:
+            graph = self.call("cuStreamEndCapture", self.side_stream)
+        priorities = self.driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        executable = self.call("cuGraphInstantiate", graph, priorities)
+        self.call("cuGraphDestroy", graph)
+        return Graph(executable, bound, self)
+
+    def let_go(self, calls: Sequence[DriverCall]) -> None:
+        """Sets every word that `calls` wait for, so that streams stuck in them run on: for a watchdog that gives up.
+
+        What they do from then on is wrong, here and at the peers: the group is over, and its buffers are rubbish.
+        """
+        for address in awaited(calls):
+            self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
+
+    def close(self) -> None:
+        """Gives back streams and events; what was bound must not be issued any more."""
+        for event in self._taken_events:
+            self.call("cuEventDestroy", event)
+        for stream in (self.reduce_stream, self.side_stream):
+            self.call("cuStreamDestroy", stream)
+        self._taken_events, self._free_events = [], []
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the driver's function returns after its error code: nothing, one value, or a tuple.
+
+        Raises:
+            Unsupported: it failed.
+        """
+        error, *values = getattr(self.driver, name)(*arguments)
+        if error:
+            raise Unsupported(
+                f"{name} failed: {_name(error)}; the driver or GPU does not allow it, or an earlier call failed"
+            )
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def _event(self) -> Any:
+        if self._free_events:
+            return self._free_events.pop()
+        event = self.call("cuEventCreate", self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._taken_events.append(event)
+        return event
+
+    def _step(
+        self, call: DriverCall, streams: Mapping[int, Any], events: Mapping[int, Any], reduction: BindReduction | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function that does `call`, and its arguments, made once."""
+        driver, stream = self.driver, streams[call.lane]
+        match call:
+            case CopyAsync(target, source, num_bytes):
+                where, what = driver.CUdeviceptr(target), driver.CUdeviceptr(source)
+                return driver.cuMemcpyDtoDAsync, (where, what, num_bytes, stream)
+            case MemoryOperations(operations):
+                return driver.cuStreamBatchMemOp, (stream, len(operations), _parameters(driver, call), 0)
+            case EventRecord(event):
+                return driver.cuEventRecord, (events[event], stream)
+            case StreamWait(event):
+                return driver.cuStreamWaitEvent, (stream, events[event], 0)
+            case ReduceLaunch():
+                if reduction is None:
+                    raise Misconfigured("these calls reduce: give bind_reduction, such as reduce.bind with its options")
+                return reduction(call, int(stream)), ()
+
+
+class Bound:
+    """Calls with everything made; calling it issues them. The arrays that the driver reads live as long as it does."""
+
+    def __init__(
+        self, steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...], freed: Callable[[], object], driver: Any
+    ) -> None:
+        self._steps, self._freed, self._driver = steps, freed, driver
+
+    def __call__(self) -> None:
+        """Issues all calls, in order; returns before any of them has run.
+
+        Raises:
+            CounterpointError: the driver refused one. The peers may wait for what was not issued: the group is over.
+        """
+        for function, arguments in self._steps:
+            result = function(*arguments)
+            if result and result[0]:
+                raise CounterpointError(
+                    f"{getattr(function, '__name__', function)} failed: {_name(result[0])}; the collective was "
+                    f"issued in part, so that this group of ranks cannot be used any more"
+                )
+
+    def close(self) -> None:
+        """Gives its events back to the pool. Only when its last issue has run, and it is in no graph."""
+        self._steps = ()
+        self._freed()
+
+
+class Graph:
+    """Captured calls; `launch` replays them."""
+
+    def __init__(self, executable: Any, bound: Bound, executor: Executor) -> None:
+        self._executable, self._bound, self._executor = executable, bound, executor
+        self._launch = executor.driver.cuGraphLaunch
+
+    def launch(self, stream: Any) -> None:
+        """Replays on `stream`, a `CUstream` (made once: an integer is converted at every call) or a handle.
+
+        Raises:
+            CounterpointError: the driver refused.
+        """
+        (error,) = self._launch(self._executable, stream)
+        if error:
+            raise CounterpointError(
+                f"cuGraphLaunch failed: {_name(error)}; an earlier call on this device may have failed"
+            )
+
+    def close(self) -> None:
+        """Only when its last replay has run."""
+        self._executor.call("cuGraphExecDestroy", self._executable)
+        self._bound.close()
+
+
+def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
+    """The array of one `cuStreamBatchMemOp`; flags are 0: a write with its fence, a wait for greater or equal."""
+    kinds = driver.CUstreamBatchMemOpType
+    made = []
+    for operation in call.operations:
+        entry = driver.CUstreamBatchMemOpParams()
+        bits = 8 * operation.num_bytes
+        kind = getattr(kinds, f"CU_STREAM_MEM_OP_{operation.kind.upper()}_VALUE_{bits}")
+        part = entry.waitValue if operation.kind == "wait" else entry.writeValue
+        entry.operation = part.operation = kind
+        part.address, part.flags = operation.address, 0
+        setattr(part, "value" if bits == 32 else "value64", operation.value)
+        made.append(entry)
+    return made
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unsupported(f"collectives on GPUs need cuda-bindings: {error}; install counterpoint[torch]") from error
+    return driver
+
+
+def _name(error: Any) -> str:
+    return str(getattr(error, "name", error))

@@ -1,0 +1,290 @@
+"""A collective as data: what each rank does, as a short list of steps. No device, no torch.
+
+**Call** is what was asked for, the same on every rank. **Program** is what one rank does for it: `plan(call, rank)`
+makes it, executors run it (copy engines, threads, a clock), `check` proves it. All are frozen and hashable.
+
+*Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging`, which belongs to the
+communicator. A copy always pushes own memory into a peer's `output` or `staging`, so only these two have to be mapped
+by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone.
+
+*Flags.* Each symmetric buffer carries 32-bit words, 0 or 1, in its owner's memory. `ready[p]`: rank p's buffer may be
+written (p writes 1 here). `arrived[p, chunk]`: rank p's chunk is here (p writes 1 here). `Signal` writes 1 into a
+peer's word; `Wait` waits until an own word is 1 and sets it to 0. Every word has one writer and one waiter, and is
+back at rest after every cycle, so a program is valid for ever: eager, again and again, or replayed from a graph.
+
+*Order.* A lane is one stream: its steps run one after the other in list order; a copy is complete, and seen by whoever
+sees a later signal of its lane, before the next step begins. Lanes are tied together by `Record` and `Await` only (CUDA
+events; every `Await` comes after its `Record`, so issuing the list in order is right). `COPY` is the lane of copies and
+flags, the one that the caller's stream waits for; `REDUCE` runs reductions, and the waits for what they need, beside
+it.
+
+*The cycle.* `release`, `steps`, `finish`, the consumer reads, `release`, ... `release` tells the ranks that push into
+this one that `output` is free. Where the cycle is cut is the caller's choice: before `release` (handshake; at rest
+every `ready` of output is 0; any mix of calls may share the flags), or after it (early release; at rest `ready` is 1,
+set when the buffer is made; it saves a round trip, but all calls on that buffer must have the same `Program.pushers`
+on every rank). `ready` of staging is always early: at rest it is 1, and programs give it back themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "ALIGNMENT",
+    "COPY",
+    "REDUCE",
+    "Await",
+    "Batch",
+    "Buffer",
+    "Call",
+    "Copy",
+    "Flag",
+    "LocalCopy",
+    "Operation",
+    "Own",
+    "Program",
+    "Record",
+    "Reduce",
+    "Signal",
+    "Span",
+    "Step",
+    "Symmetric",
+    "Tuning",
+    "Wait",
+    "flag_word",
+    "joined",
+]
+
+Operation = Literal[
+    "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather", "send_recv", "barrier"
+]
+Buffer = Literal["input", "output", "staging"]
+Symmetric = Literal["output", "staging"]
+Own = Literal["in_place", "copy", "consumer"]
+COPY, REDUCE = 0, 1  # lanes
+ALIGNMENT = 16  # bytes; no element of any dtype is cut, and reductions load whole vectors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What was asked for; equal on all ranks (which is what debug mode compares).
+
+    Args:
+        sizes: `sizes[s][t]`, bytes that rank s contributes to the output of rank t (reductions: to shard t).
+        root: of broadcast, scatter and gather, else None.
+        own: the block that a rank gives to itself. `in_place`: input is a view of output (or output of input), it is
+            there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for whoever reads
+            output.
+    """
+
+    operation: Operation
+    sizes: tuple[tuple[int, ...], ...]
+    root: int | None = None
+    own: Own = "copy"
+
+    @property
+    def world_size(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def reduces(self) -> bool:
+        return self.operation in ("reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """How to do it; equal on all ranks, too.
+
+    Args:
+        chunk_bytes: a shard is sent in pieces of this size, each with its own arrival; None: in one. Multiple of 16.
+        arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
+            chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
+        relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
+    """
+
+    chunk_bytes: int | None = None
+    arrivals: Literal["each", "together"] = "each"
+    relay_bytes: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes is not None and (self.chunk_bytes <= 0 or self.chunk_bytes % ALIGNMENT):
+            raise Misconfigured(
+                f"chunk_bytes={self.chunk_bytes}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A word beside `buffer`, in the memory of the rank that waits for it; `peer` is the rank that writes 1 into it."""
+
+    buffer: Symmetric
+    kind: Literal["ready", "arrived"]
+    peer: int
+    chunk: int = 0
+
+
+def flag_word(flag: Flag, world_size: int) -> int:
+    """Where the word is: `ready[peer]` first, then `arrived[chunk][peer]`. Times 4 for its byte offset."""
+    row = 0 if flag.kind == "ready" else 1 + flag.chunk
+    return row * world_size + flag.peer
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Push own `source` to `target` of `peer`, by a copy engine: no SM. Never of zero bytes."""
+
+    peer: int
+    source: Span
+    target: Span
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Copy within this rank: the one data movement that needs an SM and so waits for a resident GEMM."""
+
+    source: Span
+    target: Span
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Write 1 into the word `flag` of `peer`."""
+
+    peer: int
+    flag: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until the own word `flag` is 1, then write 0 into it. `brings`: what a consumer may read from then on."""
+
+    flag: Flag
+    brings: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Signals and waits, done in this order by one `cuStreamBatchMemOp`."""
+
+    operations: tuple[Signal | Wait, ...]
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine `sources` element by element, in this order (ranks ascending: the same sum everywhere), into `target`.
+
+    One source may be the target itself. What combining means (sum, avg, max, premul_sum; dtype) is the executor's to
+    know: the program is the same. Chunks are cut at multiples of 16 bytes of a shard, so no element is cut.
+    """
+
+    sources: tuple[Span, ...]
+    target: Span
+    lane: int = REDUCE
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Mark this point of the lane as `event`."""
+
+    event: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Go on when the lane that recorded `event` has passed it."""
+
+    event: int
+    lane: int
+
+
+Step: TypeAlias = Copy | LocalCopy | Batch | Reduce | Record | Await
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What `rank` does for `call`: `release` (at the start, or early), then `steps`, then `finish`.
+
+    After `finish` the output may be read and the input overwritten on lane `COPY`. A consumer that wants to start on
+    the first shard runs the waits of `finish` one at a time, in any order, all of them before the next cycle.
+    """
+
+    call: Call
+    tuning: Tuning
+    rank: int
+    release: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
+    finish: tuple[Step, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.call.world_size
+
+    def cycle(self, *, early_release: bool = False) -> tuple[Step, ...]:
+        """All steps in the order to issue, neighbouring batches made one. `early_release`: without `release`."""
+        return joined((() if early_release else self.release) + self.steps + self.finish)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Bytes of staging that peers write and this rank reads."""
+        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == "staging"), default=0)
+
+    @cached_property
+    def _reduced(self) -> tuple[Span, ...]:
+        return tuple(span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+
+    @cached_property
+    def pushers(self) -> frozenset[int]:
+        """Ranks that need this one's `release` before they write into its output."""
+        return frozenset(op.peer for op in _operations(self.release) if isinstance(op, Signal))
+
+    @cached_property
+    def num_flags(self) -> dict[str, int]:
+        """Words that must lie beside each symmetric buffer of every rank for this program."""
+        words: dict[str, int] = {}
+        for op in _operations(self.cycle()):
+            need = flag_word(op.flag, self.world_size) + 1
+            words[op.flag.buffer] = max(words.get(op.flag.buffer, 0), need)
+        return words
+
+    @cached_property
+    def symmetric(self) -> frozenset[Buffer]:
+        """Buffers that peers write, here or there: they must be symmetric memory."""
+        return frozenset(op.flag.buffer for op in _operations(self.cycle()))
+
+    @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes in use, ascending."""
+        return tuple(sorted({step.lane for step in self.cycle()}))
+
+
+def _operations(steps: tuple[Step, ...]) -> list[Signal | Wait]:
+    return [op for step in steps if isinstance(step, Batch) for op in step.operations]
+
+
+def joined(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """`steps` with neighbouring batches of one lane made one, and empty batches left out."""
+    result: list[Step] = []
+    for step in steps:
+        last = result[-1] if result else None
+        if isinstance(step, Batch) and isinstance(last, Batch) and last.lane == step.lane:
+            result[-1] = Batch(last.operations + step.operations, step.lane)
+        elif not isinstance(step, Batch) or step.operations:
+            result.append(step)
+    return tuple(result)

@@ -1,0 +1,119 @@
+"""Programs of the operations that combine: slices are pushed into staging, and added up there as they arrive.
+
+A chunk is reduced as soon as it has come from every rank, on a lane of its own, while the next chunk is on the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from counterpoint.collectives.calls import source_span, target_span
+from counterpoint.collectives.movement import arrival, arrivals, chunked, grant, pushes, rotation, take
+from counterpoint.collectives.program import (
+    ALIGNMENT,
+    COPY,
+    REDUCE,
+    Await,
+    Batch,
+    Call,
+    Copy,
+    Flag,
+    Program,
+    Record,
+    Reduce,
+    Span,
+    Step,
+    Tuning,
+    Wait,
+)
+
+__all__ = ["all_reduce", "reduce_scatter"]
+
+_BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
+
+
+def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Push slice t of the input to rank t's staging, chunk by chunk; add up what arrives."""
+    if _trivial(call):
+        return _alone(call, rank, tuning)
+    chunks = _chunks(call, rank, tuning)
+    lane = REDUCE if len(chunks) > 1 else COPY
+    steps = [*_fork(lane), take("staging", rotation(rank, call.world_size)), *_scatter(call, rank, tuning)]
+    for chunk in range(len(chunks)):
+        steps += _reduced(call, rank, tuning, chunk, lane)
+    steps.append(grant("staging", rank, rotation(rank, call.world_size), lane))
+    return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=tuple(_after(1, lane)))
+
+
+def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
+    """reduce_scatter, then each combined chunk is pushed to every rank's output as soon as it is ready.
+
+    All slices go out first: by the time the last is sent, the first chunks are combined, so the links never wait.
+    Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a
+    chunk arrive before any of the chunk is pushed back. For the same reason it may be in place.
+    """
+    if _trivial(call):
+        return _alone(call, rank, tuning)
+    chunks, peers = _chunks(call, rank, tuning), rotation(rank, call.world_size)
+    lane = REDUCE if len(chunks) > 1 else COPY
+    steps = [*_fork(lane), take("staging", peers), *_scatter(call, rank, tuning)]
+    for chunk, span in enumerate(chunks):
+        steps += _reduced(call, rank, tuning, chunk, lane)
+        if chunk == len(chunks) - 1:
+            steps.append(grant("staging", rank, peers, lane))
+        steps += _after(1 + chunk, lane)
+        steps += [Copy(peer, span, span) for peer in peers if span.num_bytes]
+        steps.append(Batch(tuple(arrival(peer, span, rank, chunk) for peer in peers)))
+    coming = {peer: target_span(call, peer, peer) for peer in reversed(peers)}
+    return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=(arrivals(coming, tuning),))
+
+
+def _trivial(call: Call) -> bool:
+    return call.world_size == 1 or not any(call.sizes[0])
+
+
+def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
+    """One rank, or nothing to add: its input still goes through the reduction, which may scale it."""
+    source, target = source_span(call, rank, rank), target_span(call, rank, rank)
+    steps = (Reduce((source,), target, COPY),) if target.num_bytes else ()
+    return Program(call=call, tuning=tuning, rank=rank, steps=steps)
+
+
+def _chunks(call: Call, rank: int, tuning: Tuning) -> list[Span]:
+    """Where the chunks of the own shard go."""
+    return chunked(target_span(call, rank, rank), tuning)
+
+
+def _staged(call: Call, source: int, target: int) -> Span:
+    """Where in the staging of `target` the slice of `source` lies. Its own slice stays in input."""
+    size = call.sizes[source][target]
+    slot = -(-size // ALIGNMENT) * ALIGNMENT
+    return Span("staging", slot * (source - (source > target)), size)
+
+
+def _scatter(call: Call, rank: int, tuning: Tuning) -> Iterator[Step]:
+    moves = {
+        peer: (source_span(call, rank, peer), _staged(call, rank, peer)) for peer in rotation(rank, call.world_size)
+    }
+    return pushes(rank, moves, replace(tuning, arrivals="together"))
+
+
+def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int) -> list[Step]:
+    """Wait until `chunk` of the own shard is here from every rank, and combine it, ranks ascending."""
+    ranks = range(call.world_size)
+    spans = {peer: _staged(call, peer, rank) for peer in ranks} | {rank: source_span(call, rank, rank)}
+    sources = tuple(chunked(spans[peer], tuning)[chunk] for peer in ranks)
+    waits = tuple(Wait(Flag("staging", "arrived", peer, chunk)) for peer in ranks if peer != rank)
+    target = _chunks(call, rank, tuning)[chunk]
+    return [Batch(waits, lane), *([Reduce(sources, target, lane)] if target.num_bytes else [])]
+
+
+def _fork(lane: int) -> list[Step]:
+    """`lane` begins after what the caller's stream did before the call."""
+    return [] if lane == COPY else [Record(_BEGUN, COPY), Await(_BEGUN, lane)]
+
+
+def _after(event: int, lane: int) -> list[Step]:
+    """`COPY` goes on when `lane` is here."""
+    return [] if lane == COPY else [Record(event, lane), Await(event, COPY)]

@@ -1,0 +1,484 @@
+"""What ranks run to test collectives: random ones beside what must come out, and ranks that fail in every way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.program import Program, Step
+from counterpoint.collectives.reduce import Reduction, reference
+from counterpoint.errors import CounterpointError
+from counterpoint.measure.session import Session
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint32,
+)  # fmt: skip
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOVEMENT = ("all_gather", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv", "barrier")
+OPERATIONS = (*MOVEMENT, "reduce_scatter", "all_reduce")
+
+
+@dataclass
+class Case:
+    """A collective under way: `wanted` is what `output` must hold, bit by bit."""
+
+    name: str
+    work: Any
+    output: Any
+    wanted: Any
+
+    def check(self) -> None:
+        assert self.work is None or self.work.wait()
+        if self.output is not None:
+            assert torch.equal(_bits(self.output), _bits(self.wanted)), f"wrong data of {self.name}"
+
+
+class Draws:
+    """One seeded sequence of random collectives: the same on every rank, and every rank knows everyone's inputs."""
+
+    def __init__(self, communicator: Communicator, seed: int, max_bytes: int) -> None:
+        self.comm, self.random, self.max_bytes = communicator, random.Random(seed), max_bytes
+        self.rank, self.n = communicator.rank, communicator.world_size
+
+    def start(self) -> Case:
+        """Draws one and starts it on a drawn channel."""
+        name = self.random.choice([name for name in OPERATIONS if self.n > 1 or name != "send_recv"])
+        self.options: dict[str, Any] = {"channel": self.random.randrange(self.comm.channels), "async_op": True}
+        dtype = self.random.choice(SUMMED if name in ("reduce_scatter", "all_reduce") else DTYPES)
+        numel = int(2 ** self.random.uniform(0, self.max_bytes.bit_length()) / dtype.itemsize / self.n)
+        numel = self.random.choice([0, 1, numel, numel, numel])
+        work, output, wanted = getattr(self, f"_{name}")(dtype, numel)
+        return Case(f"{name} of {numel} {dtype}", work, output, wanted)
+
+    def inputs(self, dtype: Any, numel: int) -> list[Any]:
+        """Random bits (numbers where they are added up), of every rank."""
+        state = torch.Generator().manual_seed(self.random.getrandbits(40))
+        if dtype in FLOATS:
+            return [torch.randn(numel, generator=state).to(dtype) for _ in range(self.n)]
+        if dtype == torch.bool:
+            return [torch.rand(numel, generator=state) < 0.5 for _ in range(self.n)]
+        size = (self.n, max(1, numel) * dtype.itemsize)
+        return [row[:numel] for row in torch.randint(0, 256, size, dtype=torch.uint8, generator=state).view(dtype)]
+
+    def room(self, dtype: Any, numel: int) -> Any:
+        """An output of either kind of memory, at any element."""
+        skipped = self.random.randrange(4)
+        if self.random.random() < 0.5:
+            return self.comm.empty(numel + skipped, dtype=dtype)[skipped:]
+        return torch.empty(numel + skipped, dtype=dtype)[skipped:]
+
+    def _all_gather(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        inputs, output = self.inputs(dtype, numel), self.room(dtype, numel * self.n)
+        mine = inputs[self.rank]
+        if self.random.random() < 0.5:
+            mine = output[self.rank * numel : (self.rank + 1) * numel].copy_(mine)
+        return self.comm.all_gather(output, mine, **self.options), output, torch.cat(inputs)
+
+    def _all_to_all(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        inputs, output = self.inputs(dtype, numel * self.n), self.room(dtype, numel * self.n)
+        wanted = torch.cat([each[self.rank * numel : (self.rank + 1) * numel] for each in inputs])
+        return self.comm.all_to_all(output, inputs[self.rank], **self.options), output, wanted
+
+    def _uneven(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        splits = [[self.random.choice([0, 1, numel]) for _ in range(self.n)] for _ in range(self.n)]
+        inputs = [self.inputs(dtype, sum(row))[rank] for rank, row in enumerate(splits)]
+        wanted = torch.cat([each.split(row)[self.rank] for each, row in zip(inputs, splits, strict=True)])
+        output, coming = self.room(dtype, wanted.numel()), [row[self.rank] for row in splits]
+        work = self.comm.all_to_all(output, inputs[self.rank], coming, splits[self.rank], **self.options)
+        return work, output, wanted
+
+    def _broadcast(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        inputs, output, src = self.inputs(dtype, numel), self.room(dtype, numel), self.random.randrange(self.n)
+        output.copy_(inputs[self.rank])
+        return self.comm.broadcast(output, src, **self.options), output, inputs[src]
+
+    def _scatter(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        src, output = self.random.randrange(self.n), self.room(dtype, numel)
+        blocks = self.inputs(dtype, numel * self.n)[src]
+        work = self.comm.scatter(output, blocks if src == self.rank else None, src, **self.options)
+        return work, output, blocks[self.rank * numel : (self.rank + 1) * numel]
+
+    def _gather(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        dst, inputs, output = self.random.randrange(self.n), self.inputs(dtype, numel), self.room(dtype, numel * self.n)
+        output = output if dst == self.rank else None
+        return self.comm.gather(inputs[self.rank], output, dst, **self.options), output, torch.cat(inputs)
+
+    def _send_recv(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        one, other = self.random.sample(range(self.n), 2)
+        kind, inputs, output = (
+            self.random.choice(("one way", "both")),
+            self.inputs(dtype, numel),
+            self.room(dtype, numel),
+        )
+        peer = other if self.rank == one else one
+        if self.rank not in (one, other):
+            return None, None, None
+        if kind == "both":
+            return self.comm.send_recv(output, inputs[self.rank], peer, **self.options), output, inputs[peer]
+        if self.rank == one:
+            return self.comm.send(inputs[one], other, **self.options), None, None
+        return self.comm.recv(output, one, **self.options), output, inputs[one]
+
+    def _barrier(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        return self.comm.barrier(**self.options), None, None
+
+    def _reduce_scatter(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        inputs, output, how = self.inputs(dtype, numel * self.n), self.room(dtype, numel), self._how(dtype)
+        work = self.comm.reduce_scatter(output, inputs[self.rank], how.op, factor=how.factor, **self.options)
+        return work, output, reference(inputs, how)[self.rank * numel : (self.rank + 1) * numel]
+
+    def _all_reduce(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        inputs, output, how = self.inputs(dtype, numel), self.room(dtype, numel), self._how(dtype)
+        output.copy_(inputs[self.rank])
+        return self.comm.all_reduce(output, how.op, factor=how.factor, **self.options), output, reference(inputs, how)
+
+    def _how(self, dtype: Any) -> Reduction:
+        op = self.random.choice(("sum", "max", "min", *(("avg", "premul_sum") if dtype in FLOATS else ())))
+        return Reduction(op=op, dtype=str(dtype)[6:], factor=0.3 if op == "premul_sum" else 1.0)
+
+
+def _bits(tensor: Any) -> Any:
+    return tensor.contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
+    """A hook that lets a rank linger before some steps."""
+    dice = random.Random(f"{seed} {rank}")
+
+    def linger(program: Program, step: Step) -> None:
+        if dice.random() < 0.05:
+            time.sleep(dice.random() * 2e-3)
+
+    return linger
+
+
+def random_collectives(session: Session, seed: int, count: int, max_bytes: int, chunk_bytes: int = 1024) -> int:
+    """How many of `count` random collectives came out right: up to four under way on three channels."""
+    right = 0
+    with Communicator(
+        channels=3, timeout_s=40, chunk_bytes=chunk_bytes, debug=seed % 2 == 1, before_step=delays(seed, session.rank)
+    ) as communicator:
+        draws, under_way = Draws(communicator, seed, max_bytes), list[Case]()
+        for _ in range(count):
+            under_way.append(draws.start())
+            if len(under_way) == 4:
+                under_way.pop(draws.random.randrange(4)).check()
+                right += 1
+        for case in under_way:
+            case.check()
+            right += 1
+    return right
+
+
+def against_gloo(session: Session, operation: str) -> bool:
+    """Whether data that gloo moves comes out the same, bit by bit."""
+    n, rank, numel = session.world_size, session.rank, 1001
+    mine = torch.randn(n * numel, generator=torch.Generator().manual_seed(rank))
+    block, ours, theirs = mine[:numel], torch.zeros(n * numel), torch.zeros(n * numel)
+    with Communicator(timeout_s=20, chunk_bytes=256) as communicator:
+        match operation:
+            case "all_gather":
+                dist.all_gather_into_tensor(theirs, block)
+                communicator.all_gather(ours, block)
+            case "all_to_all":
+                dist.all_to_all_single(theirs, mine)
+                communicator.all_to_all(ours, mine)
+            case "broadcast":
+                dist.broadcast(theirs.copy_(mine), n - 1)
+                communicator.broadcast(ours.copy_(mine), n - 1)
+            case "scatter":
+                dist.scatter(theirs[:numel], list(mine.chunk(n)) if rank == 1 else None, 1)
+                communicator.scatter(ours[:numel], mine if rank == 1 else None, 1)
+            case "gather":
+                dist.gather(block, list(theirs.chunk(n)) if rank == 1 else None, 1)
+                communicator.gather(block, ours if rank == 1 else None, 1)
+    return torch.equal(ours, theirs)
+
+
+def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float, float]:
+    """Relative error against float64: ours, and gloo's."""
+    n, numel = session.world_size, 4096
+    inputs = [torch.randn(n * numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(n)]
+    exact = torch.stack(inputs).double().sum(0)
+    ours, theirs = inputs[session.rank].clone(), inputs[session.rank].clone()
+    with Communicator(timeout_s=20, chunk_bytes=256) as communicator:
+        if operation == "all_reduce":
+            communicator.all_reduce(ours)
+            dist.all_reduce(theirs)
+        else:
+            communicator.reduce_scatter(ours[:numel], ours.clone())
+            dist.reduce_scatter_tensor(theirs[:numel], theirs.clone())
+            exact, ours, theirs = exact.view(n, numel)[session.rank], ours[:numel], theirs[:numel]
+    norm = exact.norm()
+    return float((ours.double() - exact).norm() / norm), float((theirs.double() - exact).norm() / norm)
+
+
+def said(action: Callable[[], object]) -> tuple[str, tuple[int, ...], float]:
+    """What `action` raised, the ranks that it names, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        action()
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), time.monotonic() - started
+    return "", (), time.monotonic() - started
+
+
+CALLS: dict[str, Callable[[Communicator, Any], object]] = {
+    "all_reduce": lambda c, t: c.all_reduce(t),
+    "all_reduce max": lambda c, t: c.all_reduce(t, "max"),
+    "premul_sum 2": lambda c, t: c.all_reduce(t, "premul_sum", factor=2),
+    "premul_sum 3": lambda c, t: c.all_reduce(t, "premul_sum", factor=3),
+    "shorter all_reduce": lambda c, t: c.all_reduce(t[:-1]),
+    "int32 all_reduce": lambda c, t: c.all_reduce(t.view(torch.int32)),
+    "all_gather": lambda c, t: c.all_gather(t, t[: t.numel() // c.world_size]),
+    "broadcast": lambda c, t: c.broadcast(t, 0),
+    "broadcast of 1": lambda c, t: c.broadcast(t, 1),
+    "barrier": lambda c, t: c.barrier(),
+    "send": lambda c, t: c.send(t, 1 - c.rank),
+    "recv": lambda c, t: c.recv(t, 1 - c.rank),
+    "shorter recv": lambda c, t: c.recv(t[1:], 1 - c.rank),
+    "even all_to_all": lambda c, t: c.all_to_all(t, t.clone()),
+    "uneven all_to_all": lambda c, t: c.all_to_all(t, t.clone(), *[[t.numel() // c.world_size] * c.world_size] * 2),
+    "all to rank 0": lambda c, t: c.all_to_all(t, t.clone(), *[[t.numel(), *[0] * (c.world_size - 1)]] * 2),
+}
+
+
+def call_each_its_own(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
+    """What ranks are told when rank r calls `names[r]`, then a barrier."""
+    with Communicator(timeout_s=30, debug=debug, chunk_bytes=256) as communicator:
+        tensor = torch.zeros(6000)
+
+        def calls() -> None:
+            CALLS[names[session.rank]](communicator, tensor)
+            communicator.barrier()
+
+        told = said(calls)
+        dist.barrier()  # closing is another thing to be told of
+        return told
+
+
+def one_stays_away(session: Session, absent: int) -> tuple[str, tuple[int, ...], float]:
+    """What ranks are told when one of them does not call; and then that one, when it does."""
+    with Communicator(timeout_s=0.5) as communicator:
+        tensor = torch.zeros(100)
+        if session.rank == absent:
+            time.sleep(1.5)
+        return said(lambda: communicator.all_reduce(tensor))
+
+
+def one_closes(session: Session) -> tuple[str, tuple[int, ...], float]:
+    """What rank 0 is told when rank 1 closes instead of calling."""
+    communicator = Communicator(timeout_s=30)
+    if session.rank == 1:
+        communicator.close()
+    told = said(communicator.barrier) if session.rank == 0 else ("", (), 0.0)
+    dist.barrier()
+    communicator.close()
+    return told
+
+
+def one_has_a_fault(session: Session) -> str:
+    """What each rank raises when a step of rank 1 raises."""
+
+    def fault(program: Program, step: Step) -> None:
+        if session.rank == 1:
+            raise OSError("the disk is on fire")
+
+    with Communicator(timeout_s=30, before_step=fault) as communicator:
+        try:
+            communicator.all_reduce(torch.zeros(100))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        dist.barrier()
+        return text
+
+
+def one_is_killed(session: Session, operation: str, at_step: int) -> tuple[str, tuple[int, ...], float]:
+    """What the others are told when rank 1 is killed before that step."""
+    steps = 0
+
+    def kill(program: Program, step: Step) -> None:
+        nonlocal steps
+        if session.rank == 1 and steps == at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps += 1
+
+    communicator = Communicator(timeout_s=30, chunk_bytes=1024, before_step=kill)
+    tensor = torch.zeros(6000)
+
+    def calls() -> None:
+        for _ in range(400):
+            CALLS[operation](communicator, tensor)
+
+    return said(calls)
+
+
+BAD_CALLS: dict[str, Callable[[Communicator, Any], object]] = {
+    "channel=2: allowed are 0 to 1": lambda c, t: c.all_reduce(t, channel=2),
+    "broadcast with root=2": lambda c, t: c.broadcast(t, 2),
+    "rank {rank} with rank {rank}: allowed are the others": lambda c, t: c.send(t, c.rank),
+    "rank {rank} with rank 5": lambda c, t: c.recv(t, 5),
+    "its layouts differ": lambda c, t: c.all_to_all(t, t),
+    "one kind of split sizes": lambda c, t: c.all_to_all(t, t.clone(), [3, 3]),
+    "output is missing on rank {rank}": lambda c, t: c.gather(t, None, c.rank),
+    "input was given on rank {rank}": lambda c, t: c.scatter(t, t, 1 - c.rank),
+    "output has to be 2 times the other": lambda c, t: c.all_gather(t, t.clone()),
+    "input has to be 2 times the other": lambda c, t: c.reduce_scatter(t, t.clone()),
+}
+
+
+def bad_calls(session: Session) -> list[str]:
+    """Bad calls that are not told what they should be, and what they are told. A good call ends well after them."""
+    with Communicator(timeout_s=20) as communicator:
+        tensor, wrong = torch.ones(6), []
+        for wanted, call in BAD_CALLS.items():
+            text, _, _ = said(lambda call=call: call(communicator, tensor))  # type: ignore[misc]
+            if not text.startswith("Misconfigured") or wanted.format(rank=session.rank) not in text:
+                wrong.append(f"{wanted}: {text}")
+        communicator.all_reduce(tensor)
+        return wrong + ([] if bool((tensor == session.world_size).all()) else [f"sum of {tensor}"])
+
+
+def other_splits(session: Session) -> str:
+    """What ranks are told of which each expects three rows and is sent one."""
+    with Communicator(timeout_s=20) as communicator:
+        told = said(lambda: communicator.all_to_all(torch.zeros(6), torch.zeros(2), [3, 3], [1, 1]))[0]
+        dist.barrier()
+        return told
+
+
+def made_with(session: Session, options: list[dict[str, Any]]) -> str:
+    """What rank r is told when it makes a communicator with `options[r]`."""
+    return said(lambda: Communicator(**options[session.rank]).close())[0]
+
+
+def called_after_closing(session: Session) -> str:
+    """What is said to who goes on."""
+    communicator = Communicator()
+    communicator.close()
+    communicator.close()  # once is enough, twice does no harm
+    return said(communicator.barrier)[0]
+
+
+def an_impatient_wait(session: Session) -> tuple[str, bool, bool]:
+    """What rank 0 is told that waits 50 ms for rank 1, which comes later; whether it has ended then, or does."""
+    with Communicator(timeout_s=20) as communicator:
+        if session.rank == 1:
+            time.sleep(0.3)
+        work = communicator.barrier(async_op=True)
+        assert work is not None
+        told = said(lambda: work.wait(0.05))[0] if session.rank == 0 else ""
+        return told, work.is_completed() and session.rank == 0, work.wait() and work.exception() is None
+
+
+def channels_do_not_wait(session: Session) -> bool:
+    """Whether a call ends on one channel while another channel waits for rank 1."""
+    with Communicator(timeout_s=20) as communicator:
+        tensor = torch.ones(10)
+        early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
+        communicator.all_reduce(tensor, channel=0)
+        waits = early is None or not early.is_completed()
+        communicator.barrier(channel=0)  # rank 1 comes to the other channel only now
+        late = early or communicator.barrier(channel=1, async_op=True)
+        assert late is not None
+        late.wait()
+        return waits and bool((tensor == session.world_size).all())
+
+
+def groups_at_once(session: Session) -> list[float]:
+    """Sums over two communicators of everyone and one of ranks 0 and 2, started in another order on every rank."""
+    some = dist.new_group([0, 2])
+    communicators = [Communicator(timeout_s=20), Communicator(timeout_s=20)]
+    if session.rank in (0, 2):
+        communicators.append(Communicator(some, timeout_s=20))
+    tensors = [torch.full((1000,), float(session.rank + 1)) for _ in communicators]
+    order = [(session.rank + index) % len(communicators) for index in range(len(communicators))]
+    started = [communicators[i].all_reduce(tensors[i], async_op=True) for i in order]
+    assert all(work is not None and work.wait() for work in started)
+    for communicator in communicators:
+        communicator.close()
+    dist.destroy_process_group(some)
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def outsider(session: Session) -> str:
+    """What rank 1 is told about a group of rank 0 alone."""
+    alone = dist.new_group([0])
+    if session.rank == 0:
+        Communicator(alone).close()
+        return ""
+    try:
+        Communicator(alone)
+    except CounterpointError as error:
+        return str(error)
+    return ""
+
+
+def steps_of_training(session: Session, steps: int) -> list[tuple[int, int]]:
+    """(regions, bytes in use) after the first tenth of steps that make, gather and drop buffers, and after all."""
+    seen = []
+    with Communicator(timeout_s=30) as communicator:
+        n, rank, dice = session.world_size, session.rank, random.Random(7)
+        held: list[Any] = []
+        for step in range(1, steps + 1):
+            shards = communicator.empty(n, dice.randrange(1, 5000), dtype=torch.bfloat16)
+            shards[rank] = step
+            communicator.all_gather(shards, shards[rank])
+            assert bool((shards == torch.tensor(step, dtype=torch.bfloat16)).all())
+            held.append(shards[0].view(-1))  # a view keeps the whole
+            del shards, held[: len(held) - dice.randrange(1, 4)]
+            if step % (steps // 10) == 0:
+                seen.append((len(list(_mapped())), sum(_mapped())))
+    return [seen[0], seen[-1]]
+
+
+def same_place(session: Session) -> list[int]:
+    """Offsets of buffers in use at the same time, relative to the first."""
+    with Communicator(timeout_s=30) as communicator:
+        first = communicator.empty(100, dtype=torch.uint8)
+        dropped = [communicator.empty(1000, dtype=torch.float32) for _ in range(3)]
+        del dropped[1]
+        others = [communicator.empty(size, dtype=torch.float32) for size in (500, 300, 3000)]
+        return [tensor.data_ptr() - first.data_ptr() for tensor in (*dropped, *others)]
+
+
+def _mapped() -> Iterator[int]:
+    """Sizes of the shared memory that this process has mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:counterpoint" in line:
+            low, high = (int(address, 16) for address in line.split()[0].split("-"))
+            yield high - low
+
+
+def left_behind(session: Session) -> tuple[int, int]:
+    """(mappings, descriptors) that a communicator leaves after it was closed and its tensors dropped."""
+    communicator = Communicator(timeout_s=30)
+    tensor = communicator.empty(1000, dtype=torch.float32)
+    communicator.all_reduce(tensor.zero_())
+    communicator.all_reduce(torch.zeros(1000))
+    communicator.close()
+    usable = bool((tensor == 0).all())
+    del tensor, communicator
+    gc.collect()
+    files = [link for link in Path("/proc/self/fd").iterdir() if "counterpoint" in str(_target(link))]
+    return len(list(_mapped())) + (not usable), len(files)
+
+
+def _target(link: Path) -> Path | None:
+    try:
+        return link.readlink()
+    except OSError:  # the directory's own descriptor
+        return None

@@ -1,0 +1,109 @@
+"""Zero-SM collectives on all GPUs of this machine (2 to 8), through the driver: copies, signals and waits.
+
+As many processes as there are GPUs run all scenarios of collectives_worker.py once; each test asserts one claim about
+what they saw.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import counterpoint
+
+pytestmark = pytest.mark.gpu(2)
+
+WORKER = Path(__file__).with_name("collectives_worker.py")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TIMEOUT_S = 110
+Seen = list[dict[str, dict[str, str]]]  # for each rank, scenario by scenario, what came of each case
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    import torch
+
+    folder, world_size = tmp_path_factory.mktemp("collectives"), min(torch.cuda.device_count(), 8)
+    paths = [str(Path(counterpoint.__file__).parents[1]), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "WORLD_SIZE": str(world_size),
+        "NCCL_NVLS_ENABLE": "0",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as out:
+                command = [sys.executable, str(WORKER), str(folder), str(folder / "answer.json")]
+                workers.append(
+                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)
+                )
+        codes = [worker.wait(TIMEOUT_S) for worker in workers]
+    except subprocess.TimeoutExpired:
+        pytest.fail("hangs:\n" + "\n".join(log.read_text()[-1500:] for log in logs))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert codes == [0] * world_size, "\n".join(log.read_text()[-3000:] for log in logs)
+    return msgspec.json.decode((folder / "answer.json").read_bytes(), type=Seen)
+
+
+def of(seen: Seen, scenario: str) -> dict[str, set[str]]:
+    """What any rank said about each case."""
+    return {case: {rank[scenario][case] for rank in seen} for case in seen[0][scenario]}
+
+
+def wrong(seen: Seen, scenario: str) -> dict[str, set[str]]:
+    """The cases that were not equal on every rank."""
+    return {case: said for case, said in of(seen, scenario).items() if said != {"equal"}}
+
+
+def test_every_operation_is_right(seen: Seen) -> None:
+    """Each operation, eagerly and replayed as a graph, in chunks and whole, three times back to back: every byte."""
+    assert wrong(seen, "every_operation") == {}
+
+
+def test_every_reduction_is_right(seen: Seen) -> None:
+    """Each op and dtype, on all SMs and on 8: the bits of plain torch with float32 accumulation in rank order."""
+    assert wrong(seen, "every_reduction") == {}
+
+
+def test_movement_is_bit_equal_to_nccl(seen: Seen) -> None:
+    """An all_gather gives the bits that NCCL gives."""
+    assert of(seen, "like_nccl")["all_gather like NCCL"] == {"equal"}
+
+
+def test_sums_are_nearer_to_float64_than_nccls(seen: Seen) -> None:
+    """The error of a bfloat16 reduce_scatter against float64 is at most NCCL's, on every rank."""
+    assert of(seen, "like_nccl")["reduce_scatter error"] == {"smaller"}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_all_gather_ends_before_a_resident_gemm(seen: Seen, how: str) -> None:
+    """96 MiB gathered beside an 8192³ GEMM that began first: it ends before the GEMM, on every rank."""
+    assert of(seen, "beside_a_gemm")[f"beside a GEMM, {how}"] == {"before"}
+
+
+def test_no_kernel_and_no_local_copy(seen: Seen) -> None:
+    """The profiler sees copies from GPU to GPU, and nothing that needs an SM."""
+    assert of(seen, "no_kernel")["seen"] == {"Memcpy PtoP"}
+
+
+def test_it_can_be_captured(seen: Seen) -> None:
+    """In a graph of the caller's, between kernels, replayed."""
+    assert wrong(seen, "captured_by_the_caller") == {}
+
+
+def test_random_calls_are_right(seen: Seen) -> None:
+    """Any operation, dtype, size, alignment, stream, graph or not, one rank late: no mismatch, in at least 50 calls."""
+    assert of(seen, "random_calls")["random"] == {"equal"}
+    assert int(seen[0]["random_calls"]["random count"]) >= 50

@@ -1,0 +1,49 @@
+"""The board: every flag has a word of its own, and rests as the programs expect."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from counterpoint.collectives.board import MAX_CHUNKS, board_type, flag_index, new_board
+from counterpoint.collectives.program import Flag
+
+
+def flags(world_size: int) -> list[Flag]:
+    """All that a channel has."""
+    ready = [Flag(buffer, "ready", peer) for buffer in ("output", "staging") for peer in range(world_size)]
+    arrived = [
+        Flag(buffer, "arrived", peer, chunk)
+        for buffer in ("output", "staging")
+        for peer in range(world_size)
+        for chunk in range(MAX_CHUNKS)
+    ]
+    return ready + arrived
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_flag_has_its_word(world_size: int) -> None:
+    """All words of a channel, each once."""
+    indices = sorted(flag_index(flag, world_size) for flag in flags(world_size))
+    assert indices == list(range(2 * (1 + MAX_CHUNKS) * world_size))
+
+
+def test_only_staging_is_ready_at_rest() -> None:
+    """Peers may push there before they are asked to; nothing else is set."""
+    kind = board_type(3, 2)
+    board = new_board(kind, bytearray(ctypes.sizeof(kind)), 3, 2)
+    for channel in board.channels:
+        set_ = [flag for flag in flags(3) if channel.words[flag_index(flag, 3)]]
+        assert set_ == [Flag("staging", "ready", peer) for peer in range(3)]
+
+
+def test_words_are_aligned() -> None:
+    """A store that crosses a cache line would not happen at once."""
+    kind = board_type(3, 2)
+    memory = bytearray(ctypes.sizeof(kind))
+    board = new_board(kind, memory, 3, 2)
+    start = ctypes.addressof(board)
+    offsets = [ctypes.addressof(channel.words) - start for channel in board.channels]
+    offsets += [ctypes.addressof(line) - start for channel in board.channels for line in channel.lines]
+    assert [offset % 4 for offset in offsets[:2]] + [offset % 8 for offset in offsets[2:]] == [0] * len(offsets)

@@ -1,0 +1,178 @@
+"""The executor issues what was lowered, on the right streams, everything made before; by a driver that takes notes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import NAMES, case
+from fake_driver import FakeDriver
+
+from counterpoint.collectives.cuda import Executor
+from counterpoint.collectives.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
+from counterpoint.collectives.plan import plan
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+
+STREAM = 77
+ADDRESSES = Addresses(
+    input=1 << 20,
+    output=(1 << 21, 1 << 22, 1 << 23),
+    staging=(1 << 24, 1 << 25, 1 << 26),
+    output_flags=(1 << 27, 1 << 28, 1 << 29),
+    staging_flags=(1 << 30, 1 << 31, 1 << 32),
+)
+
+
+def lowered(name: str) -> tuple[DriverCall, ...]:
+    call, tuning = case(name, 3)
+    return lower(plan(call, 1, tuning), ADDRESSES)
+
+
+class Reductions:
+    """Stands in for `reduce.bind`: writes down what was bound and how often it was launched."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver, self.bound = driver, list[tuple[ReduceLaunch, int]]()
+
+    def __call__(self, call: ReduceLaunch, stream: int) -> object:
+        self.bound.append((call, stream))
+        return lambda: self.driver.log.append(("reduce", call))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_issued_is_what_was_lowered(name: str) -> None:
+    """Every call, in order, on the stream of its lane; nothing else, and no call of the driver that makes anything."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
+    bound = executor.bind(lowered(name), STREAM)
+    driver.log.clear()
+    bound()
+    issued = driver.decoded({STREAM: 0, executor.reduce_stream: 1}, {})
+    reduced = [entry[1] for entry in driver.log if entry[0] == "reduce"]
+    plain = [replace(c, local=False) if isinstance(c, CopyAsync) else c for c in lowered(name)]
+    assert issued == [call for call in plain if not isinstance(call, ReduceLaunch)]
+    assert reduced == [call for call in plain if isinstance(call, ReduceLaunch)]
+    assert len(driver.log) == len(plain)
+
+
+def test_issuing_twice_is_the_same_twice() -> None:
+    """Nothing is used up: a program is valid for ever."""
+    driver = FakeDriver()
+    bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
+    driver.log.clear()
+    bound()
+    once = list(driver.log)
+    bound()
+    assert driver.log == [*once, *once]
+
+
+def test_reductions_run_at_the_highest_priority() -> None:
+    """The lane of reductions is a stream of its own, with the priority that goes first."""
+    driver = FakeDriver()
+    reductions = Reductions(driver)
+    executor = Executor(driver=driver, bind_reduction=reductions)  # type: ignore[arg-type]
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    assert ("cuStreamCreateWithPriority", 1, -5) in driver.log
+    assert {stream for _, stream in reductions.bound} == {executor.reduce_stream}
+
+
+def test_a_reduction_nobody_can_do_is_refused() -> None:
+    """Calls that reduce cannot be bound without a word on how."""
+    with pytest.raises(Misconfigured, match="give bind_reduction"):
+        Executor(driver=FakeDriver()).bind(lowered("reduce_scatter"), STREAM)
+
+
+def test_a_graph_is_one_call() -> None:
+    """Captured on a stream of the executor's own between begin and end, and launched by one call on any stream."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver)
+    driver.log.clear()
+    graph = executor.graph(lowered("all_gather"))
+    names = [entry[0] for entry in driver.log]
+    assert (names[0], names[-3:]) == (
+        "cuStreamBeginCapture",
+        ["cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy"],
+    )
+    assert {entry[-1] for entry in driver.log if entry[0] == "cuMemcpyDtoDAsync"} == {executor.side_stream}
+    driver.log.clear()
+    graph.launch(STREAM)
+    assert [(entry[0], entry[2]) for entry in driver.log] == [("cuGraphLaunch", STREAM)]
+
+
+def test_a_capture_that_fails_is_ended() -> None:
+    """An error while capturing leaves the stream out of the capture, and says what the driver refused."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver)
+    driver.refuse["cuMemcpyDtoDAsync"] = 1
+    with pytest.raises(CounterpointError, match="cuMemcpyDtoDAsync failed"):
+        executor.graph(lowered("all_gather"))
+    assert driver.log[-1][0] == "cuStreamEndCapture"
+
+
+def test_a_refused_call_stops_the_rest() -> None:
+    """After the driver's no, nothing more is issued, and the error says that the group is over."""
+    driver = FakeDriver()
+    bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
+    driver.refuse["cuMemcpyDtoDAsync"] = 700
+    driver.log.clear()
+    with pytest.raises(CounterpointError, match="700; the collective was issued in part"):
+        bound()
+    assert [entry[0] for entry in driver.log].count("cuMemcpyDtoDAsync") == 1
+
+
+def test_events_come_back() -> None:
+    """What is bound, closed and bound again uses the same events: none are made twice."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM).close()
+    made = [entry[0] for entry in driver.log].count("cuEventCreate")
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    assert [entry[0] for entry in driver.log].count("cuEventCreate") == made > 0
+
+
+def test_close_destroys_what_was_made() -> None:
+    """As many streams and events are destroyed as were created."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    executor.close()
+    names = [entry[0] for entry in driver.log]
+    assert names.count("cuStreamDestroy") == names.count("cuStreamCreateWithPriority") == 2
+    assert names.count("cuEventDestroy") == names.count("cuEventCreate") > 0
+
+
+def test_letting_go_sets_every_awaited_word() -> None:
+    """A watchdog that gives up frees each wait of the calls, from a stream that waits for nothing."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver)
+    calls = lowered("all_gather")
+    executor.let_go(calls)
+    written = [entry for entry in driver.log if entry[0] == "cuStreamWriteValue32"]
+    assert sorted(entry[2] for entry in written) == list(awaited(calls))
+    assert {(entry[1], entry[3]) for entry in written} == {(executor.side_stream, 1)}
+
+
+def test_a_refusal_while_making_is_unsupported() -> None:
+    """A driver without what is needed is named, with the function that failed."""
+    driver = FakeDriver()
+    driver.refuse["cuStreamCreateWithPriority"] = 801
+    with pytest.raises(Unsupported, match="cuStreamCreateWithPriority failed: 801"):
+        Executor(driver=driver)
+
+
+def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
+    """With the real cuda-bindings: tag, address, value and flags are where `CUstreamBatchMemOpParams` has them."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed here")
+    import ctypes
+    import struct
+
+    from counterpoint.collectives.cuda import _parameters
+    from counterpoint.collectives.lower import MemoryOperation, MemoryOperations
+
+    address = 0x7F00_1234_5678
+    made = _parameters(
+        driver,
+        MemoryOperations((MemoryOperation("wait", address, 1), MemoryOperation("write", address, 7 << 32, 8)), 0),
+    )
+    raw = [ctypes.string_at(entry.getPtr(), 32) for entry in made]
+    assert [struct.unpack("<I4xQQI", each[:28]) for each in raw] == [(1, address, 1, 0), (5, address, 7 << 32, 0)]

@@ -1,0 +1,84 @@
+"""What can be said about GPUs' symmetric memory without a GPU: who cannot share it and why, and where regions begin."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from counterpoint.collectives.cuda_memory import CudaCard, CudaMemory, _addresses, _environment, _Region, why_not
+from counterpoint.collectives.symmetric import Location
+from counterpoint.errors import Misconfigured, Unsupported
+
+
+def card(gpu: str, host: str = "a", no_access: tuple[str, ...] = (), lacks: str | None = None) -> CudaCard:
+    return CudaCard(host=host, gpu=gpu, no_access=no_access, lacks=lacks)
+
+
+@pytest.mark.parametrize(
+    ("cards", "reason"),
+    [
+        ([card("g0"), card("g1"), card("g2")], None),
+        ([card("g0"), card("g1", host="b")], "ranks 0 and 1 are on different hosts"),
+        ([card("g0"), card("g1"), card("g0")], "ranks 0 and 2 use the same GPU"),
+        ([card("g0"), card("g1", no_access=("g0",))], "ranks 0 and 1 have no peer access"),
+        ([card("g0", no_access=("g2",)), card("g1"), card("g2")], "ranks 0 and 2 have no peer access"),
+        ([card("g0"), card("g1", lacks="no symmetric memory")], "rank 1: no symmetric memory"),
+    ],
+)
+def test_why_a_group_cannot(cards: list[CudaCard], reason: str | None) -> None:
+    """Hosts, GPUs used twice, GPUs out of reach and what torch lacks are told, with the ranks."""
+    said = why_not(cards)
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+def test_addresses_follow_the_own_tensor() -> None:
+    """Where torch puts the tensor behind the start of an allocation, every peer's is as far behind."""
+    assert _addresses((0x1000, 0x9000), 1, 0x9200) == (0x1200, 0x9200)
+
+
+def test_memory_that_is_not_mapped_is_refused() -> None:
+    """A peer without an address is named."""
+    with pytest.raises(Unsupported, match="no memory of rank 2"):
+        _addresses((0x1000, 0x2000, 0), 0, 0x1000)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_multicast_is_off_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """torch is told not to use it, whatever the environment says, which is put back afterwards."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with _environment():
+        inside = os.environ[name]
+    assert (inside, os.environ.get(name)) == ("1", before)
+
+
+@pytest.fixture
+def memory() -> CudaMemory:
+    """Rank 1 of 2, with one region of 4096 bytes that no torch made."""
+    made = CudaMemory.__new__(CudaMemory)
+    made.rank, made.world_size, made.device = 1, 2, 0
+    made._regions = {3: _Region(owner=None, handle=None, addresses=(0x10000, 0x20000), num_bytes=4096)}
+    return made
+
+
+def test_locations_and_addresses_are_inverse(memory: CudaMemory) -> None:
+    """Where an own byte lies, and where that is for a peer."""
+    at = memory.locate(0x20010, 16)
+    assert at == Location(3, 16)
+    assert memory.address(0, at, 16) == 0x10010
+
+
+@pytest.mark.parametrize("address", [0x1FFFF, 0x20FF1, 0x10000])
+def test_bytes_outside_are_nowhere(memory: CudaMemory, address: int) -> None:
+    """Bytes before, across the end of, or in a peer's part of a region are not own symmetric memory."""
+    assert memory.locate(address, 16) is None
+
+
+@pytest.mark.parametrize("at", [Location(3, 4090), Location(3, -1), Location(0, 0)])
+def test_an_address_outside_is_refused(memory: CudaMemory, at: Location) -> None:
+    """No address is made of what lies outside of a region."""
+    with pytest.raises(Misconfigured, match="make the same call on every rank"):
+        memory.address(0, at, 16)

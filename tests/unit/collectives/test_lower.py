@@ -1,0 +1,247 @@
+"""Lowered calls, replayed on a machine of bytes, do what torch's operations do; and they are as few as can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cases import NAMES, case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import Deadlock, Machine, expected, filled
+
+from counterpoint.collectives.calls import all_gather, all_reduce, barrier, source_span
+from counterpoint.collectives.lower import (
+    MAX_OPERATIONS,
+    Addresses,
+    CopyAsync,
+    EventRecord,
+    MemoryOperation,
+    MemoryOperations,
+    ReduceLaunch,
+    StreamWait,
+    awaited,
+    lower,
+)
+from counterpoint.collectives.plan import plan, plan_all
+from counterpoint.collectives.program import Batch, Flag, Program, Signal, Tuning, Wait
+from counterpoint.errors import Misconfigured
+
+ROUNDS = 3
+ANY_FLAGS = st.fixed_dictionaries({"wide": st.booleans(), "early": st.booleans()})
+PAIRS = ([1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0, 0, 0])  # little-endian words
+
+
+def replayed(
+    programs: tuple[Program, ...], *, seed: int, one_queue: bool = False, wide: bool = False, early: bool = False
+) -> bool:
+    """Run the programs in random order, `ROUNDS` times back to back, and compare every output; False: all is well."""
+    machine, call = Machine(programs, wide=wide, early_release=early), programs[0].call
+
+    def begin(number: int, rank: int) -> None:
+        data = filled(call, number, rank)
+        if call.operation == "barrier" or (call.operation in ("broadcast", "scatter") and rank != call.root):
+            return
+        own = source_span(call, rank, rank)
+        offset = 0 if call.operation in ("all_reduce", "scatter") else own.offset if own.buffer == "output" else 0
+        machine.view(machine.bases[own.buffer, rank] + offset, len(data))[:] = data
+        if call.operation == "scatter" and call.own == "in_place":
+            machine.view(machine.bases["output", rank], own.num_bytes)[:] = data[own.offset :][: own.num_bytes]
+
+    def end(number: int, rank: int) -> None:
+        wanted = expected(call, number, rank)
+        have = machine.view(machine.bases["output", rank], len(wanted)).copy()
+        if call.own == "consumer" and not call.reduces:  # the own block is where it was
+            start = sum(call.sizes[source][rank] for source in range(rank))
+            have[start : start + call.sizes[rank][rank]] = wanted[start : start + call.sizes[rank][rank]]
+        assert np.array_equal(have, wanted), f"round {number}, rank {rank}, seed {seed}"
+
+    machine.run(ROUNDS, begin, end, seed=seed, one_queue=one_queue)
+    return False
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_replayed_calls_give_what_the_operation_is(name: str, world_size: int) -> None:
+    """Every operation, several orders, back-to-back rounds: each rank's output is right."""
+    call, tuning = case(name, world_size)
+    for seed in range(4):
+        replayed(plan_all(call, tuning), seed=seed)
+
+
+@given(name=st.sampled_from(NAMES), world_size=st.integers(1, 6), seed=st.integers(0, 1 << 30), flags=ANY_FLAGS)
+@settings(max_examples=80, deadline=None)
+def test_any_order_of_any_world_size(name: str, world_size: int, seed: int, flags: dict[str, bool]) -> None:
+    """No order in which all lanes go on, wide waits or not, early release or not, changes an output or gets stuck."""
+    call, tuning = case(name, world_size)
+    replayed(plan_all(call, tuning), seed=seed, **flags)
+
+
+def test_wide_waits_are_fewer() -> None:
+    """Rank 3 of 8 waits for words 0 to 7 but its own: three pairs and a single one, twice, instead of seven, twice."""
+    program = plan(all_gather(8, 4096), 3)
+    waits = [
+        [op.num_bytes for call in lower(program, _addresses(8), wide=wide) if isinstance(call, MemoryOperations)
+         for op in call.operations if op.kind == "wait"]
+        for wide in (False, True)
+    ]  # fmt: skip
+    assert waits == [[4] * 14, [8, 4, 8, 8] * 2]
+
+
+def test_wide_waits_are_for_the_same_words() -> None:
+    """What is awaited, word by word, does not depend on how it is waited for."""
+    for name in NAMES:
+        call, tuning = case(name, 5)
+        for program in plan_all(call, tuning):
+            narrow, wide = (lower(program, _addresses(5), wide=wide) for wide in (False, True))
+            assert awaited(wide) == awaited(narrow)
+
+
+def test_a_pair_waits_for_both() -> None:
+    """A pair of words is awaited as one number that neither 1 alone reaches, and both together just do."""
+    (batch,) = lower(plan(barrier(3), 2), _addresses(3), wide=True)
+    assert isinstance(batch, MemoryOperations)
+    (value,) = {op.value for op in batch.operations if op.kind == "wait" and op.num_bytes == 8}
+    low_alone, high_alone, both = (int.from_bytes(bytes(words), "little") for words in PAIRS)
+    assert max(low_alone, high_alone) < value == both
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_hardware_queue_is_enough(name: str) -> None:
+    """Where CUDA puts all lanes of a rank on one queue, in the order of issue, no rank waits for ever."""
+    call, tuning = case(name, 3)
+    replayed(plan_all(call, tuning), seed=1, one_queue=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "barrier"])
+def test_replay_sees_a_missing_wait(name: str) -> None:
+    """The machine itself: without the waits of one rank some order gives a wrong output, loses a signal or hangs."""
+    call, tuning = case(name, 3)
+    programs = list(plan_all(call, tuning))
+    victim = next(rank for rank in range(3) if _waits(programs[rank]))
+    programs[victim] = _without_waits(programs[victim])
+    with pytest.raises((AssertionError, Deadlock)):
+        any(replayed(tuple(programs), seed=seed) for seed in range(40))
+
+
+def _waits(program: Program) -> int:
+    return sum(isinstance(op, Wait) for step in program.cycle() if isinstance(step, Batch) for op in step.operations)
+
+
+def _without_waits(program: Program) -> Program:
+    def bare(steps: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(
+            replace(step, operations=tuple(op for op in step.operations if isinstance(op, Signal)))
+            if isinstance(step, Batch)
+            else step
+            for step in steps
+        )
+
+    return replace(
+        program, release=bare(program.release), steps=bare(program.steps), finish=bare(program.finish)  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_no_two_calls_could_be_one(name: str, world_size: int) -> None:
+    """No lane issues two batches of memory operations with nothing between them."""
+    call, tuning = case(name, world_size)
+    for program in plan_all(call, tuning):
+        lowered = lower(program, Machine(plan_all(call, tuning)).addresses(program.rank))
+        for lane in program.lanes:
+            kinds = [isinstance(call_, MemoryOperations) for call_ in lowered if call_.lane == lane]
+            assert not any(first and second for first, second in pairwise(kinds))
+
+
+def test_all_gather_in_place_needs_no_sm() -> None:
+    """Eight ranks in place: 7 copies to peers, batches of memory operations, and nothing else."""
+    program = plan(all_gather(8, 1 << 20), 3)
+    calls = lower(program, _addresses(8))
+    assert {type(call) for call in calls} == {CopyAsync, MemoryOperations}
+    assert [call.local for call in calls if isinstance(call, CopyAsync)] == [False] * 7
+
+
+def test_small_all_gather_is_nine_calls() -> None:
+    """One arrival for all copies: ready and take in one batch, 7 copies, arrive and wait in one batch."""
+    program = plan(all_gather(8, 4096), 0, Tuning(arrivals="together"))
+    assert len(lower(program, _addresses(8))) == 9
+
+
+def test_a_wait_is_followed_by_its_reset() -> None:
+    """Every word that is waited for is set back to 0 by the next operation of the same batch."""
+    for name in NAMES:
+        call, tuning = case(name, 4)
+        for lowered in lower(plan(call, 1, tuning), _addresses(4)):
+            operations = lowered.operations if isinstance(lowered, MemoryOperations) else ()
+            for index, operation in enumerate(operations):
+                if operation.kind == "wait":
+                    assert operations[index + 1] == MemoryOperation("write", operation.address, 0)
+
+
+def test_signals_go_to_the_peer_and_waits_stay_here() -> None:
+    """A 1 is written into the peer's word of this rank; waited for is the own word of the peer."""
+    program = plan(barrier(3), 1)
+    addresses = _addresses(3)
+    operations = [
+        op for call in lower(program, addresses) if isinstance(call, MemoryOperations) for op in call.operations
+    ]
+    signalled = {op.address for op in operations if op.value == 1 and op.kind == "write"}
+    assert signalled == {addresses.output_flags[peer] + 4 * (row * 3 + 1) for peer in (0, 2) for row in (0, 1)}
+    assert set(awaited(lower(program, addresses))) == {
+        addresses.output_flags[1] + 4 * (row * 3 + peer) for peer in (0, 2) for row in (0, 1)
+    }  # fmt: skip
+
+
+def test_a_batch_is_cut_where_the_driver_wants_it() -> None:
+    """More operations than one call takes become several, none lost, in order, none over the limit."""
+    signals = tuple(Signal(1, Flag("output", "arrived", 0, chunk)) for chunk in range(600))
+    calls = lower(plan(barrier(2), 0), _addresses(2), [Batch(signals)])
+    sizes = [len(call.operations) for call in calls if isinstance(call, MemoryOperations)]
+    words = [op.address for call in calls if isinstance(call, MemoryOperations) for op in call.operations]
+    assert (max(sizes), sum(sizes), words) == (MAX_OPERATIONS, 600, sorted(words))
+
+
+def test_reductions_keep_rank_order() -> None:
+    """The sources of a reduction are those of ranks 0, 1, 2, ..., the own one from its input."""
+    program = plan(all_reduce(4, 256, own="copy"), 2)
+    (launch,) = [call for call in lower(program, _addresses(4)) if isinstance(call, ReduceLaunch)]
+    base = _addresses(4).staging[2]
+    assert launch.sources == (base, base + 64, _addresses(4).input + 2 * 64, base + 2 * 64)
+
+
+def test_events_keep_their_lanes() -> None:
+    """A pipelined reduce_scatter forks and joins by events: every one waited for was recorded before, elsewhere."""
+    call, tuning = case("reduce_scatter, chunks", 3)
+    recorded: dict[int, int] = {}
+    for lowered in lower(plan(call, 0, tuning), _addresses(3)):
+        if isinstance(lowered, EventRecord):
+            recorded[lowered.event] = lowered.lane
+        elif isinstance(lowered, StreamWait):
+            assert recorded[lowered.event] != lowered.lane
+    assert recorded
+
+
+def test_a_missing_address_is_named() -> None:
+    """A buffer that the program needs and nobody mapped is an error that says which and whose."""
+    with pytest.raises(Misconfigured, match="needs output of rank 2, and no address was given"):
+        lower(plan(all_gather(3, 16), 0), replace(_addresses(3), output=(1 << 20, 1 << 21, 0)))
+
+
+def test_flags_have_to_be_aligned() -> None:
+    """Stream memory operations work on whole words."""
+    with pytest.raises(Misconfigured, match="multiples of 4 bytes"):
+        Addresses(output_flags=(4096, 4098))
+
+
+def _addresses(world_size: int) -> Addresses:
+    ranks = range(1, world_size + 1)
+    return Addresses(
+        input=1 << 30,
+        output=tuple(rank << 32 for rank in ranks),
+        staging=tuple(rank << 40 for rank in ranks),
+        output_flags=tuple(rank << 48 for rank in ranks),
+        staging_flags=tuple(rank << 52 for rank in ranks),
+    )

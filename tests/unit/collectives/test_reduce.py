@@ -1,0 +1,194 @@
+"""Reductions: what may be asked for, how it is launched, and that the kernel gives the bits that plain torch gives.
+
+The kernel runs in Triton's interpreter and is compiled for Hopper, each in one process for all cases; where Triton (or
+a numpy that its interpreter works with) is not installed these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.collectives.lower import ReduceLaunch
+from counterpoint.collectives.reduce import DTYPES, Layout, Reduction, ReductionOp, launch_of, reference
+from counterpoint.errors import Misconfigured
+
+HERE = Path(__file__).parent
+FLOATS = ["bfloat16", "float16", "float32", "float64"]
+INTERPRETED: list[dict[str, Any]] = [
+    *({"op": "sum", "dtype": dtype, "numel": 5003, "world_size": 3, "own": 1} for dtype in DTYPES),
+    *({"op": op, "dtype": "bfloat16", "numel": 777, "world_size": 4, "own": 3} for op in ("avg", "max", "min")),
+    *({"op": op, "dtype": "int32", "numel": 777, "world_size": 4, "own": 0} for op in ("max", "min")),
+    *({"op": "premul_sum", "factor": 0.1, "dtype": dtype, "numel": 99, "world_size": 2, "own": 1} for dtype in FLOATS),
+    *({"op": "sum", "dtype": "float32", "numel": numel, "world_size": 2, "own": 0} for numel in (1, 7, 4096, 12288)),
+    *({"op": "sum", "dtype": "float16", "numel": 3000, "world_size": 3, "own": own} for own in range(3)),
+    {"op": "sum", "dtype": "bfloat16", "numel": 4099, "world_size": 8, "own": 5, "skew": 2, "target_skew": 6},
+    {"op": "sum", "dtype": "float32", "numel": 30000, "world_size": 3, "own": 2, "in_place": True},
+    {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "num_sms": 2},
+    {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "programs": 7},
+    {"op": "avg", "dtype": "float32", "numel": 100, "world_size": 1, "own": 0},
+]  # fmt: skip
+COMPILED = [["bfloat16", 8, 0], ["float32", 8, 0], ["bfloat16", 8, 2]]
+
+
+def ran(script: str, cases: list[Any]) -> list[Any]:
+    """What a script of this folder says about `cases`."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    done = subprocess.run(
+        [sys.executable, str(HERE / script)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    if "only 0-dimensional arrays" in done.stderr:
+        pytest.skip(f"Triton's interpreter does not work with numpy {np.__version__}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: list[Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> list[str]:
+    return ran("interpreted.py", INTERPRETED)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, int]]:
+    return ran("compiled.py", COMPILED)
+
+
+@pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
+def test_the_kernel_gives_the_bits_of_plain_torch(interpreted: list[str], index: int) -> None:
+    """Any op, dtype, length, alignment, place of the own source and number of programs; and nothing else is written."""
+    assert interpreted[index] == "equal"
+
+
+def test_loads_and_stores_are_16_bytes_wide(compiled: list[dict[str, int]]) -> None:
+    """Aligned: two wide loads per source and two wide stores; narrow ones for the tail alone (16 and 8 elements)."""
+    bf16, fp32, _ = compiled
+    assert (bf16["ld.global.v4.b32"], bf16["st.global.v4.b32"], bf16["ld.global.b16"]) == (16, 2, 8 * 16)
+    assert (fp32["ld.global.v4.b32"], fp32["st.global.v4.b32"], fp32["ld.global.b32"]) == (16, 2, 8 * 8)
+
+
+def test_only_what_is_not_aligned_is_narrow(compiled: list[dict[str, int]]) -> None:
+    """An own source that starts 2 bytes late costs the other seven nothing."""
+    assert compiled[2]["ld.global.v4.b32"] == 14
+
+
+def test_compiled_sums_round_to_nearest(compiled: list[dict[str, int]]) -> None:
+    """bfloat16 is rounded once per element, to nearest: as many conversions as there are pairs of elements."""
+    assert compiled[0]["cvt.rn.bf16x2"] == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_is_as_exact_as_its_dtype(dtype: str) -> None:
+    """Against float64 the sum of 8 is off by half a unit in the last place plus float32's own error: it rounds once."""
+    rows = [
+        torch.randn(4000, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype)) for seed in range(8)
+    ]
+    exact = sum(row.double() for row in rows)
+    assert isinstance(exact, torch.Tensor)
+    size = sum(row.double().abs() for row in rows)
+    got = reference(rows, Reduction(op="sum", dtype=dtype)).double()
+    allowed = torch.finfo(getattr(torch, dtype)).eps / 2 * exact.abs() * (1 + 1e-6) + 8 * 2**-24 * size
+    assert ((got - exact).abs() <= allowed).all()
+
+
+def test_integers_are_exact() -> None:
+    """A sum of integers is one: it wraps around as torch's does, and loses nothing."""
+    rows = [torch.full((3,), 2**31 - 1, dtype=torch.int32), torch.tensor([1, 2, -1], dtype=torch.int32)]
+    assert torch.equal(reference(rows, Reduction(op="sum", dtype="int32")), rows[0] + rows[1])
+
+
+def test_order_is_that_of_the_ranks() -> None:
+    """(1e8 + 1) - 1e8 in float32 is 0 in this order, and 1 in another: the order is fixed."""
+    rows = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    assert reference(rows, Reduction(op="sum", dtype="float32")).item() == 0.0
+
+
+@given(own=st.integers(0, 7), count=st.integers(1, 8), stride=st.integers(1, 1 << 30), where=st.integers(0, 1 << 40))
+def test_any_own_place_is_found(own: int, count: int, stride: int, where: int) -> None:
+    """From the layout the very addresses come back, in order, wherever the own one lies."""
+    slots = [(1 << 41) + slot * stride for slot in range(count - 1)]
+    index = min(own, count - 1)
+    sources = [*slots[:index], where, *slots[index:]]
+    layout = Layout.of(sources)
+    again = [layout.staged + slot * layout.stride for slot in range(count - 1)]
+    assert [*again[: layout.own_index], layout.own, *again[layout.own_index :]] == sources
+
+
+def test_scattered_sources_are_refused() -> None:
+    """Addresses in no order are an error, not a wrong sum."""
+    with pytest.raises(Misconfigured, match="evenly spaced"):
+        Layout.of([0, 1000, 1010, 5000, 7777])
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "factor", "num_sms", "reason"),
+    [
+        ("product", "float32", 1.0, None, "allowed are sum, avg, max, min, premul_sum"),
+        ("sum", "complex64", 1.0, None, "allowed are bfloat16"),
+        ("avg", "int32", 1.0, None, "would have to be rounded"),
+        ("sum", "float32", 2.0, None, "use op='premul_sum'"),
+        ("sum", "float32", 1.0, 0, "give 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(op: Any, dtype: str, factor: float, num_sms: int | None, reason: str) -> None:
+    """Unknown or meaningless options are errors that name what is allowed."""
+    with pytest.raises(Misconfigured, match=reason):
+        Reduction(op=op, dtype=dtype, factor=factor, num_sms=num_sms)
+
+
+def launched(num_bytes: int, *, dtype: str = "bfloat16", num_sms: int | None = None, skew: int = 0) -> Any:
+    call = ReduceLaunch(((1 << 30) + skew, 1 << 31, (1 << 31) + num_bytes), 1 << 32, num_bytes, 1)
+    return launch_of(call, Reduction(op="sum", dtype=dtype, num_sms=num_sms), device_sms=132)
+
+
+def test_no_more_programs_than_sms_were_given() -> None:
+    """With `num_sms` the kernel is as many blocks, however long the data; without, 3 for each SM, in one wave."""
+    assert (launched(1 << 28, num_sms=16).num_programs, launched(1 << 28).num_programs) == (16, 3 * 132)
+
+
+def test_small_data_takes_one_program() -> None:
+    """No block is launched that has nothing to do."""
+    assert launched(64, num_sms=16).num_programs == launched(64).num_programs == 1
+
+
+def test_length_does_not_compile_again() -> None:
+    """Compile-time constants depend on alignment and dtype, not on length or address."""
+    assert launched(1 << 20).constants == launched(1 << 24).constants
+
+
+def test_a_cut_element_is_refused() -> None:
+    """An address within an element is an error."""
+    with pytest.raises(Misconfigured, match="cuts an element"):
+        launched(64, skew=1)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "premul_sum"])
+def test_reference_is_what_the_op_says(op: ReductionOp) -> None:
+    """Each op on numbers that float32 holds exactly, by numpy."""
+    rows = np.array([[1.0, -2.0, 8.0], [3.0, 4.0, -0.5], [2.0, 4.0, 1.5]])
+    wanted = {
+        "sum": rows.sum(0),
+        "avg": rows.mean(0),
+        "max": rows.max(0),
+        "min": rows.min(0),
+        "premul_sum": 2 * rows.sum(0),
+    }
+    how = Reduction(op=op, dtype="float32", factor=2.0 if op == "premul_sum" else 1.0)
+    got = reference([torch.tensor(row, dtype=torch.float32) for row in rows], how)
+    assert np.allclose(got.numpy(), wanted[op], rtol=1e-7)
