@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import programs
 import pytest
 from ranks import Ranks
@@ -87,6 +88,23 @@ SMALL = Scenario(
 )
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
+def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
+    """Measured beside gloo in the same rounds, every element of its result checked before."""
+    both = msgspec.structs.replace(SMALL, collective=collective, mechanisms=("gloo", "zero_sm"), orders=("together",))
+    found = two_ranks.run(programs.scenario, both, 5)[0]
+    assert isinstance(found, Outcome), found
+    assert [row.mechanism for row in found.rows] == ["gloo", "zero_sm"]
+
+
+def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> None:
+    """The ring of send_recv is none of theirs yet."""
+    asked = msgspec.structs.replace(SMALL, collective="send_recv", mechanisms=("zero_sm",))
+    found = two_ranks.run(programs.scenario, asked, 5)[0]
+    assert isinstance(found, Outcome), found
+    assert (found.rows, "not send_recv" in found.unavailable["zero_sm"]) == ((), True)
+
+
 @pytest.fixture(scope="module")
 def outcome(two_ranks: Ranks) -> Outcome:
     """A small scenario, measured by both ranks: they return the same."""
@@ -137,8 +155,6 @@ def test_what_cannot_be_measured_is_refused_on_every_rank(
     two_ranks: Ranks, change: dict[str, object], said: str
 ) -> None:
     """One clear line each, and the pool still works afterwards: nobody hangs."""
-    import msgspec
-
     texts = two_ranks.run(programs.scenario, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith("Misconfigured") and said in text for text in texts] == [True, True]
     assert two_ranks.run(programs.ranks_seen) == [2, 2]

@@ -18,7 +18,9 @@ from counterpoint.errors import CounterpointError, Misconfigured
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["COLLECTIVES", "Buffers", "Comm", "WrongResult", "allocate", "elements_of", "memory_bytes"]
+    from counterpoint.collectives.communicator import Communicator
+
+__all__ = ["BY_PROGRAMS", "COLLECTIVES", "Buffers", "Comm", "WrongResult", "allocate", "elements_of", "memory_bytes"]
 
 _CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # elements made and compared at once: what a check needs beside the buffers
 
@@ -140,16 +142,30 @@ class Buffers:
         return (self.send if layout.recv_is_shard else self.recv).nbytes
 
 
+BY_PROGRAMS: dict[str, Callable[[Communicator, Tensor, Tensor], object]] = {  # what zero_sm offers
+    "all_gather": lambda communicator, send, recv: communicator.all_gather(recv, send),
+    "reduce_scatter": lambda communicator, send, recv: communicator.reduce_scatter(recv, send),
+    "all_reduce": lambda communicator, send, recv: communicator.all_reduce(recv),
+    "all_to_all": lambda communicator, send, recv: communicator.all_to_all(recv, send),
+    "broadcast": lambda communicator, send, recv: communicator.broadcast(recv),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """One collective over one process group."""
+    """One collective over one process group: by torch, or by the programs of a communicator of the same ranks."""
 
     buffers: Buffers
     group: dist.ProcessGroup
+    communicator: Communicator | None = None
 
     def launch(self) -> None:
         """Queues it on the current stream (CUDA), or runs it to its end (CPU)."""
-        COLLECTIVES[self.buffers.collective].launch(self.group, self.buffers.send, self.buffers.recv)
+        collective, send, recv = self.buffers.collective, self.buffers.send, self.buffers.recv
+        if self.communicator is None:
+            COLLECTIVES[collective].launch(self.group, send, recv)
+        else:
+            BY_PROGRAMS[collective](self.communicator, send, recv)
 
     def reset(self) -> None:
         """Puts back what an in-place collective has overwritten; never inside a timed region."""

@@ -7,10 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.controls.control import Lanes
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.errors import Unsupported
-from counterpoint.measure.comm import Buffers, Comm, allocate, plain_memory
+from counterpoint.measure.comm import Buffers, Comm, Empty, allocate, plain_memory
 from counterpoint.measure.names import BASES, Mechanism
 from counterpoint.measure.session import Session
 from counterpoint.measure.stage import Case, Trial
@@ -79,9 +82,14 @@ def open_mechanism(
         raise Unsupported(reason)
     group = session.group(mechanism.controls)
     windows = mechanism.windows
+    communicator = session.communicator if mechanism.base == "zero_sm" else None
 
     def make() -> Buffers:
-        empty = plain_memory if windows is None else partial(windows.empty, group=group)
+        empty: Empty = plain_memory
+        if windows is not None:
+            empty = partial(windows.empty, group=group)
+        elif communicator is not None:
+            empty = partial(_symmetric, communicator)
         return allocate(
             collective,
             numel=numel,
@@ -93,9 +101,10 @@ def open_mechanism(
             empty=empty,
         )
 
-    if windows is None and collective not in plain:
+    own = windows is not None or communicator is not None
+    if not own and collective not in plain:
         plain[collective] = make()
-    comm = Comm(buffers=plain[collective] if windows is None else make(), group=group)
+    comm = Comm(buffers=make() if own else plain[collective], group=group, communicator=communicator)
     with ExitStack() as stack:
         if windows is not None:
             stack.push(partial(_release, windows))
@@ -105,6 +114,12 @@ def open_mechanism(
             lanes = stack.enter_context(control.apply(lanes))
         alone = replace(base, comm_stream=lanes.comm_stream)
         yield Opened(mechanism=mechanism, comm=comm, lanes=lanes, alone=alone)
+
+
+def _symmetric(communicator: Communicator, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory into which peers write: without it every call would copy its output."""
+    buffer: torch.Tensor = communicator.empty(numel, dtype=dtype)
+    return buffer
 
 
 def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:

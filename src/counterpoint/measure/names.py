@@ -14,9 +14,10 @@ from counterpoint.errors import Misconfigured, printable
 
 __all__ = ["BASES", "Mechanism", "find_mechanism"]
 
-BASES: dict[str, tuple[str, ...]] = {"cuda": ("nccl", "nccl_zero_cta"), "cpu": ("gloo",)}
+BASES: dict[str, tuple[str, ...]] = {"cuda": ("nccl", "nccl_zero_cta"), "cpu": ("gloo", "zero_sm")}
 _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 _BY_COPIES = ("all_gather", "all_to_all", "broadcast")  # what NCCL 2.28 moves by copy engines, of ours
+_BY_PROGRAMS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")  # keys of comm.BY_PROGRAMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Mechanism:
 
     def why_unavailable(self, collective: str) -> str | None:
         """The reason why it cannot run this collective here; None if it can."""
+        if self.base == "zero_sm" and collective not in _BY_PROGRAMS:
+            return f"zero_sm offers {', '.join(_BY_PROGRAMS)}, not {collective}"
         if self.base == "nccl_zero_cta" and collective not in _BY_COPIES:
             return f"NCCL moves {', '.join(_BY_COPIES)} by copy engines, not {collective}"
         reasons = (control.available() for control in self.controls)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measure.stage import CpuStage, CudaStage, Stage
@@ -156,8 +158,15 @@ class Session:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
         return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
 
+    @cached_property
+    def communicator(self) -> Communicator:
+        """Of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
+        return Communicator(self.world)
+
     def close(self) -> None:
         """Leaves the process groups."""
+        if "communicator" in self.__dict__:
+            self.communicator.close()
         dist.destroy_process_group()
 
 

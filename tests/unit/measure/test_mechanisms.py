@@ -50,7 +50,7 @@ class Windows:
 def test_windows_are_released_unless_it_could_hang(error: Exception | None, released: int) -> None:
     """To release waits for the GPU: after an unexpected error that would hide the error behind a timeout."""
     windows = Windows()
-    mechanism: Any = SimpleNamespace(windows=windows, controls=(), why_unavailable=lambda collective: None)
+    mechanism: Any = SimpleNamespace(base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
     session: Any = SimpleNamespace(
         group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32
     )
@@ -66,7 +66,7 @@ def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
     names = {"plain": None, "also_plain": None, "windows": Windows()}
     mechanisms: Any = [
-        SimpleNamespace(name=name, windows=windows, controls=(), why_unavailable=lambda collective: None)
+        SimpleNamespace(name=name, base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
         for name, windows in names.items()
     ]
     session: Any = SimpleNamespace(
