@@ -78,3 +78,11 @@ def test_a_mark_without_a_number_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(MANY_GPUS.replace("(4096)", ""))
     assert pytester.runpytest().ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_every_folder_of_tests_is_walked(request: pytest.FixtureRequest) -> None:
+    """pytest leaves folders called `dist`, `build` and some others out unless told not to: no test sleeps there."""
+    root = Path(__file__).parents[1]
+    folders = {folder for path in root.rglob("test_*.py") for folder in path.relative_to(root).parts[:-1]}
+    left_out = [str(pattern) for pattern in request.config.getini("norecursedirs")]
+    assert [folder for folder in folders for pattern in left_out if Path(folder).match(pattern)] == []
