@@ -12,13 +12,11 @@ from typing import Any
 
 from counterpoint.records import Account, Collective, Diagnosis, Kernel, Lane
 from counterpoint.report import wording as say
-from counterpoint.report.files import replacing
-from counterpoint.report.inert import clean, environment, policy, script, script_json, version
+from counterpoint.report.inert import clean, write_page
 from counterpoint.report.timeline import Packed, pack
 
 __all__ = ["write_html"]
 
-PAGE = Path(__file__).parent / "page"
 MAX_BARS = 64  # ranks drawn
 MAX_ROWS = 512  # ranks in tables
 MAX_COLLECTIVES = 300
@@ -32,28 +30,19 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> None:
     Raises:
         OSError: the folder is missing or may not be written to.
     """
-    from markupsafe import Markup
-    from plotly.offline.offline import get_plotlyjs
-
-    plotly: str = get_plotlyjs()
-    scripts = {"plotly": script(plotly), "page": script((PAGE / "page.js").read_text("utf-8"))}
     packed = pack(diagnosis, lanes)
-    pages = environment(PAGE)
-    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size}
-    page = pages.get_template("page.html").render(
+    write_page(
+        path,
+        "diagnosis",
+        data=_data(diagnosis, packed),
+        plot=bool(packed.drawn),
+        filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size},
         d=diagnosis,
         say=say,
-        policy=policy(scripts.values()),
-        version=version(),
-        css=Markup((PAGE / "page.css").read_text("utf-8")),
-        data=Markup(script_json(_data(diagnosis, packed))),
-        scripts={name: Markup(text) for name, text in scripts.items()},
         timeline=packed,
         kinds=_kinds(packed),
         **_context(diagnosis),
     )
-    with replacing(path) as file:
-        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the report
 
 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:

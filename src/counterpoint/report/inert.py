@@ -8,27 +8,64 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from counterpoint.errors import printable
+from counterpoint.report.files import replacing
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["clean", "environment", "policy", "script", "script_json", "version"]
+__all__ = ["clean", "policy", "script", "script_json", "write_page"]
+
+PAGE = Path(__file__).parent / "page"
 
 
-def environment(folder: Path) -> jinja2.Environment:
-    """Templates of `folder` that escape what they show and refuse names they do not know; filter `clean`."""
+def write_page(
+    path: Path, name: str, *, data: object, plot: bool, filters: Mapping[str, Callable[..., str]], **shown: Any
+) -> None:
+    """Fills in `page/NAME.html`, which may run `page/NAME.js`; `path` appears whole or not at all.
+
+    Args:
+        path: of the page, about 5 MB with plotly.js and 0.1 MB without.
+        name: of the template and of its script.
+        data: for the script, in the element `data`.
+        plot: bring plotly.js.
+        filters: of the template, besides `clean`.
+        shown: what the template shows, by name.
+
+    Raises:
+        OSError: the folder is missing or may not be written to.
+    """
+    from markupsafe import Markup
+
+    plotly, own = script(_plotly()) if plot else "", script((PAGE / f"{name}.js").read_text("utf-8"))
+    pages = _environment()
+    pages.filters |= filters
+    page = pages.get_template(f"{name}.html").render(
+        policy=policy([plotly, own]),
+        version=_version(),
+        css=Markup((PAGE / "page.css").read_text("utf-8")),
+        data=Markup(script_json(data)),
+        plotly=Markup(plotly),
+        own=Markup(own),
+        **shown,
+    )
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the page
+
+
+def _environment() -> jinja2.Environment:
+    """Templates that escape what they show and refuse names they do not know; filter `clean`."""
     import jinja2
 
     pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(PAGE),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -36,6 +73,13 @@ def environment(folder: Path) -> jinja2.Environment:
     )
     pages.filters["clean"] = clean
     return pages
+
+
+def _plotly() -> str:
+    from plotly.offline.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    return source
 
 
 def policy(scripts: Iterable[str]) -> str:
@@ -74,7 +118,7 @@ def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def version() -> str:
+def _version() -> str:
     """Of the installed package."""
     try:
         return metadata.version("counterpoint")

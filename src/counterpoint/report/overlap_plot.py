@@ -9,13 +9,11 @@ from typing import Any
 
 from counterpoint.records import Measurement, Row
 from counterpoint.report import wording as say
-from counterpoint.report.files import replacing
-from counterpoint.report.inert import clean, environment, policy, script, script_json, version
+from counterpoint.report.inert import clean, write_page
 from counterpoint.report.standing import standings
 
 __all__ = ["figure", "write_overlap_plot"]
 
-PAGE = Path(__file__).parent / "page"
 ORDERS = {"compute_first": "compute first", "together": "together", "comm_first": "comm first"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")  # Okabe and Ito
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -33,26 +31,18 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
     Raises:
         OSError: the folder is missing or may not be written to.
     """
-    from markupsafe import Markup
-    from plotly.offline.offline import get_plotlyjs
-
     drawn = figure(measurement.rows)
-    scripts = [script(get_plotlyjs()), script((PAGE / "overlap.js").read_text("utf-8"))]
-    pages = environment(PAGE)
-    pages.filters |= {"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": say.ratio, "order": _order}
-    page = pages.get_template("overlap.html").render(
+    write_page(
+        path,
+        "overlap",
+        data=drawn,
+        plot=True,
+        filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": say.ratio, "order": _order},
         m=measurement,
         standings=standings(measurement.rows),
         rows=measurement.rows[:MAX_ROWS],
         height=drawn["layout"]["height"],
-        policy=policy(scripts),
-        version=version(),
-        css=Markup((PAGE / "page.css").read_text("utf-8")),
-        data=Markup(script_json(drawn)),
-        scripts=[Markup(text) for text in scripts],
     )
-    with replacing(path) as file:
-        file.write(page.encode("utf-8", "replace"))
 
 
 def figure(rows: Sequence[Row]) -> dict[str, Any]:
