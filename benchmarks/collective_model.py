@@ -1,0 +1,242 @@
+"""Claim: the collective model predicts sizes and group sizes that it was not fitted on, within 10 % from 1 MiB up.
+
+Fits protocols to measured rows without a third of the sizes, without one group size, and compares what was left out.
+Beside it, on the same rows: one line per operation (latency + bytes / bandwidth, fitted without the same rows) and
+NCCL's own model, which is not fitted. Rows are CSV (operation,ranks,bytes,us), results of `counterpoint measure blocks`
+(one per group size) or what nccl-tests printed.
+
+A second table has rows of 4 DGX A100 that nothing was fitted to: NCCL's own latencies and the links' bandwidths.
+
+    python benchmarks/collective_model.py                                       # rows of 8 x H200, results/
+    python benchmarks/collective_model.py results/blocks-[248]xh200.json --gpu H200 --network nvlink-h100 \\
+        --source "2, 4, 8 × H200, NCCL 2.28.9, 2026-11-21" --serves H100 \\
+        --write src/counterpoint/plan/fits/nvlink-h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from provenance import provenance, write_result
+from rich.console import Console
+from rich.table import Table
+
+from counterpoint.plan.cluster import Cluster
+from counterpoint.plan.collective_cost import bus_factor, estimate
+from counterpoint.plan.collective_fit import Checked, fit_protocols, held_out, splits
+from counterpoint.plan.gpus import find_gpu
+from counterpoint.plan.groups import Group
+from counterpoint.plan.measured import Measured, from_blocks
+from counterpoint.plan.nccl_tables import nccl_test_rows
+from counterpoint.plan.network import Network
+from counterpoint.plan.networks import FittedProtocols, levels, nccl_protocols, network_of
+from counterpoint.records.measurement import Measurement
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / "benchmarks" / "nccl_alone_8xh200.csv"
+UNFITTED = ROOT / "benchmarks" / "nccl_4xdgx_a100.csv"
+SOURCE = "8 × H200, NCCL 2.28.9, NVLS off, 2026-11-20"
+MIB = 1 << 20
+COLUMNS = (
+    "operation",
+    "sizes",
+    "left out",
+    "n",
+    "error, mean",
+    "max",
+    "one line, mean",
+    "max",
+    "NCCL's model, mean",
+    "max",
+)
+UNFITTED_COLUMNS = ("operation", "ranks", "bytes", "measured, µs", "predicted, µs", "error", "by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Errors of one operation on what was left out: |predicted / measured - 1|."""
+
+    operation: str
+    large: bool  # 1 MiB or more
+    left_out: str
+    n: int
+    mean: float
+    max: float
+    line_mean: float
+    line_max: float
+    nccl_mean: float
+    nccl_max: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        figures = (self.mean, self.max, self.line_mean, self.line_max, self.nccl_mean, self.nccl_max)
+        sizes = "≥ 1 MiB" if self.large else "< 1 MiB"
+        return self.operation, sizes, self.left_out, str(self.n), *(f"{figure:.1%}" for figure in figures)
+
+
+def read(paths: Iterable[Path]) -> tuple[Measured, ...]:
+    """Rows of CSV, JSON and nccl-tests' text, by the end of the file's name."""
+    rows: list[Measured] = []
+    measurements: list[Measurement] = []
+    for path in paths:
+        if path.suffix == ".csv":
+            rows.extend(_csv(path))
+        elif path.suffix == ".json":
+            measurements.append(msgspec.json.decode(path.read_bytes(), type=Measurement))
+        else:
+            rows.extend(nccl_test_rows(path.read_text("utf-8", errors="replace")))
+    return (*rows, *(from_blocks(measurements) if measurements else ()))
+
+
+def _csv(path: Path) -> list[Measured]:
+    lines = (line for line in path.read_text("utf-8").splitlines() if not line.startswith("#"))
+    return [
+        Measured(
+            operation=row["operation"],
+            ranks=int(row["ranks"]),
+            stride=int(row.get("stride") or 1),
+            num_bytes=float(row["bytes"]),
+            us=float(row["us"]),
+        )
+        for row in csv.DictReader(lines)
+    ]
+
+
+def one_line(rows: Sequence[Measured]) -> tuple[Checked, ...]:
+    """The same rows left out, predicted by latency + bytes on the bus / bandwidth of each operation."""
+    checked = []
+    for left_out, out in splits(rows):
+        for operation in dict.fromkeys(row.operation for row in out):
+            seen = [row for row in rows if row.operation == operation and row not in out]
+            if len(seen) > 1:
+                us = np.array([row.us for row in seen])
+                design = np.array([[1.0, _bus_bytes(row)] for row in seen]) / us[:, None]  # relative errors count
+                (latency, rate), *_ = np.linalg.lstsq(design, np.ones(len(us)), rcond=None)
+                asked = [row for row in out if row.operation == operation]
+                checked += [
+                    Checked(row=row, predicted_us=float(latency + rate * _bus_bytes(row)), left_out=left_out)
+                    for row in asked
+                ]
+    return tuple(checked)
+
+
+def _bus_bytes(row: Measured) -> float:
+    return row.num_bytes * bus_factor(row.operation, row.ranks)
+
+
+def by_nccl(rows: Sequence[Measured], network: Network) -> dict[Measured, float]:
+    """Error of NCCL's own model, by row."""
+    return {
+        row: estimate(row.operation, row.num_bytes, Group(ranks=row.ranks, stride=row.stride), network).us / row.us - 1
+        for row in rows
+    }
+
+
+def compare(rows: Sequence[Measured], cluster: Cluster) -> list[Line]:
+    """A line for each operation, below and above 1 MiB, and kind of what was left out."""
+    ours, lines = held_out(rows, cluster), one_line(rows)
+    nccl = by_nccl(rows, Network(cluster=cluster, protocols=nccl_protocols()))
+    keys = dict.fromkeys((each.row.operation, each.row.num_bytes >= MIB, each.left_out) for each in ours)
+    return [
+        Line(
+            operation=key[0],
+            large=key[1],
+            left_out=key[2],
+            n=sum(_key(each) == key for each in ours),
+            **_errors(key, ours, lines, nccl),
+        )
+        for key in sorted(keys)
+    ]
+
+
+def _errors(
+    key: tuple[str, bool, str], ours: Sequence[Checked], lines: Sequence[Checked], nccl: dict[Measured, float]
+) -> dict[str, float]:
+    mine, theirs = ([abs(each.error) for each in checked if _key(each) == key] for checked in (ours, lines))
+    unfitted = [abs(nccl[each.row]) for each in ours if _key(each) == key]
+    named = (("", mine), ("line_", theirs or [np.nan]), ("nccl_", unfitted))
+    return {f"{name}{what.__name__}": float(what(errors)) for name, errors in named for what in (np.mean, max)}
+
+
+def _key(each: Checked) -> tuple[str, bool, str]:
+    return each.row.operation, each.row.num_bytes >= MIB, each.left_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfitted:
+    """A row, and what is predicted for it from data sheets and NCCL's own model."""
+
+    row: Measured
+    predicted_us: float
+    by: str
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_us / self.row.us - 1
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        row = self.row
+        times = (f"{row.us:.0f}", f"{self.predicted_us:.0f}", f"{self.error:+.0%}")
+        return row.operation, str(row.ranks), f"{row.num_bytes:.0f}", *times, self.by
+
+
+def unfitted() -> list[Unfitted]:
+    """4 DGX A100."""
+    rows = read([UNFITTED])
+    most = max(row.ranks for row in rows)
+    network = network_of(Cluster(gpu=find_gpu("A100"), levels=levels("a100-hdr-200", most)))
+    found = [(row, estimate(row.operation, row.num_bytes, Group(ranks=row.ranks), network)) for row in rows]
+    return [Unfitted(row=row, predicted_us=each.us, by=f"{each.algorithm}, {each.protocol}") for row, each in found]
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=160).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", type=Path, default=[ROWS])
+    parser.add_argument("--gpu", default="H200")
+    parser.add_argument("--serves", nargs="*", help="other GPUs with the same links that may use the fit")
+    parser.add_argument("--network", default="nvlink-h100", help="levels on which it was measured (networks.toml)")
+    parser.add_argument("--source", default=SOURCE, help="what was measured, on what, when")
+    parser.add_argument("--write", type=Path, help="keep the fitted protocols here, to be used from now on")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "collective-model.json")
+    options = parser.parse_args()
+    rows = read(options.rows)
+    size = max((row.ranks - 1) * row.stride + 1 for row in rows)
+    cluster = Cluster(gpu=find_gpu(options.gpu), levels=levels(options.network, size))
+    lines = compare(rows, cluster)
+    others = unfitted()
+    show(f"{len(rows)} rows: {options.source}", COLUMNS, [line.cells for line in lines])
+    show("not fitted: 4 x DGX A100 (8 x HDR), NCCL of June 2020", UNFITTED_COLUMNS, [each.cells for each in others])
+    record = {
+        "provenance": provenance(("numpy", "scipy")) | {"measured": options.source},
+        "rows": len(rows),
+        "lines": [asdict(line) for line in lines],
+        "unfitted": [dict(zip(UNFITTED_COLUMNS, each.cells, strict=True)) for each in others],
+    }
+    write_result(options.out, record, COLUMNS, [line.cells for line in lines])
+    if options.write:
+        kept = FittedProtocols(
+            gpus=(cluster.gpu.name, *(options.serves or ())),
+            protocols=fit_protocols(rows, cluster, source=options.source),
+        )
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
