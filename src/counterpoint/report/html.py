@@ -35,6 +35,7 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[Lane]) -> None:
         path,
         "diagnosis",
         data=_data(diagnosis, packed),
+        own="diagnosis",
         plot=bool(packed.drawn),
         filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size},
         d=diagnosis,

@@ -27,14 +27,22 @@ PAGE = Path(__file__).parent / "page"
 
 
 def write_page(
-    path: Path, name: str, *, data: object, plot: bool, filters: Mapping[str, Callable[..., str]], **shown: Any
+    path: Path,
+    name: str,
+    *,
+    data: object,
+    own: str,
+    plot: bool,
+    filters: Mapping[str, Callable[..., str]],
+    **shown: Any,
 ) -> None:
-    """Fills in `page/NAME.html`, which may run `page/NAME.js`; `path` appears whole or not at all.
+    """Fills in `page/NAME.html`; `path` appears whole or not at all.
 
     Args:
         path: of the page, about 5 MB with plotly.js and 0.1 MB without.
-        name: of the template and of its script.
+        name: of the template.
         data: for the script, in the element `data`.
+        own: name of the script.
         plot: bring plotly.js.
         filters: of the template, besides `clean`.
         shown: what the template shows, by name.
@@ -44,16 +52,16 @@ def write_page(
     """
     from markupsafe import Markup
 
-    plotly, own = script(_plotly()) if plot else "", script((PAGE / f"{name}.js").read_text("utf-8"))
+    plotly, mine = script(_plotly()) if plot else "", script((PAGE / f"{own}.js").read_text("utf-8"))
     pages = _environment()
     pages.filters |= filters
     page = pages.get_template(f"{name}.html").render(
-        policy=policy([plotly, own]),
+        policy=policy([plotly, mine]),
         version=_version(),
         css=Markup((PAGE / "page.css").read_text("utf-8")),
         data=Markup(script_json(data)),
         plotly=Markup(plotly),
-        own=Markup(own),
+        own=Markup(mine),
         **shown,
     )
     with replacing(path) as file:

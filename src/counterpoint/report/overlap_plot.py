@@ -35,7 +35,8 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
     write_page(
         path,
         "overlap",
-        data=drawn,
+        data={"plot": drawn} if measurement.rows else {},
+        own="figures",
         plot=True,
         filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size, "ratio": say.ratio, "order": _order},
         m=measurement,
