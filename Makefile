@@ -28,7 +28,8 @@ check: $(DEV) ## format, lint and types
 test: check docs ## check, docs and all tests; PYTEST_ARGS="..." goes to pytest
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-bench: $(DEV) ## time the reader beside HolisticTraceAnalysis; BENCH_ARGS="--quick" for a small size
+bench: $(DEV) ## the planner's error on published steps; the reader beside HolisticTraceAnalysis (BENCH_ARGS="--quick")
+	$(BIN)/python benchmarks/plan_published.py
 	$(BIN)/python benchmarks/trace_load.py $(BENCH_ARGS)
 
 docs: $(DEV) ## check the links and anchors of README.md, docs/ and the other pages

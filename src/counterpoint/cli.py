@@ -12,6 +12,7 @@ from counterpoint import __version__
 from counterpoint.commands.diagnose import diagnose
 from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
+from counterpoint.commands.plan import plan
 from counterpoint.errors import CounterpointError
 
 app = typer.Typer(
@@ -53,4 +54,5 @@ def _root(
 
 app.command()(diagnose)
 app.command()(measure)
+app.command()(plan)
 app.command()(doctor)

@@ -23,7 +23,7 @@ from counterpoint.records.base import Record
 
 __all__ = ["NOTE", "Compressed", "Compression", "Sent", "compress"]
 
-NOTE = "convergence is not modelled: a compressed step is not worth as much as a whole one"
+NOTE = "convergence is not modelled: a step that sends less is not worth as much as a whole one"
 INDEX_BYTES = SCALE_BYTES = 4
 SELECT_PASSES = (
     5  # over the gradients to find the k-th largest: a radix select of 32-bit keys reads them 4 times, marks once

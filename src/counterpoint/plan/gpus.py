@@ -22,12 +22,12 @@ def _sheet(
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _sheet("A100-40", 312.0, 156.0, 108, (40, 1555), "NVIDIA A100 data sheet, SXM4 40 GB"),
-        _sheet("A100", 312.0, 156.0, 108, (80, 2039), "NVIDIA A100 data sheet, SXM4 80 GB"),
-        _sheet("H100", 989.4, 494.7, 132, (80, 3350), "NVIDIA H100 data sheet, SXM5", 1978.9),
-        _sheet("H200", 989.4, 494.7, 132, (141, 4800), "NVIDIA H200 data sheet, SXM", 1978.9),
-        _sheet("B200", 2250.0, 1125.0, 148, (180, 7700), "NVIDIA HGX B200 data sheet, per GPU", 4500.0),
-        _sheet("GB200", 2500.0, 1250.0, 148, (186, 8000), "NVIDIA GB200 NVL72 data sheet, per GPU", 5000.0),
+        _sheet("A100-40", 312.0, 156.0, 108, (40.0, 1555.0), "NVIDIA A100 data sheet, SXM4 40 GB"),
+        _sheet("A100", 312.0, 156.0, 108, (80.0, 2039.0), "NVIDIA A100 data sheet, SXM4 80 GB"),
+        _sheet("H100", 989.4, 494.7, 132, (80.0, 3350.0), "NVIDIA H100 data sheet, SXM5", 1978.9),
+        _sheet("H200", 989.4, 494.7, 132, (141.0, 4800.0), "NVIDIA H200 data sheet, SXM", 1978.9),
+        _sheet("B200", 2250.0, 1125.0, 148, (180.0, 7700.0), "NVIDIA HGX B200 data sheet, per GPU", 4500.0),
+        _sheet("GB200", 2500.0, 1250.0, 148, (186.0, 8000.0), "NVIDIA GB200 NVL72 data sheet, per GPU", 5000.0),
     )
 }
 

@@ -32,6 +32,10 @@ class Parallel(Record, frozen=True, kw_only=True):
         reshard_after_forward: with zero 3, parameters are gathered again in backward.
         prefetch: with zero 3, layers gathered ahead.
         bucket_bytes: with zero 0 and 1, gradients reduced at once.
+        overlap_tp: backward, tensor-parallel communication runs beside the product for the weights' gradient.
+        overlap_dp: gradients are reduced (and parameters gathered) beside compute; False: after the last micro-batch.
+        overlap_pp: what stages send each other runs beside compute; False: sender and receiver wait for it.
+        ends_count: embedding and head each take the place of a layer when layers are dealt to stages.
     """
 
     dp: int = 1
@@ -47,6 +51,10 @@ class Parallel(Record, frozen=True, kw_only=True):
     reshard_after_forward: bool = True
     prefetch: int = 1
     bucket_bytes: int = 25 << 20
+    overlap_tp: bool = True
+    overlap_dp: bool = True
+    overlap_pp: bool = True
+    ends_count: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "cp", "ep", "prefetch", "bucket_bytes"):
@@ -78,6 +86,9 @@ class Training(Record, frozen=True, kw_only=True):
         optimizer: decides on the bytes of its states and on its traffic.
         grad_bytes: of a gradient element while it is accumulated and reduced.
         flash_attention: attention's scores never go to memory.
+        fused_kernels: neighbouring elementwise operators are one kernel (Megatron-LM, torch.compile); False: eager.
+        local_steps: replicas exchange what they have learnt each so many-th step (local SGD); 1: gradients, every step.
+        fused_accumulation: weight gradients are added to their sum by the product that makes them.
     """
 
     sequence: int
@@ -88,9 +99,12 @@ class Training(Record, frozen=True, kw_only=True):
     optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"
     grad_bytes: Literal[2, 4] = 4
     flash_attention: bool = True
+    fused_kernels: bool = True
+    fused_accumulation: bool = True
+    local_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "global_batch", "micro_batch"):
+        for name in ("sequence", "global_batch", "micro_batch", "local_steps"):
             positive(f"training.{name}", getattr(self, name))
 
     def micro_batches(self, parallel: Parallel) -> int:
@@ -111,7 +125,10 @@ class Training(Record, frozen=True, kw_only=True):
 def fits(model: Model, parallel: Parallel, training: Training) -> None:
     """Raises Misconfigured, with the field, where the model cannot be divided as asked."""
     divides("parallel.tp", parallel.tp, "model.heads", model.heads)
-    divides("parallel.pp · parallel.virtual", parallel.pp * parallel.virtual, "model.layers", model.layers)
+    slots, what = model.layers, "model.layers"
+    if parallel.ends_count:
+        slots, what = model.layers + 2, "model.layers + 2 (parallel.ends_count)"
+    divides("parallel.pp · parallel.virtual", parallel.pp * parallel.virtual, what, slots)
     divides("parallel.cp", parallel.cp, "training.sequence", training.sequence)
     if parallel.ep > 1:
         if model.experts is None:

@@ -1,0 +1,117 @@
+"""Which measured steps a job resembles, and how far the model was off there (`benchmarks/plan_published.py`).
+
+A job resembles a group of rows if it is of the same GPU and within their ranks, and is divided and computed in the same
+manner. What resembles none is not validated, and `validated` says what differs from the closest.
+"""
+
+from __future__ import annotations
+
+from counterpoint.plan.job import Job
+from counterpoint.records.base import Record
+
+__all__ = ["VALIDATIONS", "Validation", "validated"]
+
+
+class Validation(Record, frozen=True, kw_only=True):
+    """Rows that were compared.
+
+    Args:
+        rows: what they are, and how many.
+        gpu: of all of them.
+        ranks: least and most.
+        sharded: parameters are sharded (zero 3).
+        mesh: axes that have more than one rank in some row.
+        mechanisms: of overlap.
+        ways: fields of Training and Parallel that were the same in all rows.
+        mean, worst: of |predicted / published - 1| of the step's time.
+        fitted: constants were fitted to them.
+    """
+
+    rows: str
+    gpu: str
+    ranks: tuple[int, int]
+    sharded: bool
+    mesh: tuple[str, ...]
+    ways: dict[str, bool]
+    mechanisms: tuple[str, ...] = ("nccl",)
+    mean: float
+    worst: float
+    fitted: bool = False
+
+    def differs(self, job: Job) -> list[str]:
+        """What this job has that the rows had not; empty: it resembles them."""
+        parallel, training = job.parallel, job.training
+        least, most = self.ranks
+        used = {name for name in ("dp", "tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}
+        checks = {
+            f"GPU {job.cluster.gpu.name}, not {self.gpu}": job.cluster.gpu.name != self.gpu,
+            f"{parallel.world_size} ranks, not {least} to {most}": not least <= parallel.world_size <= most,
+            f"zero = {parallel.zero}": (parallel.zero == 3) != self.sharded,
+            f"axes {', '.join(sorted(used - set(self.mesh)))}": not used <= set(self.mesh),
+            "experts": job.model.experts is not None,
+            f"mechanism {job.mechanism}": job.mechanism not in self.mechanisms,
+            f"precision {training.precision}": training.precision not in ("bf16", "fp16"),
+            "compressed gradients": job.compression is not None,
+            f"local_steps = {training.local_steps}": training.local_steps > 1,
+            "a slow rank": job.ranks.slow > 1,
+        }
+        for name, value in self.ways.items():
+            mine = getattr(training if name in training.__struct_fields__ else parallel, name)
+            checks[f"{name} = {str(mine).lower()}"] = mine != value
+        return [what for what, wrong in checks.items() if wrong]
+
+
+VALIDATIONS = (
+    Validation(
+        rows="24 steps of Megatron-LM (arXiv 2104.04473, 2205.05198)",
+        gpu="A100",
+        ranks=(8, 3072),
+        sharded=False,
+        mesh=("dp", "tp", "pp"),
+        ways={"flash_attention": False, "fused_kernels": True},
+        mean=0.017,
+        worst=0.044,
+        fitted=True,
+    ),
+    Validation(
+        rows="7 steps of FSDP with MPT models (MosaicML llm-foundry)",
+        gpu="A100",
+        ranks=(8, 64),
+        sharded=True,
+        mesh=("dp",),
+        ways={"flash_attention": True, "fused_kernels": False, "overlap_dp": True},
+        mean=0.066,
+        worst=0.110,
+    ),
+    Validation(
+        rows="3 steps of Llama 3 405B (arXiv 2407.21783)",
+        gpu="H100",
+        ranks=(8192, 16384),
+        sharded=False,
+        mesh=("dp", "tp", "pp", "cp"),
+        ways={"flash_attention": True, "fused_kernels": False, "fused_accumulation": False, "overlap_tp": False},
+        mean=0.040,
+        worst=0.066,
+    ),
+    Validation(
+        rows="12 steps of FSDP2 with layers of Llama-3-8B (this project, 8 × H200)",
+        gpu="H200",
+        ranks=(1, 8),
+        sharded=True,
+        mesh=("dp",),
+        mechanisms=("nccl", "zero_sm"),
+        ways={"flash_attention": True, "fused_kernels": False, "overlap_dp": True},
+        mean=0.035,
+        worst=0.094,
+    ),
+)
+
+
+def validated(job: Job) -> str:
+    """One line: the error on what resembles the job, or "not validated" and what differs from the closest."""
+    closest = min(VALIDATIONS, key=lambda each: len(each.differs(job)))
+    error = f"mean {closest.mean:.1%}, worst {closest.worst:.1%}"
+    if differs := closest.differs(job):
+        return f"not validated: {'; '.join(differs)}; the closest measured are {closest.rows}: {error}"
+    fitted = "; 18 of them were fitted" if closest.fitted else "; nothing was fitted to them"
+    return f"{error} on {closest.rows}{fitted}"

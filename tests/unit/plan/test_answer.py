@@ -1,0 +1,158 @@
+"""What is printed of a prediction: parts that add up, curves, sensitivities, and why."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
+from counterpoint.plan.explain import QUESTIONS, explain
+from counterpoint.plan.job_file import parse_job, read_tables
+from counterpoint.plan.search import search
+from counterpoint.records.prediction import Prediction
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "plan").glob("*.toml"))
+TABLES = tomllib.loads("""
+model = { name = "llama3-8b" }
+training = { sequence = 4096, global_batch = 64 }
+parallel = { dp = 4, tp = 2, pp = 2, zero = 1 }
+cluster = { gpu = "H100", network = "h100-ndr-400" }
+""")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_fit_and_their_parts_add_up(path: Path) -> None:
+    """To the step; every part says what it means."""
+    found = answer(read_tables(path))
+    assert found.fits
+    assert sum(part.us for part in found.parts) == pytest.approx(found.step_us)
+    assert all(part.means for part in found.parts)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_step_is_between_ideal_and_serial(path: Path) -> None:
+    """Overlap neither creates time nor loses more than all of it."""
+    found = answer(read_tables(path))
+    assert found.ideal_us <= found.step_us <= found.serial_us * (1 + 1e-9)
+
+
+def test_there_are_examples() -> None:
+    """One node, 64 GPUs, 16,384, and experts."""
+    assert len(EXAMPLES) == 4
+
+
+def test_a_prediction_survives_json() -> None:
+    """To the same JSON again."""
+    written = msgspec.json.encode(answer(TABLES, detailed=True))
+    assert msgspec.json.encode(msgspec.json.decode(written, type=Prediction)) == written
+
+
+def test_a_detailed_answer_has_all_that_is_drawn() -> None:
+    """A bar for forward and backward of every micro-batch and stage, both curves, sensitivities."""
+    found = answer(TABLES, detailed=True)
+    assert len(found.timeline) == 2 * 2 * min(found.micro_batches, 8)
+    assert [each.name for each in found.curves] == ["nodes", "weak_nodes"]
+    assert found.sensitivities
+
+
+def test_sensitivities_never_make_it_worse() -> None:
+    """Twice the bandwidth, no latency, no disturbance: best first."""
+    changes = [each.change for each in sensitivities(parse_job(TABLES))]
+    assert changes == sorted(changes)
+    assert changes[-1] <= 0
+
+
+def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:
+    """And the figures of the others."""
+    points = curve(TABLES, "parallel.tp", ["1", "3", "2"]).points
+    assert [point.step_us is not None for point in points] == [True, False, True]
+    assert points[1].why_not is not None
+    assert "parallel.tp = 3 does not divide" in points[1].why_not
+
+
+def test_a_curve_of_nothing_is_an_error() -> None:
+    """With the reason of the first value."""
+    with pytest.raises(Misconfigured, match=r"no value can be: .*parallel\.tp = 3"):
+        curve(TABLES, "parallel.tp", ["3", "5"])
+
+
+@pytest.mark.parametrize("word", sorted(QUESTIONS))
+def test_every_number_can_be_asked_why(word: str) -> None:
+    """More than the number itself: a formula, terms or a source."""
+    lines = explain(parse_job(TABLES), word)
+    assert any("=" in line for line in lines)
+    assert len(" ".join(lines)) > 60
+
+
+def test_every_part_is_a_question() -> None:
+    """What is printed can be asked."""
+    assert set(PARTS) <= set(QUESTIONS)
+
+
+def test_an_unknown_question_is_answered_with_the_known_ones() -> None:
+    """By name."""
+    with pytest.raises(Misconfigured, match="--explain colour: nothing has that name; give one of step, exposed_comm"):
+        explain(parse_job(TABLES), "colour")
+
+
+def test_a_search_finds_nothing_slower_than_what_was_given() -> None:
+    """The given division is among those that are tried."""
+    job = parse_job(TABLES)
+    found = search(job, best=3)
+    assert found.best[0].step.step_us <= answer(TABLES).step_us * (1 + 1e-9)
+    assert [each.step.step_us for each in found.best] == sorted(each.step.step_us for each in found.best)
+    assert all(each.step.memory.fits for each in found.best)
+
+
+def test_a_search_counts_what_it_leaves_out() -> None:
+    """All that was considered is one of three."""
+    found = search(parse_job(TABLES), best=3)
+    assert found.considered == found.priced + found.too_large + found.impossible
+    assert found.impossible > 0
+
+
+def test_a_job_that_fits_nowhere_is_an_error() -> None:
+    """With what the smallest takes."""
+    large = TABLES | {
+        "model": {"name": "llama3-405b"},
+        "parallel": {"dp": 2},
+        "training": {"sequence": 4096, "global_batch": 8},
+    }
+    with pytest.raises(Misconfigured, match=r"ways to divide the job fits: the smallest takes [\d.]+ of 80 GiB"):
+        search(parse_job(large))
+
+
+def test_averaging_less_often_costs_less_and_says_what_is_not_known() -> None:
+    """Local SGD: a quarter of the exchanges."""
+    whole = TABLES | {"parallel": {"dp": 8, "tp": 2}}
+    every, fourth = (
+        answer(whole | {"training": {"sequence": 4096, "global_batch": 64, "local_steps": n}}) for n in (2, 8)
+    )
+    sent = [next(part.us for part in found.comm if part.name == "gradients") for found in (every, fourth)]
+    assert sent[0] == pytest.approx(4 * sent[1])
+    assert any("convergence is not modelled" in note for note in fourth.notes)
+    assert "local_steps" in fourth.validated
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"training": {"sequence": 4096, "global_batch": 64, "local_steps": 4}}, "training.local_steps = 4 with"),
+        ({"compression": {"method": "topk"}}, "parallel.zero = 1 with compression"),
+    ],
+)
+def test_what_needs_whole_replicas_is_refused_with_shards(changed: dict[str, object], said: str) -> None:
+    """Zero 1 keeps a part of the optimizer on each rank."""
+    with pytest.raises(Misconfigured, match=said):
+        answer(TABLES | changed)
+
+
+def test_exposed_communication_is_explained_down_to_a_collective() -> None:
+    """Algorithm, protocol, hops, share and bandwidth of what the replicas exchange."""
+    text = "\n".join(explain(parse_job(TABLES), "gradients"))
+    assert "reduce_scatter of" in text
+    assert "of the array /" in text

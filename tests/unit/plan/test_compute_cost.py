@@ -1,0 +1,107 @@
+"""One operation on one GPU: roofline, waves, and GEMMs that were measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.compute_cost import Machine, cost, total_us
+from counterpoint.plan.efficiency import AMPERE, UNMEASURED, efficiency_of
+from counterpoint.plan.gpus import GPUS, find_gpu
+from counterpoint.plan.layers import Flash, Matmul, Traffic
+
+H200 = Machine.of(find_gpu("h200"))
+MEASURED = [  # m, n, k, µs on H200: measured pairs and the profile in samples/fsdp-healthy, 2026-11-20 and 21
+    (4096, 14336, 4096, 620), (4096, 4096, 14336, 630), (14336, 4096, 4096, 643), (4096, 4096, 4096, 184),
+    (4096, 1024, 4096, 44.7), (4096, 4096, 1024, 54.9), (1024, 4096, 4096, 50), (4096, 128256, 4096, 5530),
+    (8192, 8192, 8192, 1408), (8192, 7168, 8192, 1133), (8192, 6144, 12288, 1630), (8192, 13312, 16384, 4345),
+    (8192, 3584, 4096, 311), (8192, 4096, 3584, 312), (8192, 8192, 7168, 1243), (8192, 16384, 13312, 4807),
+]  # fmt: skip
+
+
+def matmul(m: int, n: int, k: int, batch: int = 1) -> Matmul:
+    return Matmul(name="x", m=m, n=n, k=k, batch=batch)
+
+
+def test_measured_matmuls_come_out() -> None:
+    """16 GEMMs of H200: mean error at most 4.5 %, worst 11 %, with three constants."""
+    errors = [abs(cost(matmul(m, n, k), H200).us / us - 1) for m, n, k, us in MEASURED]
+    assert (sum(errors) / len(errors) <= 0.045, max(errors) <= 0.11) == (True, True)
+
+
+def test_one_tile_too_many_costs_a_wave() -> None:
+    """One row more than 132 SMs hold in one round: 5 % longer at least, though tiles become smaller for it."""
+    full, over = (cost(matmul(11 * 256 + more, 12 * 128, 8192), H200) for more in (0, 1))
+    assert (full.waves, over.us / full.us > 1.05) == (1, True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 64), (64, 4096)])
+def test_thin_products_reach_less(n: int, k: int) -> None:
+    """With small K or N, less of the peak is reached than with neither."""
+    assert cost(matmul(8192, n, k), H200).of_peak < 0.8 * cost(matmul(8192, 4096, 4096), H200).of_peak
+
+
+def test_what_has_little_arithmetic_is_bound_by_memory() -> None:
+    """Attention's scores without flash: 64 operations per byte written, on A100."""
+    assert cost(matmul(2048, 2048, 64, batch=64), Machine.of(GPUS["A100"])).bound == "memory"
+
+
+def test_the_terms_make_up_the_time() -> None:
+    """us = max(math, memory) + launch, of every kind of operation."""
+    flash = Flash(name="f", batch=32, queries=4096, keys=4096, width=128, causal=True)
+    for operation in (matmul(512, 512, 512), flash, Traffic(name="t", num_bytes=1e8, kernels=3)):
+        found = cost(operation, H200)
+        assert found.us == max(found.math_us, found.memory_us) + found.launch_us
+
+
+def test_attention_of_the_profile_comes_out() -> None:
+    """cuDNN's kernels at 4096 tokens, 32 heads of 128: 261 µs forward, 910 µs backward with its small kernels."""
+    forward, backward = (
+        cost(Flash(name="", batch=32, queries=4096, keys=4096, width=128, causal=True, backward=b), H200).us
+        for b in (False, True)
+    )
+    assert [forward, backward] == pytest.approx([261, 819 + 35 + 30 + 26], rel=0.06)
+
+
+@given(m=st.integers(1, 1 << 14), n=st.integers(1, 1 << 14), k=st.integers(1, 1 << 14), more=st.integers(1, 1 << 12))
+def test_more_work_never_takes_less_time(m: int, n: int, k: int, more: int) -> None:
+    """Time does not fall with m, n or k."""
+    us, larger = cost(matmul(m, n, k), H200).us, ((m + more, n, k), (m, n + more, k), (m, n, k + more))
+    assert all(cost(matmul(*shape), H200).us >= us for shape in larger)
+
+
+@given(m=st.integers(1, 1 << 15), n=st.integers(1, 1 << 15), k=st.integers(1, 1 << 15))
+def test_no_matmul_beats_the_data_sheet(m: int, n: int, k: int) -> None:
+    """Neither peak nor bandwidth is exceeded."""
+    product = matmul(m, n, k)
+    found = cost(product, H200)
+    assert (found.of_peak < 1, product.num_bytes / found.us < H200.memory) == (True, True)
+
+
+def test_a_sum_is_one_after_the_other() -> None:
+    """total_us adds up."""
+    assert total_us((matmul(512, 512, 512),) * 3, H200) == pytest.approx(3 * cost(matmul(512, 512, 512), H200).us)
+
+
+def test_an_unknown_precision_names_the_known_ones() -> None:
+    """A100 has no fp8."""
+    with pytest.raises(Misconfigured, match="A100 computes in bf16, fp16, fp32"):
+        Machine.of(GPUS["A100"], "fp8")
+
+
+def test_an_unknown_gpu_names_the_known_ones() -> None:
+    """V100 is not among them."""
+    with pytest.raises(Misconfigured, match="gpu = 'V100': known are A100-40, A100, H100"):
+        find_gpu("V100")
+
+
+def test_constants_that_nobody_measured_say_so() -> None:
+    """B200 has Hopper's, with a source that tells."""
+    assert (efficiency_of("B200"), "not measured" in UNMEASURED.source) == (UNMEASURED, True)
+
+
+def test_a_generation_has_one_set_of_constants() -> None:
+    """Both kinds of A100 share theirs."""
+    assert (efficiency_of("A100-40"), efficiency_of("A100")) == (AMPERE, AMPERE)

@@ -1,0 +1,93 @@
+"""What ranks send each other, and what of it compute hides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.plan.data_parallel import in_pieces_us
+from counterpoint.plan.exchanges import Exchange, layer_exchanges, send
+from counterpoint.plan.model import Experts, Model
+from counterpoint.plan.overlap import MECHANISMS
+from counterpoint.plan.parallel import Parallel, Training
+
+LLAMA = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
+ARRAY = 2 * 8192 * 4096 * 2  # two samples of 8192 tokens in bf16
+
+
+def exchanges(experts: Experts | None = None, **kwargs: Any) -> tuple[Exchange, ...]:
+    return layer_exchanges(LLAMA, Parallel(**kwargs), Training(sequence=8192, global_batch=64, micro_batch=2), experts)
+
+
+def volume(found: tuple[Exchange, ...], ranks: int) -> float:
+    """Bytes that a ring sends, per rank."""
+    factor = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    return sum(factor[each.operation] * each.count * each.num_bytes * (ranks - 1) / ranks for each in found)
+
+
+def test_one_rank_sends_nothing() -> None:
+    """No axis, no exchange."""
+    assert exchanges() == ()
+
+
+def test_sequence_parallelism_sends_as_much_forward() -> None:
+    """all_gather and reduce_scatter are the two halves of all_reduce; backward gathers inputs once more."""
+    both = [exchanges(tp=8, sequence=sequence) for sequence in (False, True)]
+    volumes = [
+        [volume(tuple(each for each in found if each.backward == backward), 8) for found in both]
+        for backward in (False, True)
+    ]
+    assert (volumes[0][0], volumes[1][1] / volumes[1][0]) == (volumes[0][1], 1.5)
+
+
+def test_two_all_reduces_each_way() -> None:
+    """Megatron's volume: 2 arrays forward, 2 backward, beside the weight gradients if asked."""
+    found = exchanges(tp=8, sequence=False, overlap_tp=False)
+    assert [(each.count, each.num_bytes, each.backward, each.beside) for each in found] == [
+        (2, ARRAY, False, False), (2, ARRAY, True, False),
+    ]  # fmt: skip
+
+
+def test_context_parallelism_gathers_keys_and_values() -> None:
+    """8 of 32 heads, keys and values: half of the activations' bytes, of the whole sequence."""
+    gathered = exchanges(cp=4)[0]
+    assert (gathered.operation, gathered.num_bytes) == ("all_gather", ARRAY * 8 * 2 / 32)
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    """Each way twice, as many bytes as tokens visit experts, more where one rank is busier."""
+    experts = Experts(count=8, per_token=2, width=14336, imbalance=1.25)
+    found = exchanges(experts, dp=8, ep=8)
+    assert [(each.operation, each.count, each.num_bytes) for each in found] == [("all_to_all", 2, ARRAY * 2 * 1.25)] * 2
+
+
+@pytest.mark.parametrize(("sequence", "operations"), [(True, ["send_recv"]), (False, ["send_recv", "all_gather"])])
+def test_stages_send_a_part_per_rank(sequence: bool, operations: list[str]) -> None:
+    """1/tp each; without sequence parallelism the receivers gather it."""
+    found = send(
+        LLAMA, Parallel(tp=8, pp=4, sequence=sequence), Training(sequence=8192, global_batch=64, micro_batch=2)
+    )
+    assert ([each.operation for each in found], found[0].num_bytes) == (operations, ARRAY / 8)
+
+
+def test_one_bucket_is_not_hidden() -> None:
+    """It is ready when compute is done."""
+    assert in_pieces_us(100.0, [("all_reduce", 40.0)], 1, MECHANISMS["ideal"], persistent=False) == 140.0
+
+
+@pytest.mark.parametrize(("comm", "expected"), [(40.0, 104.0), (200.0, 210.0)])
+def test_many_buckets_form_a_pipeline(comm: float, expected: float) -> None:
+    """Ten pieces, undisturbed: the longer side, and one piece of the shorter."""
+    found = in_pieces_us(100.0, [("all_reduce", comm)], 10, MECHANISMS["ideal"], persistent=False)
+    assert found == pytest.approx(expected)
+
+
+@given(compute=st.floats(0, 1e5), comm=st.floats(0, 1e5), pieces=st.integers(1, 100),
+       name=st.sampled_from(sorted(MECHANISMS)))  # fmt: skip
+def test_pieces_stay_between_ideal_and_serial(compute: float, comm: float, pieces: int, name: str) -> None:
+    """max <= T <= sum, however many pieces."""
+    found = in_pieces_us(compute, [("all_reduce", comm)], pieces, MECHANISMS[name], persistent=True)
+    assert max(compute, comm) * (1 - 1e-9) <= found <= (compute + comm) * (1 + 1e-9)

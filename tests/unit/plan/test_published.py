@@ -1,0 +1,77 @@
+"""Published step times: the errors that the documentation claims, and what may be said of other jobs."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import msgspec
+import pytest
+from plan_published import Predictions, Row, rows
+
+from counterpoint.plan.overlap import MECHANISMS
+from counterpoint.plan.validation import VALIDATIONS, validated
+
+ROWS = rows()
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    """Of the step's time, by group and row."""
+    predictions = Predictions()
+    return {f"{row.group}: {row.name}": predictions.error(row) for row in ROWS}
+
+
+def of(errors: dict[str, float], *groups: str) -> list[float]:
+    return [abs(error) for name, error in errors.items() if name.startswith(groups)]
+
+
+@pytest.mark.parametrize(
+    ("group", "count", "mean", "worst"),
+    [
+        ("A100 iteration times", 8, 0.025, 0.045),
+        ("A100 weak scaling", 10, 0.02, 0.05),
+        ("A100 strong scaling", 6, 0.025, 0.04),  # nothing was fitted to this group and those below
+        ("A100 FSDP", 7, 0.07, 0.12),
+        ("H100 Llama 3 405B", 3, 0.06, 0.08),
+        ("H200 FSDP2", 12, 0.045, 0.1),
+    ],
+)
+def test_published_steps_come_out(errors: dict[str, float], group: str, count: int, mean: float, worst: float) -> None:
+    """Mean and worst error of each group."""
+    found = of(errors, group)
+    assert (len(found), fmean(found) <= mean, max(found) <= worst) == (count, True, True)
+
+
+def test_a_row_is_no_better_than_the_models_error_says() -> None:
+    """Each group of rows resembles the validation that claims it, and no other."""
+    claimed = {row.group: validated(row.job) for row in ROWS if "floor" not in row.name}
+    assert [name for name, said in claimed.items() if said.startswith("not validated")] == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "index"),
+    [(("A100 iteration", "A100 weak", "A100 strong"), 0), (("A100 FSDP",), 1), (("H100",), 2), (("H200",), 3)],
+)
+def test_the_stated_error_is_the_error(errors: dict[str, float], groups: tuple[str, ...], index: int) -> None:
+    """validation.py's figures are those of the rows to one point."""
+    found, said = of(errors, *groups), VALIDATIONS[index]
+    assert [said.mean, said.worst] == pytest.approx([fmean(found), max(found)], abs=0.01)
+
+
+def fsdp() -> Row:
+    return next(row for row in ROWS if row.group == "H200 FSDP2")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [("mechanism", "nccl_capped", "mechanism nccl_capped"), ("mechanism", "ideal", "mechanism ideal")],
+)
+def test_what_was_not_measured_says_so(field: str, value: str, says: str) -> None:
+    """A job that differs in one respect names it."""
+    said = validated(msgspec.structs.replace(fsdp().job, **{field: value}))
+    assert said.startswith(f"not validated: {says}; the closest measured are 12 steps of FSDP2")
+
+
+def test_every_mechanism_of_a_validation_exists() -> None:
+    """Their names are those of overlap.py."""
+    assert {name for each in VALIDATIONS for name in each.mechanisms} <= MECHANISMS.keys()

@@ -1,0 +1,173 @@
+"""Pipelines: orders, the critical path against the formula where one exists, and the extension of a periodic path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.schedule import (
+    Kind,
+    Name,
+    Placed,
+    Slot,
+    Times,
+    closed_form_us,
+    in_flight,
+    orders,
+    pipeline_us,
+    placed,
+)
+
+FIXED: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved")
+NAMES: tuple[Name, ...] = (*FIXED, "zero_bubble")
+length = st.floats(0.5, 4.0)
+
+
+def alike(stages: int, parts: int, forward: float, backward: float, weight: float = 0.0, send: float = 0.0) -> Times:
+    """All parts equal; `weight` as zero_bubble wants it."""
+    return Times(
+        forward=((forward / parts,) * parts,) * stages,
+        backward=((backward / parts,) * parts,) * stages,
+        weight=((weight / parts,) * parts,) * stages,
+        send_us=send,
+    )
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Name, Times, int]:
+    """Any lengths."""
+    name, stages = draw(st.sampled_from(NAMES)), draw(st.integers(1, 5))
+    parts = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    rows = st.lists(st.lists(length, min_size=parts, max_size=parts), min_size=stages, max_size=stages)
+    forward, backward = draw(rows), draw(rows)
+    weight = [[part / 2 for part in row] for row in backward]
+    micro = draw(st.integers(1, 4)) * (stages if name == "interleaved" else 1)
+    times = Times(
+        forward=tuple(map(tuple, forward)), backward=tuple(map(tuple, backward)), weight=tuple(map(tuple, weight)),
+        send_us=draw(st.sampled_from([0.0, 0.3])),
+    )  # fmt: skip
+    return name, times, micro
+
+
+@given(name=st.sampled_from(FIXED), stages=st.integers(1, 6), parts=st.integers(1, 3), rounds=st.integers(1, 9),
+       rest=st.integers(0, 5), f=length, b=length)  # fmt: skip
+def test_the_graph_is_the_formula(
+    name: Name, stages: int, parts: int, rounds: int, rest: int, f: float, b: float
+) -> None:
+    """With equal parts and free sends, critical path and closed form agree to rounding."""
+    parts, rest = (parts, 0) if name == "interleaved" else (1, rest % stages)
+    times, micro = alike(stages, parts, f, b), rounds * stages + rest
+    assert pipeline_us(name, times, micro) == pytest.approx(closed_form_us(name, times, micro))
+
+
+@given(stages=st.integers(1, 6), micro=st.integers(1, 24), f=length, b=length, part=st.floats(0.1, 0.5))
+def test_zero_bubble_lies_between_its_work_and_1f1b(stages: int, micro: int, f: float, b: float, part: float) -> None:
+    """Putting dW off never makes a pipeline slower, nor faster than a stage's own work and one way there and back."""
+    times = alike(stages, 1, f, b, part * b)
+    found = pipeline_us("zero_bubble", times, micro)
+    least = max(micro * (f + b), stages * (f + b - part * b))
+    assert least - 1e-6 <= found <= pipeline_us("1f1b", times, micro) + 1e-6
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(4, 8), (8, 64)])
+def test_zero_bubble_is_its_formula_where_the_three_parts_are_equal(stages: int, micro: int) -> None:
+    """F = B = W, the case of the paper's figures."""
+    times = alike(stages, 1, 1.0, 2.0, 1.0)
+    assert pipeline_us("zero_bubble", times, micro) == closed_form_us("zero_bubble", times, micro)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(FIXED), stages=st.integers(2, 5), rounds=st.integers(5, 12), f=length, b=length,
+       head=st.floats(0.0, 1.0), send=st.sampled_from([0.0, 0.05, 0.4]))  # fmt: skip
+def test_a_long_pipeline_is_extended_closely(
+    name: Name, stages: int, rounds: int, f: float, b: float, head: float, send: float
+) -> None:
+    """With a heavier last stage and sends, the extended path is that of the whole graph to 1.5 %."""
+    parts = 2 if name == "interleaved" else 1
+    even = alike(stages, parts, f, b, send=send)
+    last = tuple(part + head for part in even.backward[-1])
+    times = Times(forward=even.forward, backward=(*even.backward[:-1], last), send_us=send)
+    whole = max(each.end_us for each in placed(name, times, rounds * stages))
+    assert pipeline_us(name, times, rounds * stages) == pytest.approx(whole, rel=0.015)
+
+
+@given(pipeline=pipelines())
+def test_every_slot_runs_once_and_after_what_it_needs(pipeline: tuple[Name, Times, int]) -> None:
+    """Each forward and backward of each part runs once, not before its neighbour's end and the send."""
+    name, times, micro = pipeline
+    found = placed(name, times, micro)
+    ends = {(each.slot.kind, each.slot.part * times.stages + each.stage, each.slot.micro): each for each in found}
+    wanted = {(kind, part, k) for kind in "FB" for part in range(times.stages * times.parts) for k in range(micro)}
+    assert ({key for key in ends if key[0] != "W"}, _late(ends, times)) == (wanted, [])
+
+
+def _late(ends: Mapping[tuple[Kind, int, int], Placed], times: Times) -> list[Placed]:
+    """Slots that began too early."""
+    last = times.stages * times.parts - 1
+    wrong = []
+    for (kind, part, k), each in ends.items():
+        back: tuple[Kind, int, int] = ("B", part + 1, k) if part < last else ("F", part, k)
+        needs: dict[Kind, tuple[Kind, int, int]] = {"F": ("F", part - 1, k), "B": back, "W": ("B", part, k)}
+        before = ends.get(needs[kind])
+        away = before is not None and before.stage != each.stage
+        if before is not None and each.start_us < before.end_us + (times.send_us if away else 0.0) - 1e-9:
+            wrong.append(each)
+    return wrong
+
+
+@given(pipeline=pipelines())
+def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[Name, Times, int]) -> None:
+    """Slots of a stage do not overlap."""
+    name, times, micro = pipeline
+    found = sorted(placed(name, times, micro), key=lambda each: (each.stage, each.start_us))
+    clashes = [
+        (one, other)
+        for one, other in pairwise(found)
+        if one.stage == other.stage and other.start_us < one.end_us - 1e-9
+    ]
+    assert clashes == []
+
+
+@given(pipeline=pipelines(), longer=st.floats(0.0, 1.0))
+def test_fixed_orders_never_gain_from_slower_sends(pipeline: tuple[Name, Times, int], longer: float) -> None:
+    """The critical path does not shrink when an edge grows (greedy choices may: zero_bubble is left out)."""
+    name, times, micro = pipeline
+    name = "1f1b" if name == "zero_bubble" else name
+    slower = Times(forward=times.forward, backward=times.backward, send_us=times.send_us + longer)
+    assert pipeline_us(name, slower, micro) >= pipeline_us(name, times, micro) - 1e-9
+
+
+def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_behind() -> None:
+    """The first of four stages begins with four forwards, the last with one."""
+    slots = orders("1f1b", 4, 8)
+    assert [next(i for i, slot in enumerate(stage) if slot.kind == "B") for stage in slots] == [4, 3, 2, 1]
+
+
+def test_interleaving_goes_round_the_stages() -> None:
+    """Two parts, two stages: two micro-batches of the first part, then of the second."""
+    first = orders("interleaved", 2, 4, 2)[0]
+    assert first[:4] == (Slot("F", 0, 0), Slot("F", 0, 1), Slot("F", 1, 0), Slot("F", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "held"), [("gpipe", 1, 16), ("1f1b", 1, 4), ("zero_bubble", 1, 4), ("interleaved", 2, 5.5)]
+)
+def test_micro_batches_in_flight(name: Name, virtual: int, held: float) -> None:
+    """Four stages, 16 micro-batches; interleaving holds 1 + (p - 1) / (p v) times as many as 1F1B."""
+    assert in_flight(name, 4, 16, virtual) == held
+
+
+def test_interleaving_wants_whole_rounds() -> None:
+    """6 micro-batches do not go round 4 stages."""
+    with pytest.raises(Misconfigured, match=r"parallel\.pp = 4 does not divide micro-batches of a step = 6"):
+        pipeline_us("interleaved", alike(4, 2, 1, 2), 6)
+
+
+def test_many_micro_batches_cost_no_time() -> None:
+    """A million of them are extended, not followed."""
+    assert pipeline_us("1f1b", alike(4, 1, 1, 2), 10**6) == pytest.approx(3 * (10**6 + 3))

@@ -1,0 +1,165 @@
+"""Other jobs like this one: every flag changes what it says, and nothing else."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.job import Job
+from counterpoint.plan.job_file import parse_job
+from counterpoint.plan.what_if import WHAT_IFS, edited, swept
+
+TABLES = tomllib.loads("""
+model = { name = "llama3-8b" }
+training = { sequence = 4096, global_batch = 64 }
+parallel = { dp = 16, tp = 2, zero = 1 }
+cluster = { gpu = "H100", network = "h100-ndr-400" }
+""")
+
+
+def job(name: str, value: str, tables: dict[str, Any] = TABLES) -> Job:
+    return parse_job(edited(tables, name, value))
+
+
+def rates(of: Job) -> list[float]:
+    return [level.gb_per_s for level in of.cluster.levels if level.kind == "network"]
+
+
+def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
+    """Strong scaling."""
+    more = job("nodes", "8")
+    assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
+
+
+def test_weak_scaling_takes_the_batch_with_it() -> None:
+    """As many samples for each replica."""
+    assert job("weak_nodes", "8").training.global_batch == 128
+
+
+def test_nodes_of_levels_that_are_written_out() -> None:
+    """The last level grows, in whole units of the one below, and never shrinks."""
+    level = {"name": "nvlink", "kind": "nvlink", "size": 8, "gb_per_s": 300, "latency_us": 1}
+    above = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
+    written = TABLES | {"cluster": {"gpu": "H100", "levels": [level, above]}}
+    assert [job("nodes", n, written).cluster.levels[-1].size for n in ("2", "8")] == [32, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "factor"),
+    [("nic_gbit", "800", 2.0), ("nics", "4", 0.5), ("failed_nics", "2", 0.75)],
+)
+def test_the_network_between_nodes(name: str, value: str, factor: float) -> None:
+    """400 Gb/s and 8 NICs are what this network has; NVLink stays as it was."""
+    changed, before = job(name, value), parse_job(TABLES)
+    assert rates(changed)[: len(rates(before))] == [factor * rate for rate in rates(before)]
+    assert changed.cluster.levels[0] == before.cluster.levels[0]
+
+
+def test_a_changed_network_can_still_grow() -> None:
+    """Past what its lowest switch joins: the levels above are written out, too."""
+    tables = edited(TABLES, "nic_gbit", "800") | {"training": {"sequence": 4096, "global_batch": 512}}
+    levels = job("nodes", "64", tables).cluster.levels
+    assert [(level.name, level.gb_per_s) for level in levels[:3]] == [
+        ("nvlink", 370.8),
+        ("rail", 100.0),
+        ("spine", 100.0),
+    ]
+
+
+def test_oversubscription_is_of_the_topmost_level() -> None:
+    """That the job crosses: on 32 GPUs the rails, on 4,096 the core; where it changed nothing, nobody would see it."""
+    larger = edited(TABLES | {"training": {"sequence": 4096, "global_batch": 2048}}, "nodes", "512")
+    factors = [
+        [level.oversubscription for level in job("oversubscription", "4", tables).cluster.levels]
+        for tables in (TABLES, larger)
+    ]
+    assert factors == [[1.0, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read", "expected"),
+    [
+        ("gpu", "B200", lambda job: job.cluster.gpu.name, "B200"),
+        ("global_batch", "128", lambda job: job.training.global_batch, 128),
+        ("micro_batch", "2", lambda job: job.training.micro_batch, 2),
+        ("accumulation", "8", lambda job: job.training.global_batch, 128),
+        ("bucket_mib", "50", lambda job: job.parallel.bucket_bytes, 50 << 20),
+        ("precision", "fp8", lambda job: job.training.precision, "fp8"),
+        ("recompute", "full", lambda job: job.training.recompute, "full"),
+        ("mechanism", "zero_sm", lambda job: job.mechanism, "zero_sm"),
+        ("compression", "powersgd:8", lambda job: job.compression.rank, 8),
+        ("compression", "topk:0.02", lambda job: job.compression.keep, 0.02),
+        ("compression", "none", lambda job: job.compression, None),
+        ("local_steps", "4", lambda job: job.training.local_steps, 4),
+        ("slow_rank", "1.5", lambda job: job.ranks.slow, 1.5),
+        ("jitter", "0.02", lambda job: job.ranks.jitter, 0.02),
+        ("parallel.tp", "4", lambda job: job.parallel.tp, 4),
+        ("training.flash_attention", "false", lambda job: job.training.flash_attention, False),
+    ],
+)
+def test_a_value_arrives(name: str, value: str, read: Any, expected: object) -> None:
+    """Where it belongs; a cluster larger than the job is no error."""
+    tables = TABLES | {
+        "cluster": TABLES["cluster"] | {"gpus": 64},
+        "training": TABLES["training"] | {"global_batch": 256},
+    }
+    if name == "accumulation":
+        tables = TABLES
+    assert read(job(name, value, tables)) == expected
+
+
+def test_the_tables_asked_about_stay_as_they_were() -> None:
+    """A what-if is a copy."""
+    before = repr(TABLES)
+    for name, value in (("nodes", "8"), ("nic_gbit", "800"), ("parallel.tp", "4")):
+        edited(TABLES, name, value)
+    assert repr(TABLES) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("nodes", "many", "nodes = many: give a number of nodes"),
+        ("nodes", "-1", "nodes = -1: give a number above 0"),
+        ("nodes", "3", "does not divide training.global_batch"),
+        ("nic_gbit", "0", "nic_gbit = 0: give a number above 0"),
+        ("failed_nics", "8", "failed_nics = 8 of 8"),
+        ("compression", "gzip", "Invalid enum value 'gzip'"),
+        ("compression", "3", "give none, powersgd:RANK"),
+        ("gpu", "H300", "known are A100-40"),
+        ("slow_rank", "0.5", "ranks.slow = 0.5: give a factor from 1"),
+        ("speed", "1", "speed is not known: give a field, such as parallel.tp, or one of gpu"),
+        ("parallel", "1", "parallel is not known"),
+        ("parallel.dp.x", "1", "parallel.dp.x: dp is no table"),
+        ("parallel.colour", "1", "parallel.colour is not known: allowed are dp"),
+    ],
+)
+def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
+    """With the name, the value and what is allowed."""
+    with pytest.raises(Misconfigured) as raised:
+        job(name, value)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("network", ["nvlink-h100", "h100-ndr-400"])
+@pytest.mark.parametrize("name", ["nic_gbit", "nics", "failed_nics", "oversubscription"])
+def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
+    """A flag that could change nothing is refused."""
+    one = TABLES | {"cluster": {"gpu": "H100", "network": network}, "parallel": {"dp": 8}}
+    with pytest.raises(Misconfigured, match="all ranks are below one nvlink"):
+        job(name, "4", one)
+
+
+def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
+    """The others are jobs."""
+    found = swept(TABLES, "nodes", ["4", "5", "8"])
+    assert [value for value, one in found if isinstance(one, Job)] == ["4", "8"]
+    assert isinstance(found[1][1], Misconfigured)
+
+
+def test_every_what_if_says_its_unit() -> None:
+    """For --help and for errors."""
+    assert all(what.unit and what.means for what in WHAT_IFS.values())

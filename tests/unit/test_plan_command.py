@@ -1,0 +1,118 @@
+"""`counterpoint plan`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plan" / "llama3-8b-one-node.toml"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "counterpoint", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_table_by_default() -> None:
+    """Headline, whether it fits, parts, error of the model."""
+    done = run(EXAMPLE)
+    assert done.returncode == 0
+    assert done.stdout.startswith("llama3-8b on 8 × H200: ")
+    assert "Where the step goes" in done.stdout
+    assert "error of the model: " in done.stdout
+
+
+def test_json_and_nothing_else() -> None:
+    """One object, with the contract's name and what was asked."""
+    done = run(EXAMPLE, "--json", "-", "--mechanism", "zero_sm", "--set", "training.recompute=full")
+    found = json.loads(done.stdout)
+    assert found["schema"] == "counterpoint.plan/1"
+    assert found["asked"] == {"mechanism": "zero_sm", "training.recompute": "full"}
+
+
+def test_a_sweep_and_a_search_are_tables() -> None:
+    """Below the step."""
+    done = run(EXAMPLE, "--sweep", "training.micro_batch=1,2", "--search", "--global-batch", "16")
+    assert "training.micro_batch" in done.stdout
+    assert "The fastest of" in done.stdout
+
+
+def test_explain_prints_the_formula() -> None:
+    """With the numbers in it."""
+    assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
+        (["--set", "parallel.tp"], "--set parallel.tp: give FIELD=VALUE"),
+        (["--sweep", "nodes="], "--sweep nodes=: give FIELD=VALUE"),
+        (["--json", "out.json"], "only - is allowed"),
+        (["--explain", "colour"], "nothing has that name"),
+        (["--explain", "step", "--json", "-"], "give one of them"),
+        (["--html", "/nowhere/page.html"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_ends_with_2_and_one_line(arguments: list[str], said: str) -> None:
+    """On standard error; nothing is printed."""
+    done = run(EXAMPLE, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_no_job_writes_no_page(tmp_path: Path) -> None:
+    """Nothing half-written."""
+    (tmp_path / "job.toml").write_text("[model]\nlayers = 2\n")
+    done = run(tmp_path / "job.toml", "--html", tmp_path / "page.html")
+    assert done.returncode == 2
+    assert not (tmp_path / "page.html").exists()
+
+
+TRACE = Path(__file__).parents[2] / "samples" / "fsdp-healthy"
+
+
+def test_a_trace_as_it_was_measured() -> None:
+    """156.1 ms, as diagnose has it."""
+    done = run("--from-trace", TRACE)
+    assert done.stdout.startswith("trace on 8 × H200: 156.1 ms a step")
+
+
+def test_a_trace_on_more_nodes() -> None:
+    """Slower than one, by what the collectives take over the network."""
+    done = run("--from-trace", TRACE, "--network", "h200-ndr-400", "--weak-nodes", "4", "--json", "-")
+    found = json.loads(done.stdout)
+    assert (found["gpus"], found["fits"]) == (32, None)
+    assert found["step_us"] > 156_100
+
+
+def test_a_page_of_a_trace(tmp_path: Path) -> None:
+    """Without what a trace does not say."""
+    done = run("--from-trace", TRACE, "--html", tmp_path / "page.html")
+    assert done.returncode == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "None" not in text[text.index("<main") : text.index("</main>")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from-trace", TRACE, "--mechanism", "zero_sm"], "a trace can answer weak_nodes"),
+        (["--from-trace", TRACE, "--weak-nodes", "4"], "give a network that has levels above"),
+        (["--from-trace", TRACE, "--search"], "--search with --from-trace"),
+        (["--from-trace", TRACE, "--recorded-on", "token-ring"], "token-ring"),
+        (["--recorded-on", "nvlink-h100"], "--recorded-on is about --from-trace"),
+        ([], "there is nothing to plan"),
+        ([EXAMPLE, "--from-trace", TRACE], "a job with --from-trace"),
+    ],
+)
+def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> None:
+    """One line, exit code 2."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
