@@ -1,0 +1,280 @@
+"""Placement against known optima, default orders and scipy's quadratic assignment alone.
+
+    python benchmarks/placement.py             all cases, minutes: results/placement.json and .md
+    python benchmarks/placement.py --quick     small cases, seconds
+
+Optima are known where traffic was planted on the tree (in order is best by construction), for cubes of a torus (boxes
+are best), and for eight GPUs, where all 40,320 orders are tried. Jobs are placed twice: with their mesh known and hosts
+listed in random order, as an allocation gives them; and with ranks renamed at random and only the matrix known.
+Columns are costs over the cost found: above 1 is worse. `optimum` below 1 would be a better order than ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from provenance import ROOT, provenance, write_result
+from rich.console import Console
+from rich.table import Table
+from scipy import sparse
+from scipy.optimize import quadratic_assignment
+
+from counterpoint.plan.cluster import Cluster
+from counterpoint.plan.gpus import find_gpu
+from counterpoint.plan.job import Job
+from counterpoint.plan.models import model
+from counterpoint.plan.networks import levels
+from counterpoint.plan.parallel import Parallel, Training
+from counterpoint.plan.placement import Placement, place
+from counterpoint.plan.placement_cost import layout
+from counterpoint.plan.topology import Topology
+from counterpoint.plan.topology_matrix import of_matrix
+from counterpoint.plan.traffic import Block, Traffic
+from counterpoint.plan.volumes import sent_bytes
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+MOST_SCIPY = 512  # ranks; its matrices are dense and each iteration is cubic
+COLUMNS = ("case", "ranks", "s", "CPU s", "optimum", "random", "in order", "rail-optimised", "scipy faq", "scipy s")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. Ratios are costs over the found one; None: not known, or not tried."""
+
+    case: str
+    ranks: int
+    seconds: float
+    cpu_seconds: float
+    optimum: float | None
+    random: float
+    in_order: float
+    rail_optimised: float
+    scipy_faq: float | None = None
+    scipy_seconds: float | None = None
+    steps: tuple[str, ...] = ()
+
+
+def measure(case: str, traffic: Traffic, topology: Topology, optimum: float | None = None) -> tuple[Row, Placement]:
+    """Place, and time it; scipy's algorithm alone where its dense matrices are small enough."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = place(traffic, topology)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    cost = found.found.cost
+    compared = {each.name: each.cost / cost for each in found.compared}
+    scipy_cost, scipy_seconds = faq(traffic, topology) if topology.num_slots <= MOST_SCIPY else (None, None)
+    row = Row(
+        case=case,
+        ranks=traffic.world_size,
+        seconds=wall,
+        cpu_seconds=cpu,
+        optimum=None if optimum is None else optimum / cost,
+        random=compared["random"],
+        in_order=compared["in order"],
+        rail_optimised=compared["rail-optimised"],
+        scipy_faq=None if scipy_cost is None else scipy_cost / cost,
+        scipy_seconds=scipy_seconds,
+        steps=found.steps,
+    )
+    return row, found
+
+
+def faq(traffic: Traffic, topology: Topology) -> tuple[float, float]:
+    """Cost and seconds of scipy.optimize.quadratic_assignment by itself."""
+    start, size = time.perf_counter(), topology.num_slots
+    matrix = np.zeros((size, size))
+    matrix[: traffic.world_size, : traffic.world_size] = traffic.sampled.toarray()
+    distance = topology.slot_distance().astype(np.float64)
+    slots = quadratic_assignment(matrix, distance, options={"rng": np.random.default_rng(0)}).col_ind
+    return layout("faq", traffic, topology, slots[: traffic.world_size]).cost, time.perf_counter() - start
+
+
+def scrambled(traffic: Traffic, seed: int = 1) -> Traffic:
+    """The same exchanges, ranks renamed at random: no mesh, only a matrix."""
+    return traffic.permuted(np.random.default_rng(seed).permutation(traffic.world_size))
+
+
+def shuffled(topology: Topology, seed: int = 2) -> Topology:
+    """The same hosts, listed at random."""
+    return topology.only([topology.hosts[i] for i in np.random.default_rng(seed).permutation(len(topology.hosts))])
+
+
+def planted(sizes: Sequence[int]) -> Traffic:
+    """Ten times the traffic for each level that two ranks share: in order is the optimum."""
+    ranks, blocks = math.prod(sizes), []
+    for level in range(len(sizes)):
+        members = np.arange(ranks).reshape(-1, math.prod(sizes[: level + 1]))
+        blocks.append(Block(axis=f"level {level}", members=members, pair_bytes=np.full(len(members), 10.0**-level)))
+    return Traffic(world_size=ranks, blocks=tuple(blocks))
+
+
+def noisy(sizes: Sequence[int], sigma: float) -> Traffic:
+    """The same as a full matrix, each entry times a lognormal factor: in order is the optimum while noise is small."""
+    found = np.zeros((math.prod(sizes), math.prod(sizes)))
+    for block in planted(sizes).blocks:
+        i, j, num_bytes = block.pairs()
+        np.add.at(found, (i, j), num_bytes)
+    return Traffic.of_matrix(found * np.random.default_rng(3).lognormal(0, sigma, found.shape))
+
+
+def torus(edge: int) -> tuple[Traffic, I64]:
+    """Six neighbours with equal traffic, and the slots of the best boxes on hosts of 2^3, leaves of 4^3, ..."""
+    index = np.arange(edge**3).reshape(edge, edge, edge)
+    rows = np.concatenate([index.ravel()] * 3)
+    columns = np.concatenate([np.roll(index, -1, axis).ravel() for axis in range(3)])
+    matrix = sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape=(edge**3, edge**3))
+    at = np.unravel_index(index.ravel(), index.shape)
+    keys = [axis >> bit & 1 for bit in range(edge.bit_length() - 1) for axis in at]
+    return Traffic.of_matrix(matrix), np.argsort(np.lexsort(keys))
+
+
+def known(quick: bool) -> Iterator[tuple[str, Traffic, Topology, I64]]:
+    """Cases whose optimum is known, with its slots."""
+    trees = [(8, 8, 8)] if quick else [(8, 8, 8), (8, 16, 8, 4), (4, 6, 5, 7)]
+    for sizes in trees:
+        traffic = planted(sizes)
+        yield f"planted {' x '.join(map(str, sizes))}", traffic, Topology.regular(sizes), np.arange(traffic.world_size)
+    for sizes in [(8, 8, 8)] if quick else [(8, 8, 16), (8, 16, 8, 4)]:
+        name, traffic = f"planted {' x '.join(map(str, sizes))}, noise", noisy(sizes, 1.0)
+        yield name, traffic, Topology.regular(sizes), np.arange(traffic.world_size)
+    for edge in (8,) if quick else (8, 16):
+        traffic, slots = torus(edge)
+        yield f"torus {edge}^3", traffic, Topology.regular([8] * (edge.bit_length() - 1)), slots
+
+
+def jobs(quick: bool) -> dict[str, tuple[Job, Topology]]:
+    """Jobs on hosts of 8 H100, leaves of 16 hosts, spines of 8 leaves."""
+
+    def job(name: str, parallel: Parallel, batch: int) -> tuple[Job, Topology]:
+        ranks = parallel.world_size
+        cluster = Cluster(gpu=find_gpu("H100"), levels=levels("h100-roce-400", ranks))
+        training = Training(sequence=8192, global_batch=batch)
+        hosts = ranks // 8
+        leaves = max(1, hosts // 16)
+        sizes = [8, min(16, hosts), min(8, leaves), max(1, leaves // 8)]
+        found = Job(model=model(name), training=training, parallel=parallel, cluster=cluster)
+        return found, Topology.regular([size for size in sizes if size > 1])
+
+    found = {"70B tp8 dp16 pp4": job("llama3-70b", Parallel(tp=8, dp=16, pp=4), 256)}
+    if not quick:
+        found |= {
+            "70B hsdp 4096": job("llama3-70b", Parallel(tp=2, dp=2048, zero=3, shard=64), 2048),
+            "405B tp8 pp16 dp32": job("llama3-405b", Parallel(tp=8, pp=16, dp=32, ends_count=True), 1024),
+            "405B tp8 cp4 pp16 dp8": job("llama3-405b", Parallel(tp=8, cp=4, pp=16, dp=8, ends_count=True), 128),
+            "405B tp8 pp16 dp128": job("llama3-405b", Parallel(tp=8, pp=16, dp=128, ends_count=True), 2048),
+        }
+    return found
+
+
+def brute_force(cases: int) -> dict[str, float]:
+    """Of random traffic between eight GPUs: worst and mean ratio to the best of all orders."""
+    orders, (i, j) = np.array(list(permutations(range(8)))), np.triu_indices(8, 1)
+    ratios = []
+    for seed in range(cases):
+        draw = np.random.default_rng(seed)
+        matrix = draw.random((8, 8)) * (draw.random((8, 8)) < 0.5)
+        topology = [Topology.regular([2, 2, 2]), Topology.regular([4, 2]), Topology.regular([2, 4]).with_rails()][
+            seed % 3
+        ]
+        best = (topology.slot_distance()[orders[:, i], orders[:, j]] @ (matrix + matrix.T)[i, j]).min()
+        ratios.append(place(Traffic.of_matrix(matrix), topology).found.cost / best)
+    return {"cases": cases, "worst": float(max(ratios)), "mean": float(np.mean(ratios))}
+
+
+def random_meshes(count: int) -> dict[str, list[float]]:
+    """Degrees, volumes and trees drawn; only the matrix of renamed ranks is known: cost over the mesh's best order.
+
+    `noisy`: each entry is changed by up to 10 %, so that no mesh can be read from it; the best order of the mesh is no
+    optimum then, and ratios below 1 are possible.
+    """
+    trees = ((8, 8, 4), (8, 8, 8), (8, 16, 4), (4, 16, 8))
+    ratios: dict[str, list[float]] = {"exact": [], "noisy": []}
+    for seed in range(count):
+        draw = np.random.default_rng(seed)
+        topology = Topology.regular(trees[seed % len(trees)])
+        tp, cp, pp = (int(draw.choice(degrees)) for degrees in ([1, 2, 4, 8], [1, 1, 2, 4], [1, 2, 4, 8]))
+        ranks = topology.num_slots
+        tp_cp_dp_pp = 10 ** draw.uniform(0, 2, size=4)
+        parallel = Parallel(tp=tp, cp=cp, pp=pp, dp=max(1, ranks // (tp * cp * pp)))
+        job = Traffic.of_job(parallel, dict(zip(("tp", "cp", "dp", "pp"), tp_cp_dp_pp.tolist(), strict=True)))
+        slots = np.array(place(job, topology).slots)
+        noise = np.triu(job.sampled.toarray() * draw.uniform(0.9, 1.1, (ranks, ranks)))
+        for name, traffic in (("exact", job), ("noisy", Traffic.of_matrix(noise))):
+            known = layout("mesh", traffic, topology, slots).cost
+            ratios[name].append(place(scrambled(traffic, seed), topology).found.cost / known)
+    return ratios
+
+
+def measured(hosts: int) -> Topology:
+    """Hosts of 8 with distances as measured: a tree of leaves of 8 hosts with 10 % noise, in random order."""
+    draw = np.random.default_rng(5)
+    leaf = draw.permutation(np.repeat(np.arange(hosts // 8), 8))
+    matrix = np.where(np.equal.outer(leaf, leaf), 2.0, 4.0) * draw.lognormal(0, 0.1, (hosts, hosts))
+    matrix = (matrix + matrix.T) / 2
+    np.fill_diagonal(matrix, 0.0)
+    return of_matrix([f"n{i}" for i in range(hosts)], matrix, gpus=8, inside=0.13)
+
+
+def all_rows(quick: bool, show: Callable[[Row], None]) -> list[Row]:
+    """Every case, shown as it is done."""
+    rows: list[Row] = []
+
+    def add(case: str, traffic: Traffic, topology: Topology, optimum: float | None = None) -> Placement:
+        row, found = measure(case, traffic, topology, optimum)
+        rows.append(row)
+        show(row)
+        return found
+
+    for case, traffic, topology, slots in known(quick):
+        add(case, scrambled(traffic), topology, layout("known", traffic, topology, slots).cost)
+    for case, (job, topology) in jobs(quick).items():
+        traffic = Traffic.of_job(job.parallel, sent_bytes(job))
+        by_mesh = add(f"{case}, hosts shuffled", traffic, shuffled(topology))
+        add(f"{case}, hosts shuffled, rails", traffic, shuffled(topology).with_rails())
+        if job.parallel.world_size <= 4096:
+            add(f"{case}, matrix only", scrambled(traffic), topology, by_mesh.found.cost)
+    some, _ = jobs(True)["70B tp8 dp16 pp4"]
+    add("70B on a measured matrix", Traffic.of_job(some.parallel, sent_bytes(some)), measured(64))
+    return rows
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    ratios = (row.optimum, row.random, row.in_order, row.rail_optimised, row.scipy_faq)
+    told = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+    seconds = "" if row.scipy_seconds is None else f"{row.scipy_seconds:.1f}"
+    return [row.case, str(row.ranks), f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", *told, seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small cases only; nothing is kept unless --out is given")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    table = Table(*COLUMNS, title="placement: cost over the cost found")
+    rows = all_rows(args.quick, lambda row: print(" | ".join(cells(row)), flush=True))
+    brute, meshes = brute_force(12 if args.quick else 300), random_meshes(4 if args.quick else 60)
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=170).print(table)
+    print(f"eight GPUs, all orders tried: worst {brute['worst']:.4f}, mean {brute['mean']:.4f} of {brute['cases']:.0f}")
+    for name, ratios in meshes.items():
+        print(f"random meshes, {name}: mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of {len(ratios)}")
+    out = args.out or (None if args.quick else ROOT / "results" / "placement.json")
+    if out is not None:
+        record = {"provenance": provenance(("counterpoint", "numpy", "scipy")), "rows": [asdict(row) for row in rows]}
+        write_result(
+            out, {**record, "brute_force": brute, "random_meshes": meshes}, COLUMNS, [cells(row) for row in rows]
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Topologies: levels, distances, order along the tree, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.cluster import Cluster, Gpu, Level
+from counterpoint.plan.topology import Topology, TopologyLevel
+
+SMALL = Topology.regular([2, 2, 2])  # hosts 0, 1 at one leaf, 2, 3 at the other
+
+
+def test_distance_is_that_of_the_lowest_common_level() -> None:
+    """Host, leaf, spine: GPU 0 to its neighbour, to the next host, and across the spine."""
+    found = SMALL.slot_distance()
+    assert found[0, [1, 2, 4]].tolist() == pytest.approx([50 / 390, 2.0, 4.0])
+
+
+def test_other_rails_are_a_level_further_away() -> None:
+    """At one leaf, GPU 0 reaches GPU 0 of the next host over two links and GPU 1 over four."""
+    found = SMALL.with_rails().slot_distance()
+    assert found[0, [2, 3]].tolist() == [2.0, 4.0]
+
+
+def test_a_cluster_gives_nanoseconds_per_byte() -> None:
+    """50 GB/s, oversubscribed 2 : 1, are 0.04 ns per byte."""
+    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
+    nvlink = Level(name="nvlink", kind="nvlink", size=8, gb_per_s=400, latency_us=1)
+    spine = Level(name="spine", kind="network", size=64, gb_per_s=50, latency_us=5, oversubscription=2)
+    found = Topology.of_cluster(Cluster(gpu=gpu, levels=(nvlink, spine)))
+    assert [(level.distance, level.gb_per_s) for level in found.levels] == [(1 / 400, 400), (0.04, 25)]
+
+
+def test_rates_are_those_of_the_level_that_has_room() -> None:
+    """Hosts of 2, leaves of 4, 8 in all, on a cluster of 4 by NVLink: the host and the leaf are NVLink."""
+    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
+    nvlink = Level(name="nvlink", kind="nvlink", size=4, gb_per_s=400, latency_us=1)
+    rail = Level(name="rail", kind="network", size=8, gb_per_s=50, latency_us=5, oversubscription=2)
+    found = SMALL.rated(Cluster(gpu=gpu, levels=(nvlink, rail)))
+    assert [(level.gb_per_s, level.distance) for level in found.levels] == [
+        *((400, pytest.approx(50 / 390)), (400, 2.0), (25, 4.0))
+    ]
+
+
+def test_one_host_has_a_topology() -> None:
+    """A cluster of a single level is one host."""
+    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
+    nvlink = Level(name="nvlink", kind="nvlink", size=8, gb_per_s=400, latency_us=1)
+    found = Topology.of_cluster(Cluster(gpu=gpu, levels=(nvlink,)))
+    assert (len(found.hosts), found.gpus) == (1, 8)
+
+
+@given(seed=st.integers(0, 1000))
+def test_the_order_along_the_tree_keeps_units_together(seed: int) -> None:
+    """However hosts are listed, the hosts of every unit are neighbours in `tree_order`."""
+    draw = np.random.default_rng(seed)
+    leaf = draw.integers(0, 4, size=12)
+    units = np.stack([leaf, leaf // 2, np.zeros(12, dtype=np.int64)])
+    found = Topology.of_units([f"h{i}" for i in range(12)], units, 2)
+    changes = (np.diff(found.units[:, found.tree_order], axis=1) != 0).sum(axis=1)
+    assert changes.tolist() == [len(np.unique(row)) - 1 for row in found.units]
+
+
+@given(order=st.permutations(range(8)))
+def test_listing_equal_hosts_otherwise_changes_no_distance(order: list[int]) -> None:
+    """Between hosts of the same names, distances stay as they were."""
+    tree = Topology.regular([2, 4, 2])
+    again = tree.only([tree.hosts[index] for index in order])
+    assert (again.host_distance == tree.host_distance[np.ix_(order, order)]).all()
+
+
+def test_hosts_that_are_missing_are_named() -> None:
+    """An allocation with a host that the topology does not have."""
+    with pytest.raises(Misconfigured, match="1 hosts are not in the topology: elsewhere"):
+        SMALL.only(["host0", "elsewhere"])
+
+
+LEVELS = SMALL.levels
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"units": np.array([[0, 0, 1, 1], [0, 0, 1, 1]])}, "2 roots"),
+        ({"units": np.array([[0, 1, 0, 1], [0, 0, 0, 0]]), "hosts": ("a", "b", "a", "d")}, '"?a"? occurs twice'),
+        ({"units": np.array([[0, 0, 0, 0]])}, r"give \[levels - 1, hosts\]"),
+        ({"hosts": ("a\nrank 0=b", "b", "c", "d")}, "give letters, digits"),
+        ({"hosts": ()}, "empty"),
+        ({"gpus": 0}, "gpus = 0"),
+        ({"inside": np.zeros((2, 3))}, "2 x 3: give 2 x 2"),
+        ({"inside": np.array([[0.0, math.nan], [math.nan, 0.0]])}, "negative or no number"),
+        ({"matrix": np.arange(16.0).reshape(4, 4)}, "not symmetric"),
+        ({"gpus": 1 << 20}, "at most"),
+    ],
+)
+def test_what_is_no_topology_is_refused(change: dict[str, object], said: str) -> None:
+    """Each fault is told with what is allowed."""
+    fields: dict[str, object] = {"hosts": SMALL.hosts, "gpus": 2, "levels": LEVELS, "units": SMALL.units}
+    with pytest.raises(Misconfigured, match=said):
+        Topology(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def test_units_that_cross_are_refused() -> None:
+    """A leaf that lies below two spines is no tree."""
+    units = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+    with pytest.raises(Misconfigured, match="not nested"):
+        Topology.of_units(list("abcd"), units, 2)
+
+
+@pytest.mark.parametrize("fields", [{"distance": -1.0}, {"distance": 2.0, "off_rail": 1.0}, {"distance": math.inf}])
+def test_a_level_needs_a_distance(fields: dict[str, float]) -> None:
+    """Negative, endless, or a rail that is further away than another one."""
+    with pytest.raises(Misconfigured, match="level x"):
+        TopologyLevel(name="x", **fields)
