@@ -23,13 +23,16 @@ from provenance import provenance, write_result
 
 from counterpoint.collectives import calls
 from counterpoint.collectives.lower import ReduceLaunch
+from counterpoint.collectives.plan import DOUBLING
 from counterpoint.collectives.program import Call, Tuning
 from counterpoint.collectives.reduce import Reduction, bind
+from counterpoint.collectives.tuning import best_tuning
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 
 SIZES = tuple(1 << power for power in (16, 20, 22, 24, 26, 28, 30))  # bytes of the full array
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+DOUBLED = 1 << 24  # bytes of an all_reduce whose inputs are all gathered everywhere
 SPIN_CYCLES = 500_000  # longer than the host needs to queue a trial
 SUM = Reduction(op="sum", dtype="bfloat16")
 COLUMNS = ("operation", "size", "mechanism", "time µs", "bus GB/s", "host µs")
@@ -101,7 +104,11 @@ class Bench:
         return calls.all_reduce(self.size, num_bytes)
 
     def tunings(self, call: Call) -> Iterator[tuple[str, Tuning, bool, bool]]:
-        """How to do it: eagerly, as a graph, wide waits, one arrival for all; reductions in 1, 4 and 8 chunks."""
+        """How to do it: eagerly, as a graph, wide waits, one arrival for all; reductions in 1, 4 and 8 chunks; with few
+        copies; and what the clock takes for the best."""
+        if call.operation in DOUBLING and (not call.reduces or sum(call.sizes[0]) <= DOUBLED):
+            yield "own, graph, doubling", Tuning(algorithm="doubling"), True, False
+        yield "own, graph, best by the clock", best_tuning(call), True, False
         yield "own, eager", Tuning(), False, False
         yield "own, graph", Tuning(), True, False
         yield "own, graph, wide waits", Tuning(), True, True

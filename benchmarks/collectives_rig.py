@@ -71,19 +71,22 @@ class Rig:
         self, call: Call, tuning: Tuning, *, input: torch.Tensor | None = None, skew: int = 0, wide: bool = False
     ) -> tuple[DriverCall, ...]:
         """This rank's driver calls for `call`, its output `skew` bytes into the region."""
+        return lower(plan(call, self.rank, tuning), self.addresses(input, skew), wide=wide)
+
+    def addresses(self, input: torch.Tensor | None = None, skew: int = 0) -> Addresses:
+        """Where everything lies, the output `skew` bytes into its region."""
 
         def everywhere(region: int, offset: int = 0) -> tuple[int, ...]:
             at = Location(region, offset)
             return tuple(self.memory.address(rank, at, 1) for rank in range(self.world_size))
 
-        addresses = Addresses(
+        return Addresses(
             input=0 if input is None else input.data_ptr(),
             output=everywhere(self.output, skew),
             staging=everywhere(self.staging),
             output_flags=everywhere(self.flags),
             staging_flags=everywhere(self.flags, FLAG_BYTES),
         )
-        return lower(plan(call, self.rank, tuning), addresses, wide=wide)
 
     def bound(self, calls: tuple[DriverCall, ...], stream: int, reduction: Reduction | None = None) -> Bound:
         """`calls`, ready to be issued on `stream`."""

@@ -92,6 +92,12 @@ def three_ranks() -> Iterator[Ranks]:
     yield from _ranks(3)
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Two axes of two."""
+    yield from _ranks(4)
+
+
 def _ranks(world_size: int) -> Iterator[Ranks]:
     from ranks import Ranks
 

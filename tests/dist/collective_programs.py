@@ -28,6 +28,7 @@ DTYPES = (
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOVEMENT = ("all_gather", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv", "barrier")
+SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
 OPERATIONS = (*MOVEMENT, "reduce_scatter", "all_reduce")
 
 
@@ -60,6 +61,7 @@ class Draws:
         dtype = self.random.choice(SUMMED if name in ("reduce_scatter", "all_reduce") else DTYPES)
         numel = int(2 ** self.random.uniform(0, self.max_bytes.bit_length()) / dtype.itemsize / self.n)
         numel = self.random.choice([0, 1, numel, numel, numel])
+        self.name, self.most = name, self.n * max(1, numel)  # elements of any output
         work, output, wanted = getattr(self, f"_{name}")(dtype, numel)
         return Case(f"{name} of {numel} {dtype}", work, output, wanted)
 
@@ -75,9 +77,9 @@ class Draws:
 
     def room(self, dtype: Any, numel: int) -> Any:
         """An output of either kind of memory, at any element."""
-        skipped = self.random.randrange(4)
+        skipped, early = self.random.randrange(4), self.random.random() < 0.5 and self.name in SENT_TO_ALL
         if self.random.random() < 0.5:
-            return self.comm.empty(numel + skipped, dtype=dtype)[skipped:]
+            return self.comm.empty(numel + skipped, dtype=dtype, early_release=early)[skipped:]
         return torch.empty(numel + skipped, dtype=dtype)[skipped:]
 
     def _all_gather(self, dtype: Any, numel: int) -> tuple[Any, ...]:
@@ -415,20 +417,21 @@ def groups_at_once(session: Session) -> list[float]:
 
 
 def outsider(session: Session) -> str:
-    """What rank 1 is told about a group of rank 0 alone."""
-    alone = dist.new_group([0])
-    if session.rank == 0:
-        Communicator(alone).close()
-        return ""
+    """What rank 1 is told about a group of rank 0 alone. Then it is gone: torch names further groups by how many a rank
+    is in, which has to be the same on all ranks."""
+    alone, told = dist.new_group([0]), ""
     try:
-        Communicator(alone)
+        Communicator(alone).close()
     except CounterpointError as error:
-        return str(error)
-    return ""
+        told = str(error)
+    if session.rank == 0:
+        dist.destroy_process_group(alone)
+    return told
 
 
 def steps_of_training(session: Session, steps: int) -> list[tuple[int, int]]:
     """(regions, bytes in use) after the first tenth of steps that make, gather and drop buffers, and after all."""
+    gc.collect()  # what other tests left
     seen = []
     with Communicator(timeout_s=30) as communicator:
         n, rank, dice = session.world_size, session.rank, random.Random(7)
@@ -443,6 +446,53 @@ def steps_of_training(session: Session, steps: int) -> list[tuple[int, int]]:
             if step % (steps // 10) == 0:
                 seen.append((len(list(_mapped())), sum(_mapped())))
     return [seen[0], seen[-1]]
+
+
+def own_block_left(session: Session) -> tuple[list[float], str]:
+    """What an all_to_all that leaves the own block writes over -1; what is said where the output has a landing."""
+    n, rank = session.world_size, session.rank
+    mine = torch.arange(n, dtype=torch.float32) + 10 * rank
+    with Communicator(timeout_s=20) as communicator:
+        output = communicator.empty(n).fill_(-1)
+        communicator.all_to_all(output, mine, leave_own=True)
+        return output.tolist(), said(lambda: communicator.all_to_all(torch.zeros(n), mine, leave_own=True))[0]
+
+
+def early_steps(session: Session, steps: int) -> tuple[int, int]:
+    """(steps whose output was wrong, blocks made): outputs that are released early, read again late, used twice."""
+    wrong, dice = 0, random.Random(3)
+    with Communicator(timeout_s=30, before_step=delays(5, session.rank)) as communicator:
+        n, rank = session.world_size, session.rank
+        held: list[tuple[Any, int]] = []
+        for step in range(steps):
+            shards = communicator.empty(n, 100 << step % 2, dtype=torch.int32, early_release=True)
+            for number in range(step, step + dice.choice((1, 1, 2))):
+                shards[rank] = number
+                communicator.all_gather(shards, shards[rank], channel=step % 2)
+            held.append((shards, number))
+            del shards
+            while len(held) > dice.randrange(4):
+                tensor, number = held.pop(0)
+                wrong += not bool((tensor == number).all())
+                del tensor
+        pool: Any = communicator._transport.early
+        return wrong, pool._count
+
+
+def early_refused(session: Session) -> list[str]:
+    """What is said to calls in which not every rank sends to every other; and to other blocks on other ranks."""
+    with Communicator(timeout_s=20) as communicator:
+        n, rank = session.world_size, session.rank
+        one, two = (communicator.empty(n, 8, early_release=True) for _ in range(2))
+        told = [
+            said(lambda: communicator.broadcast(one))[0],
+            said(lambda: communicator.all_reduce(one))[0],
+            said(lambda: communicator.gather(one[0], one if rank == 0 else None))[0],
+        ]
+        other = (one, two)[rank % 2]
+        told.append(said(lambda: communicator.all_gather(other, other[rank]))[0])
+        session.gather(0)
+        return told
 
 
 def same_place(session: Session) -> list[int]:

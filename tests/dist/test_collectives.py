@@ -68,6 +68,27 @@ def test_buffers_have_the_same_place_on_all_ranks(two_ranks: Ranks) -> None:
     assert first == second
 
 
+def test_the_own_block_can_be_left_to_the_reader(three_ranks: Ranks) -> None:
+    """Everything else of an all_to_all comes, and its place stays as it was; without symmetric memory it cannot be."""
+    for rank, (output, told) in enumerate(three_ranks.run(programs.own_block_left)):
+        assert output == [-1.0 if peer == rank else 10.0 * peer + rank for peer in range(3)]
+        assert "has to be from empty()" in told
+
+
+def test_outputs_released_early_are_right(three_ranks: Ranks) -> None:
+    """Held for different times, used once or twice, on two channels, with delays: and no more blocks than are alive."""
+    for wrong, blocks in three_ranks.run(programs.early_steps, 300):
+        assert (wrong, blocks <= 10) == (0, True)
+
+
+def test_what_cannot_be_released_early_is_refused(two_ranks: Ranks) -> None:
+    """Calls of one to all, all to one, and sums, before they begin; blocks that differ are told."""
+    told = two_ranks.run(programs.early_refused)
+    assert all("into a tensor of empty(early_release=True)" in text for ours in told for text in ours[:2]), told
+    assert "empty(early_release=True)" in told[0][2], told
+    assert any("into early-release block" in ours[3] and ours[3].startswith("Misconfigured") for ours in told), told
+
+
 def test_nothing_is_left_behind(two_ranks: Ranks) -> None:
     """No mapping and no descriptor, once it is closed and its tensors are gone; until then these can be read."""
     assert two_ranks.run(programs.left_behind) == [(0, 0)] * 2

@@ -93,9 +93,14 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
         ([{"timeout_s": 0.0}] * 2, "timeout_s=0.0"),
         ([{"chunk_bytes": 24}] * 2, "chunk_bytes=24"),
         ([{"max_bytes": 1 << 40}, {"max_bytes": 1 << 41}], ""),
+        ([{"graphs": True}] * 2, "graphs=True on a CPU"),
+        ([{"reserve_bytes": 0}] * 2, "reserve_bytes=0"),
+        ([{"crossover_bytes": {"all_gather": 5}}] * 2, "crossover_bytes without fallback"),
+        ([{"crossover_bytes": {"send": 5}}] * 2, "crossover_bytes send=5: give 0 or more for all_gather"),
+        ([{"device": "meta"}] * 2, "device=meta"),
     ],
 )
-def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[dict[str, int]], said: str) -> None:
+def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[dict[str, object]], said: str) -> None:
     """On both ranks, before anything is shared; what may differ, may."""
     for text in two_ranks.run(programs.made_with, options):
         assert (text.startswith("Misconfigured"), said in text) == (bool(said), True), text

@@ -21,6 +21,7 @@ from collectives_rig import MAX_SKEW, Rig
 
 from counterpoint.collectives import calls
 from counterpoint.collectives.calls import input_bytes, output_bytes, source_span
+from counterpoint.collectives.plan import DOUBLING
 from counterpoint.collectives.program import Call, Tuning
 from counterpoint.collectives.reduce import Reduction, reference
 
@@ -128,6 +129,18 @@ def every_operation(world: World) -> dict[str, str]:
                 found[label] = world.run(
                     call, "bfloat16", index, tuning=Tuning(chunk_bytes=chunk), graph=graph, times=3
                 )
+    return found
+
+
+def every_doubling(world: World) -> dict[str, str]:
+    """What passes on what it has received: small and odd sizes, eagerly and as a graph, after each other."""
+    found = {}
+    for unit in (16, 4099 * 4, 200_000 * 4):
+        for index, (name, call) in enumerate(some_calls(world.size, unit).items()):
+            for graph in (False, True) if call.operation in DOUBLING else ():
+                label = f"{name} of {unit} bytes, {'graph' if graph else 'eager'}"
+                tuning = Tuning(algorithm="doubling")
+                found[label] = world.run(call, "bfloat16", 700 + index, tuning=tuning, graph=graph, times=3)
     return found
 
 
@@ -265,7 +278,8 @@ def captured_by_the_caller(world: World) -> dict[str, str]:
 
 
 SCENARIOS: tuple[Callable[[World], dict[str, str]], ...] = (
-    every_operation, every_reduction, like_nccl, captured_by_the_caller, beside_a_gemm, no_kernel, random_calls,
+    every_operation, every_doubling, every_reduction, like_nccl, captured_by_the_caller, beside_a_gemm, no_kernel,
+    random_calls,
 )  # fmt: skip
 
 

@@ -72,6 +72,11 @@ def test_every_operation_is_right(seen: Seen) -> None:
     assert wrong(seen, "every_operation") == {}
 
 
+def test_every_doubling_is_right(seen: Seen) -> None:
+    """all_gather, broadcast and all_reduce of few copies, on small and odd sizes."""
+    assert wrong(seen, "every_doubling") == {}
+
+
 def test_every_reduction_is_right(seen: Seen) -> None:
     """Each op and dtype, on all SMs and on 8: the bits of plain torch with float32 accumulation in rank order."""
     assert wrong(seen, "every_reduction") == {}

@@ -10,12 +10,12 @@ import pytest
 
 from counterpoint.records import Measurement, Row
 
-MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta")
+MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta", "zero_sm")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    """The suite `quick`, once, by three mechanisms."""
+    """The suite `quick`, once, by four mechanisms."""
     out = tmp_path_factory.mktemp("measure") / "quick.json"
     chosen = [argument for name in MECHANISMS for argument in ("--mechanism", name)]
     command = [sys.executable, "-m", "counterpoint", "measure", "quick", "--nproc", "2", "--rounds", "6", *chosen]
@@ -51,7 +51,7 @@ def test_ctas_are_those_that_ran(measured: Measurement) -> None:
     """8 when limited, none for copies, more by default."""
     ctas = {name: {row.usage.comm_ctas for row in rows(measured, name) if row.usage} for name in MECHANISMS}
     assert ctas["nccl+max_ctas=8+gemm_sms=124"] == {8}
-    assert ctas["nccl_zero_cta"] == {0}
+    assert ctas["nccl_zero_cta"] == ctas["zero_sm"] == {0}
     assert all(count is not None and count > 8 for count in ctas["nccl"])
 
 
@@ -67,6 +67,13 @@ def test_launch_order_decides_for_stock_nccl(measured: Measurement) -> None:
     """A GEMM that holds every SM keeps the collective out: what the whole suite is about must be visible in it."""
     hidden = {row.order: row.hidden for row in rows(measured, "nccl") if row.ratio == 1.0}
     assert hidden["comm_first"] > hidden["compute_first"] + 0.3
+
+
+@pytest.mark.gpu(2)
+def test_launch_order_does_not_decide_for_programs(measured: Measurement) -> None:
+    """An all_gather in place needs no SM: a GEMM that came first hides most of it, too."""
+    hidden = {row.order: row.hidden for row in rows(measured, "zero_sm") if row.ratio == 1.0}
+    assert min(hidden.values()) > 0.6, hidden
 
 
 @pytest.mark.gpu(2)

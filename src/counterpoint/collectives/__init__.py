@@ -1,5 +1,5 @@
 """Zero-SM collectives: programs as data (`program`, `plan`), their proof (`check`), their clock (`simulate`), and what
-runs them (`Communicator`; on CPUs for now). Names are loaded when they are first used: the data needs no torch."""
+runs them (`Communicator`, on GPUs and CPUs). Names are loaded when they are first used: the data needs no torch."""
 
 from __future__ import annotations
 

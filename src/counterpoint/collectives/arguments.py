@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from counterpoint.collectives.reduce import Reduction
 from counterpoint.errors import Misconfigured
 
 __all__ = [
+    "CPU",
     "block_bytes",
     "check",
     "described",
@@ -21,14 +25,18 @@ __all__ = [
     "splits",
 ]
 
+CPU = torch.device("cpu")
 
-def block_bytes(output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1) -> int:
+
+def block_bytes(
+    output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
+) -> int:
     """Bytes of one block: output is `outputs` of them, input is `inputs`; the one that is missing fits.
 
     Raises:
         Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
     """
-    check(output, input)
+    check(output, input, device)
     if output is not None and input is not None and output.numel() * inputs != input.numel() * outputs:
         raise Misconfigured(
             f"output of {output.numel()} and input of {input.numel()} elements: "
@@ -37,28 +45,28 @@ def block_bytes(output: Any = None, input: Any = None, *, outputs: int = 1, inpu
     return int(output.nbytes) // outputs if output is not None else int(input.nbytes) // inputs
 
 
-def check(output: Any, input: Any) -> None:
+def check(output: Any, input: Any, device: torch.device = CPU) -> None:
     """Whatever is given can be written or read, and both have one dtype.
 
     Raises:
         Misconfigured: it cannot, or they have not.
     """
     for tensor in (output, input):
-        if tensor is not None and (tensor.device.type != "cpu" or str(tensor.layout) != "torch.strided"):
-            raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on cpu")
+        if tensor is not None and (tensor.device != device or tensor.layout is not torch.strided):
+            raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on {device}")
     if output is not None and (not output.is_contiguous() or output.is_conj() or output.is_neg()):
         raise Misconfigured(f"output of strides {output.stride()}: give a contiguous one, and copy from it")
     if output is not None and input is not None and input.dtype != output.dtype:
         raise Misconfigured(f"output of {output.dtype}, input of {input.dtype}: give both the same dtype")
 
 
-def even_blocks(output: Any, input: Any, world_size: int) -> int:
+def even_blocks(output: Any, input: Any, world_size: int, device: torch.device = CPU) -> int:
     """Bytes of each block of an all_to_all without split sizes.
 
     Raises:
         Misconfigured: the rows of the tensors are no multiple of `world_size`, or the tensors differ.
     """
-    size = block_bytes(output, input)
+    size = block_bytes(output, input, device=device)
     rows = input.shape[0] if input.dim() else 1
     if rows % world_size:
         raise Misconfigured(f"all_to_all of {rows} rows: give a multiple of {world_size}, or split sizes")
@@ -80,6 +88,8 @@ def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...
 
 def sendable(tensor: Any) -> Any:
     """`tensor` if its bytes lie one after the other as they are meant, else a copy of which that is true."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -95,8 +105,8 @@ def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
     Raises:
         Misconfigured: it is none, or none for this dtype.
     """
-    name: Any = str(getattr(op, "name", op)).lower()
-    return Reduction(op=name, dtype=dtype_name(tensor), factor=float(factor))
+    name = op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
+    return _reduction(name, dtype_name(tensor), float(factor))
 
 
 def described(tensor: Any, reduction: Reduction | None = None) -> str:
@@ -107,4 +117,14 @@ def described(tensor: Any, reduction: Reduction | None = None) -> str:
 
 def dtype_name(tensor: Any) -> str:
     """Without `torch.`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _reduction(name: Any, dtype: str, factor: float) -> Reduction:
+    return Reduction(op=name, dtype=dtype, factor=factor)

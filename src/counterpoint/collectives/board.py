@@ -24,6 +24,8 @@ __all__ = [
     "DEPTH",
     "FAILED",
     "MAX_CHUNKS",
+    "MAX_EARLY_BLOCKS",
+    "MAX_EARLY_REGIONS",
     "MAX_REGIONS",
     "RUNNING",
     "Board",
@@ -33,9 +35,10 @@ __all__ = [
 ]
 
 RUNNING, CLOSED, FAILED = 0, 1, 2  # states
-DEPTH = 8  # calls that one rank may be ahead of another: so long stays readable what each of them was
+DEPTH = 64  # calls that one rank may be ahead of another: so long stays readable what each of them was
 MAX_CHUNKS = 16  # arrivals of one block
 MAX_REGIONS = 256
+MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS = 256, 32  # of outputs with an early release
 _TEXT_BYTES, _REASON_BYTES = 160, 384
 
 Board = Any
@@ -54,8 +57,10 @@ def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 
     `channels[c].lines[p]` are the calls that the owner made with rank p alone, `lines[world_size]` those with everyone;
     each has the number of the latest one, and the last `DEPTH` of them. `staging` counts how often the channel's
-    staging was replaced.
+    staging was replaced. `early[b]` are the words of output block b with an early release, `early_regions[k]` is the
+    k-th region of such blocks, -1 before there is one.
     """
+    half = (1 + MAX_CHUNKS) * world_size
 
     class Record(ctypes.Structure):
         _fields_ = (
@@ -73,7 +78,7 @@ def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 
     class Channel(ctypes.Structure):
         _fields_ = (
-            ("words", ctypes.c_uint32 * (2 * (1 + MAX_CHUNKS) * world_size)),
+            ("words", ctypes.c_uint32 * (2 * half)),
             ("staging_region", ctypes.c_int32),
             ("staging", ctypes.c_uint32),
             ("line", ctypes.c_uint32),  # of the call that runs, or ran last
@@ -87,6 +92,8 @@ def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
             ("reason", ctypes.c_char * _REASON_BYTES),
             ("regions", Region * MAX_REGIONS),
             ("channels", Channel * channels),
+            ("early", (ctypes.c_uint32 * half) * MAX_EARLY_BLOCKS),
+            ("early_regions", ctypes.c_int32 * MAX_EARLY_REGIONS),
         )
 
     return Whole
@@ -99,9 +106,13 @@ def flag_index(flag: Flag, world_size: int) -> int:
 
 
 def new_board(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> Board:
-    """A board in fresh memory. Nothing is in staging, so every peer may push there: that is how its flags rest."""
+    """A board in fresh memory. Nothing is in staging, nor in outputs with an early release, so every peer may push
+    there: that is how their flags rest."""
     board: Board = kind.from_buffer(buffer)
-    for channel in range(channels):
-        for peer in range(world_size):
+    for peer in range(world_size):
+        for channel in range(channels):
             board.channels[channel].words[flag_index(Flag("staging", "ready", peer), world_size)] = 1
+        for words in board.early:
+            words[flag_word(Flag("output", "ready", peer), world_size)] = 1
+    board.early_regions[:] = [-1] * MAX_EARLY_REGIONS
     return board

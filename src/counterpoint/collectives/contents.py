@@ -66,6 +66,8 @@ def out_of_bounds(access: Access, programs: Sequence[Program]) -> str | None:
         "input": input_bytes(program.call, access.rank),
         "output": output_bytes(program.call, access.rank),
         "staging": program.staging_bytes,
+        "scratch": program.scratch_bytes,
+        "network": program.network_bytes,
     }[span.buffer]
     if span.offset >= 0 and span.offset + span.num_bytes <= size:
         return None

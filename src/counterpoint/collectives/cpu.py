@@ -6,44 +6,80 @@ A channel runs one call after another; channels run at the same time.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from counterpoint.collectives.board import CLOSED, FAILED, RUNNING, Board
-from counterpoint.collectives.cpu_run import Job, Room, Run
-from counterpoint.collectives.program import COPY, REDUCE, Program, Step
+from counterpoint.collectives.announce import Announcer
+from counterpoint.collectives.arguments import CPU
+from counterpoint.collectives.board import MAX_CHUNKS
+from counterpoint.collectives.cpu_run import Run
+from counterpoint.collectives.early import EarlyBlock, EarlyPool
+from counterpoint.collectives.patience import Patience
+from counterpoint.collectives.program import ALIGNMENT, COPY, REDUCE, Call, Flag, Program, Step, Tuning, flag_word
 from counterpoint.collectives.shared_memory import SharedMemory
-from counterpoint.collectives.watchdog import Doing, Watchdog
+from counterpoint.collectives.symmetric import Location, Pool, Room
+from counterpoint.collectives.transport import Job
+from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
-__all__ = ["BeforeStep", "Channel", "CpuExecutor"]
+__all__ = ["BeforeStep", "Channel", "CpuTransport"]
 
 BeforeStep: TypeAlias = Callable[[Program, Step], None]
 """Called in the lane's thread before every step; tests put delays and deaths here."""
 
-_SPINS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 30, 20e-6, 1e-3, 0.05
+CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; larger, and less is added while more comes
 
 
-class CpuExecutor:
+class CpuTransport:
     """All channels of one communicator.
 
     Args:
         memory: joined by all ranks.
         watchdog: of the same ranks.
         channels: how many calls may run at once.
+        chunk_bytes: smallest piece of a block; None: what is best here.
+        reserve_bytes: the first region for outputs has this size.
         before_step: called before every step.
     """
 
+    device = CPU
+
     def __init__(
-        self, memory: SharedMemory, watchdog: Watchdog, *, channels: int, before_step: BeforeStep | None = None
+        self,
+        memory: SharedMemory,
+        watchdog: Watchdog,
+        *,
+        channels: int,
+        chunk_bytes: int | None = None,
+        reserve_bytes: int | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         self.memory, self.watchdog, self.before_step = memory, watchdog, before_step
         self.failure: BaseException | None = None
+        self.patience = Patience(watchdog, lambda: self.failure)
+        self.pool = Pool(memory, region_bytes=reserve_bytes or 1 << 22)
+        self.early = EarlyPool(memory, create=self._early_region, release=self._release)
+        if reserve_bytes:
+            self.pool.reserve()
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES
         self._lock = threading.Lock()
         self._channels = [Channel(self, index) for index in range(channels)]
+
+    def tuning(self, call: Call, *, early_release: bool) -> Tuning:
+        """Chunks of at least the size asked for, and no more of them than a channel has flags."""
+        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
+        chunk_bytes = max(self._chunk_bytes, units * ALIGNMENT)
+        return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
+
+    def locate(self, tensor: Any) -> Location | None:
+        """Where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
+
+    def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
+        """Nothing: ranks read on the board where outputs are."""
+        return ""
 
     def submit(self, job: Job) -> Work:
         """Queues the job behind the others of its channel; returns at once.
@@ -51,32 +87,56 @@ class CpuExecutor:
         Raises:
             PeerTimeout, Misconfigured: an earlier call failed, and how.
         """
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
+        self.check()
+        self.early.collect()
+        if job.early is not None:
+            job.early.block.ready = False
         work = Work(str(job.doing))
         self._channels[job.doing.channel].lanes[COPY].put(lambda: self._channels[job.doing.channel].run(job, work))
         return work
+
+    def check(self) -> None:
+        """Raises what ended this communicator, if something did."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def record_stream(self, tensor: Any, stream: Any) -> None:
+        """Refused: a CPU has no streams."""
+        raise Misconfigured("record_stream on a CPU: what uses a tensor there has ended when the tensor dies")
 
     def fail(self, error: BaseException) -> BaseException:
         """Ends all waits of this rank, now and later, and tells the peers; returns the first error of all."""
         with self._lock:
             if self.failure is None:
                 self.failure = error
-                board = self.memory.boards[self.memory.rank]
-                board.reason = str(error).encode()[:380]
-                for rank in getattr(error, "ranks", ()):
-                    board.culprits[rank] = 1
-                if board.state == RUNNING:
-                    board.state = FAILED
+                self.watchdog.give_up(error)
             return self.failure
 
     def close(self) -> None:
         """Ends what still runs, then the threads."""
         if self.failure is None:
-            self.memory.boards[self.memory.rank].state = CLOSED
+            self.watchdog.leave()
         self.fail(Misconfigured("this communicator was closed; make a new one"))
         for channel in self._channels:
             channel.close()
+        self.watchdog.close()
+        self.memory.close()
+
+    def _early_region(self, num_bytes: int) -> int:
+        region = self.memory.create(num_bytes)
+        self.watchdog.boards[self.memory.rank].early_regions[len(self.early.regions)] = region
+        return region
+
+    def _release(self, block: EarlyBlock) -> bool:
+        """Tells the peers that the block is free. All loads of what was in it were before: its tensor has died."""
+        if block.ready or self.failure is not None:
+            return True
+        word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)
+        for peer in range(self.memory.world_size):
+            if peer != self.memory.rank:
+                self.memory.boards[peer].early[block.number][word] = 1
+        block.ready = True
+        return True
 
 
 class _Lane:
@@ -105,13 +165,15 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 class Channel:
     """One call after another: lanes, staging, and a place for outputs that are not in symmetric memory."""
 
-    def __init__(self, executor: CpuExecutor, index: int) -> None:
-        self.executor, self.memory, self.watchdog = executor, executor.memory, executor.watchdog
-        self.index, self.rank = index, executor.memory.rank
-        self.board: Board = self.memory.boards[self.rank].channels[index]
+    def __init__(self, transport: CpuTransport, index: int) -> None:
+        self.transport, self.memory, self.watchdog = transport, transport.memory, transport.watchdog
+        self.index, self.rank = index, transport.memory.rank
+        self.until = transport.patience.until
+        self.announcer = Announcer(transport.patience, index)
+        self.board = self.announcer.board
         self.lanes = {lane: _Lane(f"counterpoint channel {index} lane {lane}") for lane in (COPY, REDUCE)}
-        self.staging = Room(self.memory)
-        self.landing = Room(self.memory)
+        self.staging = Room(self.memory.create, self.memory.release)
+        self.landing = Room(self.memory.create, self.memory.release)
 
     def close(self) -> None:
         for lane in self.lanes.values():
@@ -121,37 +183,13 @@ class Channel:
         """The whole call, in the thread of lane `COPY`."""
         run = None
         try:
-            if self.executor.failure is not None:
-                raise self.executor.failure
+            if self.transport.failure is not None:
+                raise self.transport.failure
             run = Run(self, job)
             run.do()
             work.end()
         except BaseException as error:
-            work.end(self.executor.fail(error))
+            work.end(self.transport.fail(error))
         finally:
             if run is not None:
                 run.wait_for_lanes()  # they still use the tensors
-
-    def until(self, there: Callable[[], bool], doing: Doing, waiting_for: int | None) -> None:
-        """Returns as soon as `there()`: looks often at first, then every millisecond, and asks why from time to time.
-
-        Raises:
-            PeerTimeout, Misconfigured: it will not come, or this rank has given up.
-        """
-        for _ in range(_SPINS):
-            if there():
-                return
-            time.sleep(0)
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        next_look = started + _LOOK_S
-        while not there():
-            if self.executor.failure is not None:
-                raise self.executor.failure
-            now = time.monotonic()
-            if waiting_for is not None and now >= next_look:
-                error = self.watchdog.look(doing, waiting_for, now - started)
-                if error is not None and not there():  # a rank may end right after it has signalled
-                    raise error
-                next_look = now + _LOOK_S
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)

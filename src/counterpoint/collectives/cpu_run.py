@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from counterpoint.collectives.board import DEPTH, Board, flag_index
+from counterpoint.collectives.board import flag_index
+from counterpoint.collectives.early import EarlyUse
 from counterpoint.collectives.plan import plan
 from counterpoint.collectives.program import (
     COPY,
@@ -25,75 +24,26 @@ from counterpoint.collectives.program import (
     Copy,
     Flag,
     LocalCopy,
-    Program,
     Record,
     Reduce,
     Signal,
     Span,
     Step,
     Wait,
+    flag_word,
 )
 from counterpoint.collectives.reduce import Reduction, reference
-from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.symmetric import Location
-from counterpoint.collectives.watchdog import Doing, mismatch
+from counterpoint.collectives.transport import Job
+from counterpoint.collectives.watchdog import mismatch
 from counterpoint.errors import CounterpointError
 
 if TYPE_CHECKING:
     from counterpoint.collectives.cpu import Channel
 
-__all__ = ["Job", "Room", "Run"]
+__all__ = ["Run"]
 
-_SMALLEST_REGION = 1 << 16  # bytes
 _DYING_S = 1.0  # from the moment when a process gives up its memory to that when it is seen to be dead
-
-
-@dataclass(kw_only=True)
-class Job:
-    """One call of this rank.
-
-    Args:
-        doing: what it is, and where it stands in the order of calls.
-        row: bytes for each rank, if only this rank knows; then all meet first, and `program` gets everyone's.
-        meet: all ranks of the call compare it before it begins.
-        program: rows of all ranks (or none) to this rank's program.
-        input: address; 0 if there is none.
-        output: address; 0 if there is none.
-        output_bytes: size of the output.
-        at: where the output lies in symmetric memory; None if it does not.
-        reduction: of calls that reduce.
-        keep: tensors that have to live until the end.
-    """
-
-    doing: Doing
-    program: Callable[[Sequence[Sequence[int]]], Program]
-    row: tuple[int, ...] = ()
-    meet: bool = False
-    input: int = 0
-    output: int = 0
-    output_bytes: int = 0
-    at: Location | None = None
-    reduction: Reduction | None = None
-    keep: tuple[Any, ...] = ()
-
-
-class Room:
-    """A region that grows: a new one takes the place of the last when that is too small."""
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self.region = -1
-        self.num_bytes = 0
-
-    def make(self, num_bytes: int) -> bool:
-        """Room for `num_bytes`; whether that needed a new region, which follows from the sizes asked for alone."""
-        if num_bytes <= self.num_bytes:
-            return False
-        if self.region >= 0:
-            self._memory.release(self.region)
-        self.num_bytes = max(_SMALLEST_REGION, 1 << (num_bytes - 1).bit_length())
-        self.region = self._memory.create(self.num_bytes)
-        return True
 
 
 class Run:
@@ -103,6 +53,7 @@ class Run:
         self.channel, self.job, self.doing = channel, job, job.doing
         self.memory, self.watchdog, self.rank = channel.memory, channel.watchdog, channel.rank
         self.peers = self.watchdog.peers(self.doing.line)
+        self.early = job.early
         self.events: dict[int, threading.Event] = {}
         self.base: dict[Buffer, int] = {"input": job.input, "output": job.output}
         self.reduced = threading.Event()
@@ -111,9 +62,9 @@ class Run:
     def do(self) -> None:
         """Announces the call, plans it, runs its lanes, and compares it with what the others did."""
         job, channel = self.job, self.channel
-        self.record = self._announce()
+        self.record = channel.announcer.announce(self.doing, job.row)
         self.program = job.program(self._met() if job.meet else ())
-        self.steps = self.program.cycle()
+        self.steps = self.program.cycle(early_release=self.early is not None and not self.early.handshake)
         self.record.steps = len(self.steps) + 1
         self._place_output()
         self._grow_staging()
@@ -133,33 +84,12 @@ class Run:
         """Until no thread uses the tensors any more."""
         self.reduced.wait()
 
-    def _announce(self) -> Board:
-        """Shows the call on the board, once the slot that it takes is of interest to nobody."""
-        doing, line = self.doing, self.channel.board.lines[self.doing.line]
-        for peer in self.peers:
-            self.channel.until(partial(self._is_close, peer), doing, peer)
-        record = line.records[doing.number % DEPTH]
-        record.text, record.step, record.steps, record.output_region = doing.text.encode()[:159], 0, 1, -1
-        record.row[: len(self.job.row)] = list(self.job.row)
-        record.number = doing.number
-        self.channel.board.line = doing.line
-        line.latest = doing.number  # last: whoever sees it sees the record
-        return record
-
     def _met(self) -> list[list[int]]:
         """Waits until every rank has announced this call; their rows."""
         rows: list[list[int]] = [list(self.job.row)] * self.memory.world_size
-        for peer in self.peers:
-            self.channel.until(partial(self._has_come, peer), self.doing, peer)
-            self._compare(peer)
-            rows[peer] = list(self.watchdog.record(self.doing, peer).row)
+        for peer, record in self.channel.announcer.met(self.doing).items():
+            rows[peer] = list(record.row)
         return rows
-
-    def _is_close(self, peer: int) -> bool:
-        return self.watchdog.latest(self.doing, peer) > self.doing.number - DEPTH
-
-    def _has_come(self, peer: int) -> bool:
-        return self.watchdog.latest(self.doing, peer) >= self.doing.number
 
     def _compare(self, peer: int) -> None:
         """Raises Misconfigured if `peer` has made another call; it may not have made any yet."""
@@ -202,12 +132,12 @@ class Run:
         try:
             self._lane(REDUCE)
         except BaseException as error:
-            self.channel.executor.fail(error)  # which ends the wait of the other lane
+            self.channel.transport.fail(error)  # which ends the wait of the other lane
         finally:
             self.reduced.set()
 
     def _lane(self, lane: int) -> None:
-        before_step = self.channel.executor.before_step
+        before_step = self.channel.transport.before_step
         for number, step in enumerate(self.steps):
             if step.lane != lane:
                 continue
@@ -226,7 +156,8 @@ class Run:
             case Batch():
                 for operation in step.operations:
                     if isinstance(operation, Signal):
-                        self._words(operation.peer)[self._index(operation.flag)] = 1
+                        words, index = self._word(operation.peer, operation.flag)
+                        words[index] = 1
                     else:
                         self._wait(operation.flag)
             case Reduce():
@@ -239,15 +170,16 @@ class Run:
                 self.channel.until(self.events[step.event].is_set, self.doing, None)
 
     def _wait(self, flag: Flag) -> None:
-        words, index = self._words(self.rank), self._index(flag)
+        words, index = self._word(self.rank, flag)
         self.channel.until(lambda: words[index] == 1, self.doing, flag.peer)
         words[index] = 0
 
-    def _words(self, rank: int) -> Board:
-        return self.memory.boards[rank].channels[self.channel.index].words
-
-    def _index(self, flag: Flag) -> int:
-        return flag_index(flag, self.memory.world_size)
+    def _word(self, rank: int, flag: Flag) -> tuple[Any, int]:
+        """Where `flag` of `rank` is: an array, and the index in it."""
+        board = self.memory.boards[rank]
+        if self.early is not None and flag.buffer == "output":
+            return board.early[self.early.block.number], flag_word(flag, self.memory.world_size)
+        return board.channels[self.channel.index].words, flag_index(flag, self.memory.world_size)
 
     def _here(self, span: Span) -> int:
         return self.base[span.buffer] + span.offset
@@ -256,6 +188,8 @@ class Run:
         """Where the span of `peer` is mapped here. It was shown before the signal that it may be written."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
+        elif self.early is not None:
+            at = self._early_of(peer, self.early)
         else:
             record = self.watchdog.record(self.doing, peer)
             if record.number != self.doing.number:  # the signal was of another call
@@ -274,6 +208,12 @@ class Run:
         board = self.memory.boards[peer].channels[self.channel.index]
         self.channel.until(lambda: board.staging >= self.channel.board.staging, self.doing, peer)
         return Location(board.staging_region, 0)
+
+    def _early_of(self, peer: int, early: EarlyUse) -> Location:
+        """`peer` may not have come to this call yet, and not even have made its region."""
+        regions, part = self.memory.boards[peer].early_regions, early.block.part
+        self.channel.until(lambda: regions[part] >= 0, self.doing, peer)
+        return Location(regions[part], early.block.at.offset + early.offset)
 
 
 def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Reduction) -> None:

@@ -22,7 +22,7 @@ from counterpoint.collectives.lower import (
 from counterpoint.collectives.program import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
-__all__ = ["BindReduction", "Bound", "Executor", "Graph"]
+__all__ = ["BindReduction", "Bound", "Executor", "Graph", "load_driver"]
 
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
 """A reduction and the handle of its stream in, what launches it out: `reduce.bind` with its options filled in."""
@@ -45,15 +45,23 @@ class Executor:
     """
 
     def __init__(self, *, bind_reduction: BindReduction | None = None, driver: Any = None) -> None:
-        self.driver = _driver() if driver is None else driver
+        self.driver = load_driver() if driver is None else driver
         self._bind_reduction = bind_reduction
         self._free_events: list[Any] = []
         self._taken_events: list[Any] = []
-        _, highest = self.call("cuCtxGetStreamPriorityRange")
+        self._streams: list[Any] = []
+        _, self._highest = self.call("cuCtxGetStreamPriorityRange")
+        self.reduce_stream, self.side_stream = self.stream(), self.stream()
+
+    def stream(self) -> Any:
+        """A new stream of the highest priority, destroyed with this executor.
+
+        Raises:
+            Unsupported: the driver refused.
+        """
         flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.reduce_stream, self.side_stream = (
-            self.call("cuStreamCreateWithPriority", flags, highest) for _ in range(2)
-        )
+        self._streams.append(self.call("cuStreamCreateWithPriority", flags, self._highest))
+        return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, bind_reduction: BindReduction | None = None) -> Bound:
         """`calls` with lane `COPY` on `stream`, ready to be issued any number of times, eagerly or in a capture.
@@ -100,9 +108,9 @@ class Executor:
         """Gives back streams and events; what was bound must not be issued any more."""
         for event in self._taken_events:
             self.call("cuEventDestroy", event)
-        for stream in (self.reduce_stream, self.side_stream):
+        for stream in self._streams:
             self.call("cuStreamDestroy", stream)
-        self._taken_events, self._free_events = [], []
+        self._taken_events, self._free_events, self._streams = [], [], []
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What the driver's function returns after its error code: nothing, one value, or a tuple.
@@ -214,7 +222,7 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
     return made
 
 
-def _driver() -> Any:
+def load_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:

@@ -185,6 +185,11 @@ class CudaMemory:
         """Drops the region; its memory goes when no tensor and no peer uses it. Waits for the device (torch does)."""
         del self._regions[region]
 
+    def close(self) -> None:
+        """Drops every region."""
+        for region in list(self._regions):
+            self.release(region)
+
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
         """Where `num_bytes` at `at` of `rank` are mapped here.
 

@@ -21,6 +21,8 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from counterpoint.collectives.program import (
+    COPY,
+    REDUCE,
     Await,
     Batch,
     Copy,
@@ -175,7 +177,7 @@ def lower(
             operations and fences. Needs 64-bit stream memory operations (Volta and later).
 
     Raises:
-        Misconfigured: a buffer that the program needs has no address.
+        Misconfigured: a buffer that the program needs has no address, or it goes beyond one host (`flattened`).
     """
     chosen = program.cycle() if steps is None else steps
     return tuple(call for step in chosen for call in _calls(step, program, addresses, wide))
@@ -190,6 +192,10 @@ def awaited(calls: Iterable[DriverCall]) -> tuple[int, ...]:
 
 def _calls(step: Step, program: Program, addresses: Addresses, wide: bool) -> Iterator[DriverCall]:
     me = program.rank
+    if step.lane not in (COPY, REDUCE):
+        raise Misconfigured(
+            f"lane {step.lane}, which goes between hosts: run the phases one by one, not this model of all"
+        )
     match step:
         case Copy(peer, source, target, lane):
             yield CopyAsync(addresses.span(peer, target, me), addresses.span(me, source, me), source.num_bytes, lane)

@@ -6,9 +6,11 @@ Rank r pushes to r + 1, r + 2, ...: at every moment the links carry a permutatio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from counterpoint.collectives.calls import output_bytes, parts, source_span, target_span, transfers
 from counterpoint.collectives.program import (
+    ALIGNMENT,
     COPY,
     Batch,
     Call,
@@ -24,7 +26,19 @@ from counterpoint.collectives.program import (
     Wait,
 )
 
-__all__ = ["arrival", "arrivals", "barrier", "broadcast", "chunked", "exchange", "grant", "pushes", "rotation", "take"]
+__all__ = [
+    "arrival",
+    "arrivals",
+    "barrier",
+    "broadcast",
+    "chunked",
+    "exchange",
+    "grant",
+    "own_block",
+    "pushes",
+    "rotation",
+    "take",
+]
 
 
 MIN_RELAYS = 3  # two would meet the root at every moment: slower than a direct broadcast
@@ -41,12 +55,12 @@ def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
         tuning=tuning,
         rank=rank,
         release=(grant("output", rank, senders),),
-        steps=(take("output", to), *pushes(rank, moves, tuning), *_own_block(call, rank)),
+        steps=(take("output", to), *pushes(rank, moves, tuning), *own_block(call, rank)),
         finish=(arrivals(coming, tuning),),
     )
 
 
-def _own_block(call: Call, rank: int) -> tuple[Step, ...]:
+def own_block(call: Call, rank: int) -> tuple[Step, ...]:
     """After the pushes: a local copy may have to wait for a GEMM, and no peer should wait with it."""
     if call.own != "copy" or call.sizes[rank][rank] == 0:
         return ()
@@ -83,7 +97,7 @@ def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> P
     mine = part.get(rank, Span("output", 0, 0))
     steps: list[Step] = [take("output", others if mine.num_bytes else [])]
     for chunk, span in enumerate(chunked(mine, tuning) if mine.num_bytes else ()):
-        steps.append(Batch((Wait(Flag("output", "arrived", call.root, chunk)),)))
+        steps.append(Batch((Wait(Flag("output", "arrived", call.root, chunk), span),)))
         for peer in others:
             steps += [Copy(peer, span, span), Batch((arrival(peer, span, rank, chunk),))]
     from_root = [call.root] if mine.num_bytes else []
@@ -123,10 +137,11 @@ def rotation(rank: int, world_size: int) -> list[int]:
 
 
 def chunked(span: Span, tuning: Tuning) -> list[Span]:
-    """`span` in chunks; an empty span is one empty chunk."""
-    step = tuning.chunk_bytes or max(1, span.num_bytes)
-    starts = range(0, max(1, span.num_bytes), step)
-    return [Span(span.buffer, span.offset + start, min(step, span.num_bytes - start)) for start in starts]
+    """`span` in chunks, the last one of at most `last_bytes`; an empty span is one empty chunk."""
+    size, last = span.num_bytes, tuning.last_bytes
+    rest = size if last is None or last >= size else -(-(size - last) // ALIGNMENT) * ALIGNMENT
+    cuts = [*range(0, max(1, rest), tuning.chunk_bytes or max(1, rest)), *([rest] if rest < size else []), size]
+    return [Span(span.buffer, span.offset + low, high - low) for low, high in pairwise(cuts)]
 
 
 def grant(buffer: Symmetric, rank: int, peers: list[int], lane: int = COPY) -> Batch:
@@ -172,5 +187,5 @@ def pushes(rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) ->
 
 def arrival(peer: int, target: Span, rank: int, chunk: int) -> Signal:
     """Tell `peer` that `chunk` is in its `target`."""
-    assert target.buffer != "input", "a copy pushes into output or staging"
+    assert target.buffer in ("output", "staging"), "a copy pushes where its receiver has flags"
     return Signal(peer, Flag(target.buffer, "arrived", rank, chunk))

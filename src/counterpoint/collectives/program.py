@@ -5,7 +5,9 @@ makes it, executors run it (copy engines, threads, a clock), `check` proves it. 
 
 *Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging`, which belongs to the
 communicator. A copy always pushes own memory into a peer's `output` or `staging`, so only these two have to be mapped
-by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone.
+by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone. Calls
+over several hosts keep what goes from one phase to the next in `scratch`, and what is done between hosts has a staging
+of its own, `network` (`hierarchical.py`, `flattened.py`).
 
 *Flags.* Each symmetric buffer carries 32-bit words, 0 or 1, in its owner's memory. `ready[p]`: rank p's buffer may be
 written (p writes 1 here). `arrived[p, chunk]`: rank p's chunk is here (p writes 1 here). `Signal` writes 1 into a
@@ -35,6 +37,8 @@ from counterpoint.errors import Misconfigured
 
 __all__ = [
     "ALIGNMENT",
+    "BETWEEN",
+    "BETWEEN_REDUCE",
     "COPY",
     "REDUCE",
     "Await",
@@ -62,10 +66,11 @@ __all__ = [
 Operation = Literal[
     "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather", "send_recv", "barrier"
 ]
-Buffer = Literal["input", "output", "staging"]
+Buffer = Literal["input", "output", "staging", "scratch", "network"]
 Symmetric = Literal["output", "staging"]
 Own = Literal["in_place", "copy", "consumer"]
 COPY, REDUCE = 0, 1  # lanes
+BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
 ALIGNMENT = 16  # bytes; no element of any dtype is cut, and reductions load whole vectors
 
 
@@ -101,19 +106,35 @@ class Tuning:
 
     Args:
         chunk_bytes: a shard is sent in pieces of this size, each with its own arrival; None: in one. Multiple of 16.
+        last_bytes: the last chunk has at most this size, and `chunk_bytes` cuts what is before it; None: as the others.
+            Nothing hides the reduction of the last chunk. Multiple of 16.
         arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
             chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
+        algorithm: `direct`: every block goes straight to its place, a copy for each peer; `doubling`: ranks pass on
+            what they have received, in log2 as many copies (`doubling.py`), whole and not in chunks.
+
+    Raises:
+        Misconfigured: a size that is no positive multiple of 16, or options that exclude each other.
     """
 
     chunk_bytes: int | None = None
+    last_bytes: int | None = None
     arrivals: Literal["each", "together"] = "each"
     relay_bytes: int = 1 << 18
+    algorithm: Literal["direct", "doubling"] = "direct"
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes is not None and (self.chunk_bytes <= 0 or self.chunk_bytes % ALIGNMENT):
+        for name, size in (("chunk_bytes", self.chunk_bytes), ("last_bytes", self.last_bytes)):
+            if size is not None and (size <= 0 or size % ALIGNMENT):
+                raise Misconfigured(
+                    f"{name}={size}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
+                )
+        cut = self.chunk_bytes is not None or self.last_bytes is not None
+        if self.algorithm == "doubling" and (cut or self.arrivals != "each"):
             raise Misconfigured(
-                f"chunk_bytes={self.chunk_bytes}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
+                "algorithm='doubling' with chunk_bytes, last_bytes or arrivals: its rounds are its chunks; leave these "
+                "as they are, or take algorithm='direct'"
             )
 
 
@@ -231,6 +252,7 @@ class Program:
     release: tuple[Step, ...] = ()
     steps: tuple[Step, ...] = ()
     finish: tuple[Step, ...] = ()
+    scratch_bytes: int = 0
 
     @property
     def world_size(self) -> int:
@@ -243,7 +265,15 @@ class Program:
     @cached_property
     def staging_bytes(self) -> int:
         """Bytes of staging that peers write and this rank reads."""
-        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == "staging"), default=0)
+        return self._reduced_bytes("staging")
+
+    @cached_property
+    def network_bytes(self) -> int:
+        """The same between hosts."""
+        return self._reduced_bytes("network")
+
+    def _reduced_bytes(self, buffer: Buffer) -> int:
+        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == buffer), default=0)
 
     @cached_property
     def _reduced(self) -> tuple[Span, ...]:

@@ -3,6 +3,7 @@
 What costs time: the host issues one step after the other; a step of a lane begins when the one before has ended; a copy
 has a fixed part and its bytes, which share the receiver's link with other copies into it; a reduction or a local copy
 moves its bytes through device memory, and begins only when SMs are free. Other steps cost the latency of a flag.
+Between hosts (`Network`) bytes share the network cards, and every message needs SMs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from counterpoint.collectives.program import Await, Batch, Copy, Flag, LocalCopy, Program, Record, Reduce, Signal, Step
+from counterpoint.collectives.program import (
+    BETWEEN,
+    Await,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    Record,
+    Reduce,
+    Signal,
+    Step,
+)
 from counterpoint.errors import CounterpointError, Misconfigured
 
-__all__ = ["H200", "H200_GRAPH", "Prediction", "Rates", "Timed", "bus_gb_per_s", "simulate"]
+__all__ = ["H200", "H200_GRAPH", "Network", "Prediction", "Rates", "Timed", "bus_gb_per_s", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +53,17 @@ H200 = Rates()
 chosen once, so that an all_gather in place of 1 MiB, 16 MiB and 1 GiB comes out within 15 % of what was measured."""
 H200_GRAPH = Rates(call_us=0.0, launch_us=35.0)
 """The same, replayed from a CUDA graph: 35 µs of the host whatever the number of steps. No total was measured yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """Between hosts of `local` ranks each: a network card for each GPU, and a library that drives it with kernels.
+
+    Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand."""
+
+    local: int
+    nic_gb_per_s: float = 45.0  # in and out, each
+    message_us: float = 15.0  # a message besides its bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,22 +104,28 @@ def simulate(
     early_release: bool = False,
     arrive_us: Sequence[float] = (),
     sms_free_us: float = 0.0,
+    network: Network | None = None,
 ) -> Prediction:
     """Run the programs of all ranks once.
 
     Args:
         early_release: output was released before the call, and no rank has to say so.
         arrive_us: when each rank begins; all at 0 if empty.
-        sms_free_us: until then a resident GEMM holds every SM, and reductions and local copies wait.
+        sms_free_us: until then a resident GEMM holds every SM; reductions, local copies and messages to other hosts
+            wait.
+        network: where ranks are on several hosts (`flattened`); None: all are on one.
 
     Raises:
-        Misconfigured: `programs` or `arrive_us` are not one for each rank.
+        Misconfigured: `programs` or `arrive_us` are not one for each rank, or they make no whole hosts.
         CounterpointError: the programs deadlock; `check` says why.
     """
     arrive = tuple(arrive_us) or (0.0,) * len(programs)
     if not programs or len(programs) != programs[0].world_size or len(arrive) != len(programs):
         raise Misconfigured(f"{len(programs)} programs and {len(arrive)} times of arrival: give one for each rank")
-    clock = _Clock(rates, sms_free_us, dict(enumerate(arrive)))
+    network = network or Network(local=len(programs))
+    if network.local < 1 or len(programs) % network.local:
+        raise Misconfigured(f"{len(programs)} ranks on hosts of {network.local}: give a divisor")
+    clock = _Clock(rates, network, sms_free_us, dict(enumerate(arrive)))
     for program in programs:
         clock.add(program, early_release)
     clock.run()
@@ -121,6 +151,7 @@ class _Flow:
 
     target: int
     left: float
+    far: bool = False  # to another host
     lane: _Lane | None = None
 
 
@@ -132,6 +163,7 @@ class _Clock:
     """Lanes are generators that say what they wait for: a moment, a word or event, or the end of their bytes."""
 
     rates: Rates
+    network: Network
     sms_free_us: float
     ended: dict[int, float]
     now: float = 0.0
@@ -147,7 +179,8 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            issued += self.rates.call_us
+            if step.lane < BETWEEN or isinstance(step, Await):  # of another library: one call for all that follows
+                issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):
             self.come.add((program.rank, Flag("staging", "ready", peer)))
@@ -176,10 +209,12 @@ class _Clock:
             raise CounterpointError(f"ranks {ranks} wait for ever: let `check` say why")
 
     def flow_rates(self) -> list[float]:
-        """Bytes per µs of each flow: one engine sends it, and all flows to one GPU share its link."""
-        into = Counter(flow.target for flow in self.flows)
+        """Bytes per µs of each flow: one engine sends it, and all flows to one GPU share its link, or its card."""
+        into = Counter((flow.target, flow.far) for flow in self.flows)
+        near, link, card = self.rates.push_gb_per_s, self.rates.link_gb_per_s, self.network.nic_gb_per_s
         return [
-            1000 * min(self.rates.push_gb_per_s, self.rates.link_gb_per_s / into[flow.target]) for flow in self.flows
+            1000 * (card / into[flow.target, True] if flow.far else min(near, link / into[flow.target, False]))
+            for flow in self.flows
         ]
 
     def ring(self, what: _Lane | Key) -> None:
@@ -219,6 +254,10 @@ class _Clock:
     def step(self, rank: int, step: Step) -> _Lane:
         rates = self.rates
         match step:
+            case Copy(peer, source) if rank // self.network.local != peer // self.network.local:
+                yield _Until(self.sms_free_us)
+                yield _Until(self.now + self.network.message_us)
+                yield _Flow(peer, source.num_bytes, far=True)
             case Copy(peer, source):
                 yield _Until(self.now + rates.copy_us)
                 yield _Flow(peer, source.num_bytes)
@@ -230,7 +269,7 @@ class _Clock:
                 moved = (len(sources) + 1) * target.num_bytes
                 yield _Until(self.now + rates.kernel_us + moved / rates.hbm_gb_per_s / 1000)
             case Batch(operations):
-                yield _Until(self.now + rates.batch_us)
+                yield _Until(self.now + (rates.batch_us if step.lane < BETWEEN else 0.0))
                 for operation in operations:
                     if isinstance(operation, Signal):
                         self.at(self.now + rates.signal_us, (operation.peer, operation.flag))

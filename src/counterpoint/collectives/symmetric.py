@@ -11,11 +11,14 @@ import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-__all__ = ["Location", "Pool", "SymmetricMemory"]
+__all__ = ["Location", "Order", "Pool", "Room", "SymmetricMemory", "next_region_bytes"]
 
+_SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # of a room
+_MOST_BYTES = 1 << 28  # of a region that nobody asked for
 BLOCK_BYTES = 512  # of a block's size and place: no two tensors share a cache line or a copy engine's burst
 
 
@@ -55,11 +58,41 @@ class SymmetricMemory(Protocol):
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
         """Own bytes as a flat uint8 tensor; `freed` is called, in any thread, when its storage dies."""
 
+    def close(self) -> None:
+        """Gives all regions back; what tensors still use stays until they die."""
+
+
+class Order(Protocol):
+    """When memory that was given back may be used again, on a device that is behind the host."""
+
+    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
+        """What has to end before these bytes are used again; None: that is never known, so keep them."""
+
+    def taken(self, at: Location, after: tuple[Any, ...]) -> None:
+        """Bytes at `at` are about to be used again: whoever does so waits for `after`."""
+
+    def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What has to end before the bytes of both are used again."""
+
+
+class _NoOrder:
+    """On CPUs, where all that uses a tensor has ended when it dies."""
+
+    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
+        return ()
+
+    def taken(self, at: Location, after: tuple[Any, ...]) -> None:
+        """Nothing to wait for."""
+
+    def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+        return ()
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Block:
     at: Location
     num_bytes: int
+    after: tuple[Any, ...] = field(default=(), compare=False)
 
 
 class Pool:
@@ -71,11 +104,22 @@ class Pool:
 
     Args:
         memory: where regions come from.
-        region_bytes: size of the first region; every further one is twice as large as the last.
+        region_bytes: size of the first region; further ones grow, but not with what is asked for: see
+            `next_region_bytes`.
+        create: makes a region, where that takes more than `memory.create`.
+        order: when memory may be used again; None: at once.
     """
 
-    def __init__(self, memory: SymmetricMemory, *, region_bytes: int = 1 << 22) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        *,
+        region_bytes: int = 1 << 22,
+        create: Callable[[int], int] | None = None,
+        order: Order | None = None,
+    ) -> None:
+        self._memory, self._create = memory, create or memory.create
+        self._order = _NoOrder() if order is None else order
         self._next_bytes = region_bytes
         self._free: list[_Block] = []  # ascending, no two adjacent
         self._lock = threading.Lock()
@@ -95,8 +139,17 @@ class Pool:
             return torch.empty(shape, dtype=dtype)
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-        storage = self._memory.tensor(block.at, num_bytes, lambda: self._dropped.append(block))
+            self._order.taken(block.at, block.after)
+        freed = partial(
+            self._dropped.append, block
+        )  # refers to nothing else: what it does, lives as long as the tensor
+        storage = self._memory.tensor(block.at, num_bytes, freed)
         return storage.view(dtype).view(shape)
+
+    def reserve(self) -> None:
+        """Makes the first region now; all ranks do, where regions are made together."""
+        with self._lock:
+            self._grow(0)
 
     @property
     def free_bytes(self) -> int:
@@ -113,13 +166,13 @@ class Pool:
             index = next(i for i, block in enumerate(self._free) if block.num_bytes >= num_bytes)
         block = self._free.pop(index)
         if block.num_bytes > num_bytes:
-            self._free.insert(index, _Block(block.at + num_bytes, block.num_bytes - num_bytes))
-        return _Block(block.at, num_bytes)
+            self._free.insert(index, _Block(block.at + num_bytes, block.num_bytes - num_bytes, block.after))
+        return _Block(block.at, num_bytes, block.after)
 
     def _grow(self, num_bytes: int) -> None:
         size = max(self._next_bytes, num_bytes)
-        region = self._memory.create(size)
-        self._next_bytes = 2 * size
+        region = self._create(size)
+        self._next_bytes = next_region_bytes(self._next_bytes)
         insort(self._free, _Block(Location(region, 0), size // BLOCK_BYTES * BLOCK_BYTES))
 
     def _collect(self) -> None:
@@ -127,11 +180,57 @@ class Pool:
         if not self._dropped:
             return
         while self._dropped:
-            insort(self._free, self._dropped.popleft())
+            block = self._dropped.popleft()
+            after = self._order.freed(block.at, block.num_bytes)
+            if after is not None:
+                insort(self._free, _Block(block.at, block.num_bytes, after))
         joined: list[_Block] = []
         for block in self._free:
-            if joined and joined[-1].at + joined[-1].num_bytes == block.at:
-                joined[-1] = _Block(joined[-1].at, joined[-1].num_bytes + block.num_bytes)
+            last = joined[-1] if joined else None
+            if last is not None and last.at + last.num_bytes == block.at:
+                after = self._order.merged(last.after, block.after)
+                joined[-1] = _Block(last.at, last.num_bytes + block.num_bytes, after)
             else:
                 joined.append(block)
         self._free = joined
+
+
+def next_region_bytes(last: int) -> int:
+    """Twice the last up to 256 MiB. A tensor that is larger has a region of its own size: were the next one twice as
+    large as that, a model's largest layer would cost three times its memory."""
+    return max(last, min(2 * last, _MOST_BYTES))
+
+
+class Room:
+    """A region that grows: a new one takes the place of the last when that is too small.
+
+    Args:
+        create: makes a region.
+        release: gives the last one back; None: it stays, since something may hold its addresses.
+    """
+
+    def __init__(self, create: Callable[[int], int], release: Callable[[int], None] | None = None) -> None:
+        self._create, self._release = create, release
+        self.region = -1
+        self.num_bytes = 0
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether there is room for `num_bytes`."""
+        return num_bytes <= self.num_bytes
+
+    def make(self, num_bytes: int) -> bool:
+        """Room for `num_bytes`; whether that needed a new region, which follows from the sizes asked for alone."""
+        if self.fits(num_bytes):
+            return False
+        if self.region >= 0 and self._release is not None:
+            self._release(self.region)
+        self.num_bytes = _grown(num_bytes)
+        self.region = self._create(self.num_bytes)
+        return True
+
+
+def _grown(num_bytes: int) -> int:
+    """A power of two while that is small, else a multiple of a step."""
+    if num_bytes <= _STEP_BYTES:
+        return max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
+    return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES

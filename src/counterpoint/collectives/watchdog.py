@@ -7,7 +7,7 @@ import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterpoint.collectives.board import CLOSED, DEPTH, FAILED, Board
+from counterpoint.collectives.board import CLOSED, DEPTH, FAILED, RUNNING, Board
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 __all__ = ["CROSSED_S", "Doing", "Seen", "Watchdog", "verdict"]
@@ -95,7 +95,7 @@ def mismatch(doing: Doing, rank: int, other: str) -> Misconfigured:
     """The error of two calls that do not belong together."""
     return Misconfigured(
         f"the ranks do not match: this one is in {doing}, rank {rank} in {other}; make the same calls in the same "
-        "order, with the same sizes and dtypes, on every rank"
+        "order, with the same sizes and dtypes, on every rank, and make and drop buffers in the same order"
     )
 
 
@@ -124,6 +124,10 @@ class Watchdog:
         seen = [self._seen(doing, peer) for peer in self.peers(doing.line)]
         return verdict(doing, seen, waiting_for=waiting_for, waited_s=waited_s, timeout_s=self.timeout_s)
 
+    def dead(self) -> tuple[int, ...]:
+        """Ranks whose processes have ended."""
+        return tuple(peer for peer, process in self._processes.items() if _is_ready(process))
+
     def latest(self, doing: Doing, peer: int) -> int:
         """Number of the latest call of `peer` on the line."""
         return int(self._line(doing, peer).latest)
@@ -136,6 +140,19 @@ class Watchdog:
     def record(self, doing: Doing, peer: int) -> Board:
         """Where `peer` shows its call with the number of `doing`, once it has made it."""
         return self._line(doing, peer).records[doing.number % DEPTH]
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells the peers that this rank goes no further, and why."""
+        board = self.boards[self.rank]
+        board.reason = str(error).encode()[:380]
+        for rank in getattr(error, "ranks", ()):
+            board.culprits[rank] = 1
+        if board.state == RUNNING:
+            board.state = FAILED
+
+    def leave(self) -> None:
+        """Tells the peers that this rank has ended its calls and makes no more."""
+        self.boards[self.rank].state = CLOSED
 
     def close(self) -> None:
         while self._processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 from counterpoint.errors import PeerTimeout
 
@@ -11,6 +12,9 @@ __all__ = ["Work"]
 
 class Work:
     """What a call with `async_op=True` returns. Its tensors belong to the collective until `wait` returns."""
+
+    path: Literal["zero_sm", "torch"] = "zero_sm"
+    """Which way the call took."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -21,9 +25,8 @@ class Work:
         """Returns True when the output may be read and the input overwritten.
 
         Args:
-            timeout_s: seconds to wait here; None: until it ends, or the communicator's watchdog ends it. A shorter time
-            only
-                ends this wait: the collective goes on.
+            timeout_s: seconds to wait here; None: until it ends, or the communicator's watchdog ends it. A shorter
+                time only ends this wait: the collective goes on.
 
         Raises:
             PeerTimeout: a rank died or did not come, or `timeout_s` has passed.

@@ -142,8 +142,15 @@ class Buffers:
         return (self.send if layout.recv_is_shard else self.recv).nbytes
 
 
+def _own_block(rank: int, send: Tensor, recv: Tensor) -> Tensor:
+    """This rank's block of a gathered array."""
+    return recv[rank * send.numel() : (rank + 1) * send.numel()]
+
+
 BY_PROGRAMS: dict[str, Callable[[Communicator, Tensor, Tensor], object]] = {  # what zero_sm offers
-    "all_gather": lambda communicator, send, recv: communicator.all_gather(recv, send),
+    "all_gather": lambda communicator, send, recv: communicator.all_gather(
+        recv, _own_block(communicator.rank, send, recv)
+    ),
     "reduce_scatter": lambda communicator, send, recv: communicator.reduce_scatter(recv, send),
     "all_reduce": lambda communicator, send, recv: communicator.all_reduce(recv),
     "all_to_all": lambda communicator, send, recv: communicator.all_to_all(recv, send),
@@ -169,8 +176,11 @@ class Comm:
 
     def reset(self) -> None:
         """Puts back what an in-place collective has overwritten; never inside a timed region."""
+        send, recv = self.buffers.send, self.buffers.recv
         if COLLECTIVES[self.buffers.collective].in_place:
-            self.buffers.recv.copy_(self.buffers.send)
+            recv.copy_(send)
+        elif self.communicator is not None and self.buffers.collective == "all_gather":  # in place: no local copy
+            _own_block(self.communicator.rank, send, recv).copy_(send)
 
     def check(self) -> None:
         """Runs it once and compares every element with what it must be. All ranks of the group call it.

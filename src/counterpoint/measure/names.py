@@ -14,7 +14,7 @@ from counterpoint.errors import Misconfigured, printable
 
 __all__ = ["BASES", "Mechanism", "find_mechanism"]
 
-BASES: dict[str, tuple[str, ...]] = {"cuda": ("nccl", "nccl_zero_cta"), "cpu": ("gloo", "zero_sm")}
+BASES: dict[str, tuple[str, ...]] = {"cuda": ("nccl", "nccl_zero_cta", "zero_sm"), "cpu": ("gloo", "zero_sm")}
 _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 _BY_COPIES = ("all_gather", "all_to_all", "broadcast")  # what NCCL 2.28 moves by copy engines, of ours
 _BY_PROGRAMS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")  # keys of comm.BY_PROGRAMS
@@ -60,4 +60,7 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
     _, controls = parse_mechanism(_MADE_OF.get(base, base) + plus + rest)
     if controls and device_type == "cpu":
         raise Misconfigured(f"{name}: {controls[0].name} is a control of GPUs; on a CPU there is only {base!r}")
+    of_nccl = [control.name for control in controls if type(control).configure is not Control.configure]
+    if base == "zero_sm" and of_nccl:
+        raise Misconfigured(f"{name}: {of_nccl[0]} is a control of NCCL, which {base} does not use; leave it out")
     return Mechanism(name=name, controls=controls)

@@ -161,7 +161,7 @@ class Session:
     @cached_property
     def communicator(self) -> Communicator:
         """Of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
-        return Communicator(self.world)
+        return Communicator(self.world, device=self.device, timeout_s=self._timeout.total_seconds())
 
     def close(self) -> None:
         """Leaves the process groups."""

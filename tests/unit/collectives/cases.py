@@ -20,6 +20,8 @@ __all__ = ["NAMES", "case"]
 PLAIN = Tuning()
 CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")
+DOUBLING = Tuning(algorithm="doubling")
+TAPERED = Tuning(chunk_bytes=16, last_bytes=16)
 
 
 def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
@@ -32,14 +34,19 @@ def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
         "all_gather, chunks": (all_gather(world_size, 20), CHUNKS),
         "all_gather, out of place": (all_gather(world_size, 3, own="copy"), TOGETHER),
         "all_gather, own block left": (all_gather(world_size, 3, own="consumer"), TOGETHER),
+        "all_gather, doubling": (all_gather(world_size, 3), DOUBLING),
+        "all_gather, doubling, uneven": (all_gather(world_size, list(ranks), own="copy"), DOUBLING),
         "all_to_all": (all_to_all(uneven), PLAIN),
         "all_to_all, own block left": (all_to_all(uneven, own="consumer"), CHUNKS),
         "reduce_scatter": (reduce_scatter(world_size, 4), PLAIN),
         "reduce_scatter, chunks": (reduce_scatter(world_size, 36), CHUNKS),
         "all_reduce": (all_reduce(world_size, 3, own="copy"), PLAIN),
         "all_reduce, chunks": (all_reduce(world_size, 40 * world_size), CHUNKS),
+        "all_reduce, doubling": (all_reduce(world_size, 3), DOUBLING),
+        "all_reduce, last chunk small": (all_reduce(world_size, 36 * world_size, own="copy"), TAPERED),
         "broadcast": (broadcast(world_size, 5, root=last), PLAIN),
         "broadcast, relayed": (broadcast(world_size, 20 * last, root=last), CHUNKS),
+        "broadcast, doubling": (broadcast(world_size, 3, root=last), DOUBLING),
         "scatter": (scatter(world_size, list(ranks)), PLAIN),
         "scatter, in place": (scatter(world_size, 3, root=last, own="in_place"), TOGETHER),
         "gather": (gather(world_size, 3), PLAIN),

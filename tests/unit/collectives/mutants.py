@@ -61,13 +61,23 @@ def order_matters(first: Step, second: Step) -> bool:
     match first, second:
         case Copy(), Batch((Signal() as signal,)):
             return first.peer == signal.peer
-        case Batch((Wait(flag),)), Copy():
-            return flag.kind == "arrived" or flag.peer == second.peer
+        case Batch((Wait(flag, brings),)), Copy():
+            if flag.kind == "ready":
+                return flag.peer == second.peer
+            return brings is not None and _overlap(brings, second.source)
         case (Batch((Wait(),)), Reduce()) | (Reduce(), Record()) | (Await(), Copy()):
             return True
         case Reduce(), Batch((Signal(),)):
             return True
     return False
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return (
+        one.buffer == other.buffer
+        and one.offset < other.offset + other.num_bytes
+        and other.offset < one.offset + one.num_bytes
+    )
 
 
 def _single(steps: tuple[Step, ...]) -> list[Step]:

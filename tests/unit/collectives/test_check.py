@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from counterpoint.collectives.calls import all_gather, barrier, broadcast, reduce_scatter
 from counterpoint.collectives.check import check
 from counterpoint.collectives.explore import explore
-from counterpoint.collectives.plan import plan_all
+from counterpoint.collectives.plan import may_release_early, plan_all
 from counterpoint.collectives.program import Await, Batch, Copy, Flag, Program, Signal, Tuning, Wait
 from counterpoint.errors import CounterpointError, Misconfigured
 
@@ -64,6 +64,9 @@ def test_every_interleaving_of_two_ranks_is_right(name: str, early_release: bool
         "gather",
         "send_recv",
         "barrier",
+        "all_gather, doubling",
+        "all_reduce, doubling",
+        "broadcast, doubling",
     ],
 )
 def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
@@ -77,7 +80,15 @@ def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
         *((name, 2) for name in ("broadcast", "scatter", "gather", "send_recv", "barrier")),
         *(
             (name, 1)
-            for name in ("broadcast, relayed", "all_gather, own block left", "all_to_all, own block left", "all_reduce")
+            for name in (
+                "broadcast, relayed",
+                "all_gather, own block left",
+                "all_to_all, own block left",
+                "all_reduce",
+                "all_gather, doubling",
+                "all_gather, doubling, uneven",
+                "broadcast, doubling",
+            )
         ),
     ],
 )
@@ -102,6 +113,35 @@ def test_early_release_needs_the_same_pushers() -> None:
     rounds = [plan_all(broadcast(3, 9)), plan_all(all_gather(3, 3))]
     assert check(rounds).ok
     assert "race" in {violation.kind for violation in check(rounds, early_release=True).violations}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_calls_that_may_release_early_are_right(world_size: int) -> None:
+    """Whatever `may_release_early` lets follow each other, twice around, the checker passes."""
+    allowed = 0
+    for first in NAMES:
+        for second in NAMES:
+            rounds = [programs(first, world_size), programs(second, world_size)]
+            if may_release_early(rounds):
+                allowed += first != second
+                assert check(rounds * 2, early_release=True).violations == (), (first, second)
+    assert allowed > 50
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("broadcast", "all_gather"), ("all_reduce", "all_gather"), ("scatter", "all_to_all"), ("send_recv", "gather")],
+)
+def test_calls_that_may_not_release_early_would_be_wrong(first: str, second: str) -> None:
+    """What it refuses, the checker refuses, too."""
+    rounds = [programs(first, 3), programs(second, 3)]
+    assert not may_release_early(rounds)
+    assert not check(rounds * 2, early_release=True).ok
+
+
+def test_direct_and_doubled_gathers_may_share_a_buffer_released_early() -> None:
+    """Both tell all ranks that they are ready, so that one tuning may follow the other."""
+    assert may_release_early([plan_all(all_gather(8, 4)), plan_all(all_gather(8, 4), Tuning(algorithm="doubling"))])
 
 
 def one_round_barrier(world_size: int) -> list[Program]:

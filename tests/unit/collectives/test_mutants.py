@@ -17,10 +17,11 @@ def harmless(mutant: Mutant) -> bool:
     """The one kind of mutant that is as right as the original: an all_reduce that gives staging back before it is read.
 
     A peer pushes there again only after this all_reduce, which for it ends when the combined chunks of all ranks have
-    come: after every rank's last sum.
+    come: after every rank's last sum. (With doubling nothing comes after the sums.)
     """
     swapped = mutant.kind == "swap" and isinstance(mutant.steps[0], Reduce) and isinstance(mutant.steps[1], Batch)
-    return swapped and mutant.program.call.operation == "all_reduce"
+    direct = mutant.program.tuning.algorithm == "direct"
+    return swapped and direct and mutant.program.call.operation == "all_reduce"
 
 
 def rounds_with(mutant: Mutant, programs: tuple[Program, ...]) -> list[tuple[Program, ...]]:
@@ -48,16 +49,16 @@ def test_every_mutant_of_a_movement_is_caught(name: str, world_size: int, early_
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", REDUCES)
 def test_every_mutant_of_a_reduction_is_caught(name: str, world_size: int) -> None:
-    """No step can be removed, changed or swapped unnoticed, with staging still in use by a call before."""
+    """No step can be removed, changed or swapped unnoticed, between reductions that push from everyone to everyone."""
     programs = plan_all(*case(name, world_size))
-    before = [plan_all(reduce_scatter(world_size, 16 * world_size + 16))]
+    before, after = (plan_all(reduce_scatter(world_size, size)) for size in (16 * world_size + 16, 16))
     tried = [mutant for program in programs for mutant in mutants(program) if not harmless(mutant)]
-    passed = [mutant for mutant in tried if check(before + rounds_with(mutant, programs)).ok]
+    passed = [mutant for mutant in tried if check([before, *rounds_with(mutant, programs), after]).ok]
     assert tried
     assert passed == []
 
 
-@pytest.mark.parametrize("name", [name for name in REDUCES if "all_reduce" in name])
+@pytest.mark.parametrize("name", [name for name in REDUCES if "all_reduce" in name and "doubling" not in name])
 def test_the_harmless_mutants_are_harmless(name: str) -> None:
     """They exist, and every interleaving of them is right, whatever reduction comes next."""
     programs, after = plan_all(*case(name, 2)), plan_all(reduce_scatter(2, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -12,8 +13,9 @@ from interpreter import Group, reference
 
 from counterpoint.collectives import calls
 from counterpoint.collectives.calls import input_bytes, source_span, target_span
-from counterpoint.collectives.plan import plan, plan_all
-from counterpoint.collectives.program import Batch, Call, Copy, LocalCopy, Own, Reduce, Tuning, Wait, flag_word
+from counterpoint.collectives.movement import chunked
+from counterpoint.collectives.plan import DEFAULT, DOUBLING, plan, plan_all
+from counterpoint.collectives.program import Batch, Call, Copy, LocalCopy, Own, Reduce, Span, Tuning, Wait, flag_word
 from counterpoint.errors import Misconfigured
 
 SIZES = st.one_of(st.integers(0, 5), st.integers(0, 70))
@@ -23,8 +25,10 @@ TUNINGS = st.builds(
     Tuning,
     chunk_bytes=st.sampled_from([None, 16, 32]),
     arrivals=st.sampled_from(["each", "together"]),
+    last_bytes=st.sampled_from([None, 16, 32]),
     relay_bytes=st.sampled_from([0, 40]),
 )
+DOUBLES = Tuning(algorithm="doubling")
 
 
 @st.composite
@@ -61,9 +65,11 @@ def without_own(call: Call, rank: int, output: bytes) -> bytes:
 
 
 @settings(max_examples=300, deadline=None)
-@given(call=any_call(), tuning=TUNINGS, seed=st.integers(0, 1 << 16))
+@given(call=any_call(), tuning=st.one_of(TUNINGS, st.just(DOUBLES)), seed=st.integers(0, 1 << 16))
 def test_every_byte_arrives_where_torch_puts_it(call: Call, tuning: Tuning, seed: int) -> None:
     """Two calls in a row on the same memory and flags give the reference, whatever order chance picks."""
+    if call.operation not in DOUBLING and tuning == DOUBLES:
+        tuning = DEFAULT
     group, ranks = Group(call.world_size, seed), range(call.world_size)
     for _ in range(2):
         inputs = [group.random.randbytes(input_bytes(call, rank)) for rank in ranks]
@@ -140,6 +146,35 @@ def test_a_small_call_is_one_batch_before_and_one_after_its_copies() -> None:
     assert kinds == [Batch, *[Copy] * 7, Batch]
 
 
+@pytest.mark.parametrize("world_size", range(2, 17))
+@pytest.mark.parametrize("make", [calls.all_gather, calls.all_reduce, calls.broadcast])
+def test_doubling_takes_log2_rounds(make: Callable[[int, int], Call], world_size: int) -> None:
+    """No rank pushes to more peers than that, each once, and where ranks pair off it takes one copy."""
+    rounds = (world_size - 1).bit_length()
+    for program in plan_all(make(world_size, 64), DOUBLES):
+        peers = [step.peer for step in program.cycle() if isinstance(step, Copy)]
+        assert len(set(peers)) <= rounds
+        assert len(peers) <= (2 * rounds if make is calls.all_reduce or world_size & (world_size - 1) else rounds)
+
+
+def test_a_doubled_all_gather_pushes_no_byte_twice() -> None:
+    """Every rank takes in what it lacks, and no more."""
+    for world_size in range(2, 10):
+        into: dict[int, int] = {}
+        for program in plan_all(calls.all_gather(world_size, 5), DOUBLES):
+            for step in program.cycle():
+                if isinstance(step, Copy):
+                    into[step.peer] = into.get(step.peer, 0) + step.source.num_bytes
+        assert into == dict.fromkeys(range(world_size), 5 * (world_size - 1))
+
+
+def test_the_last_chunk_is_as_small_as_asked_for() -> None:
+    """What is before it is cut as without it; the cut is a multiple of 16."""
+    spans = chunked(Span("output", 8, 100), Tuning(chunk_bytes=32, last_bytes=16))
+    assert [span.num_bytes for span in spans] == [32, 32, 32, 4]
+    assert [span.offset for span in spans] == [8, 40, 72, 104]
+
+
 def test_early_release_leaves_only_the_waits_before_the_copies() -> None:
     """The ready signals are not in the cycle when they went out with the release of the buffer."""
     program = plan(calls.all_gather(4, 64), 0)
@@ -188,6 +223,10 @@ def test_own_blocks_have_the_same_size_on_both_sides() -> None:
         (lambda: calls.gather(2, 4, own="move"), "allowed are 'in_place', 'copy' and 'consumer'"),  # type: ignore[arg-type]
         (lambda: plan(calls.barrier(2), 2), "allowed are 0 to 1"),
         (lambda: Tuning(chunk_bytes=10), "multiple of 16"),
+        (lambda: Tuning(last_bytes=0), "last_bytes=0"),
+        (lambda: Tuning(algorithm="doubling", chunk_bytes=16), "its rounds are its chunks"),
+        (lambda: Tuning(algorithm="doubling", arrivals="together"), "its rounds are its chunks"),
+        (lambda: plan(calls.gather(2, 4), 0, DOUBLES), "all_gather, broadcast, all_reduce have it"),
     ],
 )
 def test_a_call_that_cannot_mean_anything_is_refused(make: object, message: str) -> None:

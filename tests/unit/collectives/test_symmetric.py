@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.collectives.shared_memory import SharedMemory
-from counterpoint.collectives.symmetric import BLOCK_BYTES, Location, Pool
+from counterpoint.collectives.symmetric import BLOCK_BYTES, Location, Pool, next_region_bytes
 
 REGION = 16 * BLOCK_BYTES
 
@@ -97,9 +97,19 @@ def test_the_order_of_dropping_does_not_matter(heap: Heap, order: tuple[int, ...
 
 
 def test_regions_grow(heap: Heap) -> None:
-    """What fits nowhere gets a region of its own size, or of twice the last."""
+    """What fits nowhere gets a region of its own size, or of the next step."""
     tensors = [heap.make(size) for size in (REGION, 1, 5 * REGION)]
     assert [heap.place(tensor).region for tensor in tensors] == [0, 1, 2]
+
+
+def test_a_large_tensor_makes_no_larger_region_after_it() -> None:
+    """Regions grow by their own steps, to 256 MiB: a model's largest layer must not cost three times its memory."""
+    sizes = [1 << 22]
+    for _ in range(10):
+        sizes.append(next_region_bytes(sizes[-1]))
+    assert sizes[1:3] == [1 << 23, 1 << 24]
+    assert sizes[-1] == 1 << 28
+    assert next_region_bytes(1 << 30) == 1 << 30
 
 
 @settings(max_examples=60, deadline=None)

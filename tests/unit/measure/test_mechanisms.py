@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.errors import Unsupported
+from counterpoint.errors import Misconfigured, Unsupported
 
 pytest.importorskip("torch")
 
@@ -17,6 +17,7 @@ import torch
 from counterpoint.controls.control import Lanes
 from counterpoint.measure.comm import Comm
 from counterpoint.measure.mechanisms import Opened, open_all, open_mechanism
+from counterpoint.measure.names import find_mechanism
 
 LANES = Lanes(compute_stream=None, comm_stream=None, compute=lambda: None, comm=lambda: None)
 
@@ -58,6 +59,23 @@ def test_windows_are_released_unless_it_could_hang(error: Exception | None, rele
         if error:
             raise error
     assert windows.released == released
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_programs_are_a_mechanism_everywhere(device: str) -> None:
+    """By the same name."""
+    assert find_mechanism("zero_sm", device).base == "zero_sm"
+
+
+def test_controls_of_nccl_are_refused_where_nccl_is_not_used() -> None:
+    """They would do nothing."""
+    with pytest.raises(Misconfigured, match="max_ctas=8 is a control of NCCL, which zero_sm does not use"):
+        find_mechanism("zero_sm+max_ctas=8", "cuda")
+
+
+def test_controls_of_the_gemm_go_with_programs() -> None:
+    """They act on the other side of the pair."""
+    assert [control.name for control in find_mechanism("zero_sm+gemm_sms=124", "cuda").controls] == ["gemm_sms=124"]
 
 
 def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""What carries out a call on one kind of device: the communicator checks it, a `Transport` runs it.
+
+There are two: threads over shared memory (`cpu.py`), and copy engines over symmetric memory (`cuda_transport.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from counterpoint.collectives.early import EarlyPool, EarlyUse
+from counterpoint.collectives.program import Call, Program, Tuning
+from counterpoint.collectives.reduce import Reduction
+from counterpoint.collectives.symmetric import Location, Pool
+from counterpoint.collectives.watchdog import Doing
+from counterpoint.collectives.work import Work
+
+__all__ = ["Job", "Rows", "Transport"]
+
+Rows: TypeAlias = Sequence[Sequence[int]]
+"""Bytes for each rank, of each rank; empty where the sizes follow from the call."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """One call of this rank.
+
+    Args:
+        doing: what it is, and where it stands in the order of calls.
+        program: rows of all ranks (or none) to this rank's program.
+        row: bytes for each rank, if only this rank knows; then all meet first, and `program` gets everyone's.
+        meet: all ranks of the call compare it before it begins.
+        async_op: the caller does not wait for it.
+        input: address; 0 if there is none.
+        input_at: where the input lies in symmetric memory; None if it does not, or within the output.
+        output: address; 0 if there is none.
+        output_bytes: size of the output.
+        at: where the output lies in symmetric memory; None if it does not.
+        early: how the output is released, if that is done early.
+        reduction: of calls that reduce.
+        keep: tensors that have to live until the end.
+    """
+
+    doing: Doing
+    program: Callable[[Rows], Program]
+    row: tuple[int, ...] = ()
+    meet: bool = False
+    async_op: bool = False
+    input: int = 0
+    input_at: Location | None = None
+    output: int = 0
+    output_bytes: int = 0
+    at: Location | None = None
+    early: EarlyUse | None = None
+    reduction: Reduction | None = None
+    keep: tuple[Any, ...] = ()
+
+
+class Transport(Protocol):
+    """One communicator's device."""
+
+    device: Any
+    """torch.device of all tensors."""
+    pool: Pool
+    """Of outputs that are free when the next call says so."""
+    early: EarlyPool
+    """Of outputs that are free when they die."""
+
+    def tuning(self, call: Call, *, early_release: bool) -> Tuning:
+        """How to do it here; a function of the call alone, so that all ranks do the same."""
+
+    def locate(self, tensor: Any) -> Location | None:
+        """Where a contiguous tensor lies in own symmetric memory; None if it does not."""
+
+    def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
+        """What has to be equal on all ranks about where the output of `call` lies, as words; "" if nothing has."""
+
+    def submit(self, job: Job) -> Work:
+        """Queues the job behind the others of its channel; returns at once.
+
+        Raises:
+            PeerTimeout, Misconfigured: an earlier call failed, and how.
+        """
+
+    def check(self) -> None:
+        """Raises what ended this communicator, if something did."""
+
+    def record_stream(self, tensor: Any, stream: Any) -> None:
+        """What is queued on `stream` so far and until `tensor` dies has to end before its memory is used again."""
+
+    def close(self) -> None:
+        """Ends everything."""

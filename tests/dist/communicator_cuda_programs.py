@@ -1,0 +1,397 @@
+"""What ranks run to test the communicator of GPUs where there are none: everything but the GPU is real."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from collective_programs import CALLS, Case, Draws, said
+from software_gpu import SoftwareGpu
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.measure.session import Session
+
+WAIT_S = 30.0
+
+
+def delays(seed: int, rank: int) -> Callable[[str], None]:
+    """Lets streams of a rank linger before some actions."""
+    dice = random.Random(f"{seed} {rank}")
+
+    def linger(name: str) -> None:
+        if dice.random() < 0.02:
+            time.sleep(dice.random() * 2e-3)
+
+    return linger
+
+
+class GpuDraws(Draws):
+    """Random collectives on random streams, half of them with `async_op`, some outputs released early."""
+
+    def __init__(self, communicator: Communicator, gpu: SoftwareGpu, seed: int, max_bytes: int) -> None:
+        super().__init__(communicator, seed, max_bytes)
+        self.gpu, self.streams, self.kept = gpu, [gpu.new_stream() for _ in range(2)], list[Any]()
+
+    def start(self) -> Case:
+        self.kept = []
+        self.stream = self.random.choice(self.streams)
+        self.gpu.use(self.stream)
+        return GpuCase(self, super().start())
+
+    def inputs(self, dtype: Any, numel: int) -> list[Any]:
+        made = super().inputs(dtype, numel)
+        self.kept.append(made)
+        self.options["async_op"] = self.random.random() < 0.5
+        return made
+
+    def room(self, dtype: Any, numel: int) -> Any:
+        skipped, kind = self.random.randrange(4), self.random.choice(("symmetric", "early", "plain"))
+        if kind == "plain" and self.name != "send_recv":
+            room = torch.empty(numel + skipped, dtype=dtype)
+        else:
+            early = kind == "early" and self.name in ("all_gather", "all_to_all")
+            most = numel if self.name != "uneven" else self.most  # pools are alike if ranks ask for the same
+            room = self.comm.empty(most + skipped, dtype=dtype, early_release=early)
+        self.kept.append(room)
+        return room[skipped : skipped + numel]
+
+
+class GpuCase(Case):
+    """Keeps on every rank what was drawn, so that pools stay alike, and compares when the stream has come so far."""
+
+    def __init__(self, draws: GpuDraws, case: Case) -> None:
+        super().__init__(case.name, case.work, case.output, case.wanted)
+        self.draws, self.kept, self.stream = draws, draws.kept, draws.stream
+
+    def check(self) -> None:
+        self.draws.gpu.use(self.stream)
+        if self.work is not None:
+            assert self.work.wait(WAIT_S)
+        self.draws.gpu.synchronize()
+        self.draws.comm.check()
+        self.work = None
+        super().check()
+
+
+def random_collectives(session: Session, seed: int, count: int, max_bytes: int) -> int:
+    """How many of `count` random collectives came out right: up to four under way, on two channels and two streams."""
+    gpu, right = SoftwareGpu(delays(seed, session.rank)), 0
+    options: dict[str, Any] = {"debug": seed % 2 == 1, "graphs": seed % 3 != 2}
+    with Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator:
+        draws, under_way = GpuDraws(communicator, gpu, seed, max_bytes), list[Case]()
+        for _ in range(count):
+            under_way.append(draws.start())
+            if len(under_way) == 4:
+                under_way.pop(draws.random.randrange(4)).check()
+                right += 1
+        for case in under_way:
+            case.check()
+            right += 1
+    return right
+
+
+def view(tensor: Any) -> Any:
+    """The same bytes, which does not keep them: as a kernel sees them, for which the host does not wait."""
+    raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
+
+
+def steps_in_stream_order(session: Session, early: bool, two_streams: bool, steps: int) -> tuple[int, int, int, bool]:
+    """Kernels that fill a shard, a gather, kernels that read: nothing waits on the host, and tensors die at once.
+
+    Returns:
+        (steps that read what they should not, regions, events made, graphs were replayed).
+    """
+    gpu, wrong = SoftwareGpu(delays(1, session.rank)), list[int]()
+    streams = [gpu.new_stream() for _ in range(2 if two_streams else 1)]
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        for step in range(steps):
+            gpu.use(streams[step % len(streams)])
+            shards = communicator.empty(n, 64 << step % 3, dtype=torch.int32, early_release=early)
+            seen, number = view(shards), step * 10
+            gpu.kernel(lambda seen=seen, number=number: seen[rank].fill_(number + rank))  # type: ignore[misc]
+            work = communicator.all_gather(shards, shards[rank], async_op=step % 4 == 3)
+            if work is not None:
+                work.wait()
+            wanted = torch.arange(n, dtype=torch.int32)[:, None] + number
+
+            def read(seen: Any = seen, wanted: Any = wanted, step: int = step) -> None:
+                if not bool((seen == wanted).all()):
+                    wrong.append(step)
+
+            gpu.kernel(read)
+            del shards, work
+            if step % 50 == 49:
+                gpu.synchronize()
+        for stream in streams:
+            gpu.use(stream)
+            gpu.synchronize()
+        communicator.check()
+        transport: Any = communicator._transport
+        return len(wrong), len(transport.memory._own), len(transport.moments._made), gpu.driver.launches > 0
+
+
+def captured(session: Session) -> list[list[float]]:
+    """Means that kernels saw of a gather and a sum, captured with them and replayed three times."""
+    gpu, seen = SoftwareGpu(), list[list[float]]()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        stream = gpu.new_stream()
+        gpu.use(stream)
+        shards, total = communicator.empty(n, 100), communicator.empty(3000)
+        communicator.all_reduce(total.zero_())  # makes staging, which a capture cannot
+        gpu.synchronize()
+        shards.fill_(rank)
+        gpu.driver.cuStreamBeginCapture(stream, 2)
+        gpu.kernel(lambda: shards[rank].add_(1))
+        work = communicator.all_gather(shards, shards[rank], async_op=True)
+        assert work is not None
+        work.wait()
+        gpu.kernel(lambda: total.fill_(float(shards.sum())))
+        communicator.all_reduce(total)
+        gpu.kernel(lambda: seen.append([float(shards.mean()), float(total.mean())]))
+        graph = gpu.driver.cuStreamEndCapture(stream)[1]
+        for _ in range(3):
+            gpu.driver.cuGraphLaunch(graph, stream)
+        gpu.synchronize()
+        communicator.check()
+    return seen
+
+
+def refused_in_a_capture(session: Session) -> list[str]:
+    """What is said to an early release, to a region that would have to be made, and to a call with neither."""
+    gpu, told = SoftwareGpu(), list[str]()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        held, plain = [communicator.empty(n, 8, early_release=True)], communicator.empty(n, 8)
+        gpu.driver.cuStreamBeginCapture(gpu.current_stream(), 2)
+        told.append(said(lambda: communicator.all_gather(held[0], held[0][rank]))[0])
+        told.append(said(lambda: communicator.empty(1 << 24))[0])
+        communicator.record_stream(held[0])
+        held.clear()  # in the graph for ever: its block is not given to anyone else
+        told.append(said(lambda: communicator.all_gather(plain, plain[rank]))[0])
+        gpu.driver.cuStreamEndCapture(gpu.current_stream())
+        again = communicator.empty(n, 8, early_release=True)
+        again[rank] = rank
+        communicator.all_gather(again, again[rank])
+        gpu.synchronize()
+        told.append(f"{again[:, 0].tolist()} in block {communicator._transport.early._count - 1}")
+    return told
+
+
+def refused(session: Session) -> list[str]:
+    """What is said to calls that cannot be made, before anything is sent; a good call ends well after them."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        early, good = communicator.empty(n, 8, early_release=True), communicator.empty(n, 8).fill_(rank)
+        told = [
+            said(lambda: communicator.reduce_scatter(early[0], early))[0],
+            said(lambda: communicator.broadcast(early))[0],
+            said(lambda: communicator.recv(torch.zeros(3), (rank + 1) % n))[0],
+            said(lambda: communicator.record_stream(torch.zeros(3)))[0],
+        ]
+        communicator.all_gather(good, good[rank])
+        gpu.synchronize()
+        return [*told, str(good[:, 0].tolist())]
+
+
+def called_by(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
+    """What ranks are told when rank r calls `names[r]`, then a barrier, and waits for its GPU."""
+    gpu = SoftwareGpu()
+    communicator = Communicator(device=gpu, timeout_s=WAIT_S, debug=debug, chunk_bytes=256)
+    tensor = communicator.empty(6000).zero_()
+
+    def calls() -> None:
+        CALLS[names[session.rank]](communicator, tensor)
+        communicator.barrier()
+        gpu.synchronize()
+        communicator.check()
+
+    told = said(calls)
+    session.gather(0)  # closing is another thing to be told of
+    communicator.close()
+    return told
+
+
+def other_places(session: Session, late: int) -> tuple[str, int, float]:
+    """What is said when outputs lie at different places and rank `late` comes last; how many copies ran before."""
+    early_copies, communicators = list[str](), list[Communicator]()
+
+    def note(name: str) -> None:
+        transport: Any = communicators[0]._transport if communicators else None
+        if name == "copy" and transport.failure is None:
+            early_copies.append(name)
+
+    gpu = SoftwareGpu(note)
+    communicator = Communicator(device=gpu, timeout_s=WAIT_S)
+    communicators.append(communicator)
+    n, rank = communicator.world_size, communicator.rank
+    extra = communicator.empty(4096, dtype=torch.uint8) if rank == 0 else communicator.empty(8, dtype=torch.uint8)
+    shards = communicator.empty(n, 1000, dtype=torch.uint8)
+    if rank == late:
+        time.sleep(0.3)
+
+    def call() -> None:
+        communicator.all_gather(shards, torch.full((1000,), rank, dtype=torch.uint8))
+        gpu.synchronize()
+        communicator.check()
+
+    told, _, seconds = said(call)
+    session.gather(0)
+    communicator.close()
+    del extra
+    return told, len(early_copies), seconds
+
+
+def one_is_killed(session: Session, operation: str, at_action: int) -> tuple[str, tuple[int, ...], float]:
+    """What the others are told when rank 1 is killed before that action of its streams."""
+    actions, lock = 0, threading.Lock()
+
+    def kill(name: str) -> None:
+        nonlocal actions
+        with lock:
+            actions += 1
+            if session.rank == 1 and actions > at_action:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    gpu = SoftwareGpu(kill)
+    communicator = Communicator(device=gpu, timeout_s=WAIT_S, chunk_bytes=1024)
+    tensor = communicator.empty(6000).zero_()
+
+    def calls() -> None:
+        for _ in range(400):
+            CALLS[operation](communicator, tensor)
+            gpu.synchronize()
+            communicator.check()
+
+    told = said(calls)
+    communicator.close()
+    return told
+
+
+def one_stays_away(session: Session, timeout_s: float, busy_s: float) -> tuple[str, tuple[int, ...]]:
+    """What ranks are told when rank 1 does not call; they come `busy_s` late themselves, by a kernel."""
+    gpu = SoftwareGpu()
+    communicator = Communicator(device=gpu, timeout_s=timeout_s)
+    tensor = communicator.empty(100).zero_()
+    gpu.kernel(lambda: time.sleep(busy_s))
+
+    def call() -> None:
+        if session.rank != 1:
+            communicator.all_reduce(tensor)
+        gpu.synchronize()
+        time.sleep(0.2 if session.rank != 1 else 0.0)
+        communicator.check()
+
+    text, ranks, _ = said(call)
+    session.gather(0)
+    communicator.close()
+    return text, ranks
+
+
+def a_long_kernel(session: Session, timeout_s: float, busy_s: float) -> str:
+    """What is said when all ranks call behind kernels that take longer than the time-out."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=timeout_s) as communicator:
+        tensor = communicator.empty(100).fill_(1)
+        communicator.all_reduce(tensor)  # makes staging
+        gpu.kernel(lambda: time.sleep(busy_s))
+
+        def call() -> None:
+            communicator.all_reduce(tensor)
+            gpu.synchronize()
+            communicator.check()
+
+        return said(call)[0]
+
+
+def reserved(session: Session) -> tuple[int, int, str]:
+    """(regions with 1 MiB reserved, regions after tensors of so much); what is said to a hook on a GPU."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=WAIT_S, reserve_bytes=1 << 20) as communicator:
+        transport: Any = communicator._transport
+        before = len(transport.memory._own)
+        tensors = [communicator.empty(1 << 19, dtype=torch.uint8) for _ in range(2)]
+        told = said(lambda: Communicator(device=gpu, before_step=lambda program, step: None))[0]
+        return before, len(transport.memory._own) + 0 * len(tensors), told
+
+
+def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
+    """What rank 0 is told that alone asks for memory that has to be made by all."""
+    communicator = Communicator(device=SoftwareGpu(), timeout_s=0.5)
+    text, ranks, _ = said(lambda: communicator.empty(100)) if session.rank == 0 else ("", (), 0.0)
+    session.gather(0)
+    communicator.close()
+    return text, ranks
+
+
+def left_behind(session: Session) -> list[str]:
+    """Threads that live on after a communicator was closed, but for the current stream's."""
+    before, gpu = set(threading.enumerate()), SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        tensor = communicator.empty(1000).fill_(1)
+        for _ in range(3):
+            communicator.all_reduce(tensor, async_op=True)
+    after = set(threading.enumerate()) - before - {gpu.driver.streams[gpu.current_stream()].thread}
+    return sorted(thread.name for thread in after if isinstance(thread, threading.Thread))
+
+
+def channels_at_once(session: Session) -> tuple[bool, bool]:
+    """Whether a call on one channel ends while another waits for rank 1; and whether that one ends, too."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        tensor = communicator.empty(10).fill_(1)
+        early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
+        communicator.all_reduce(tensor, channel=0)
+        gpu.synchronize()
+        waits = early is None or not early.is_completed()
+        session.gather(0)
+        late = early or communicator.barrier(channel=1, async_op=True)
+        assert late is not None
+        return waits, late.wait(WAIT_S) and bool((tensor == session.world_size).all())
+
+
+def shelf_of_two(session: Session, steps: int) -> tuple[int, int, int]:
+    """(right results, what is kept, what waits to go) of many programs where two may be kept."""
+    gpu, right = SoftwareGpu(), 0
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        transport: Any = communicator._transport
+        transport.channels[0].shelf._most = 2
+        tensor = communicator.empty(1 << 12)
+        for step in range(steps):
+            part = tensor[: 100 * (1 + step % 5)].fill_(1)
+            communicator.all_reduce(part)
+            gpu.synchronize()
+            right += bool((part == session.world_size).all())
+        shelf = transport.channels[0].shelf
+        return right, len(shelf), len(shelf._leaving)
+
+
+def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:
+    """Which way calls go below and above the crossover, what their works say, and whether both are right."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    sizes = {"all_gather": 1 << 10, "all_reduce": 1 << 10}
+    with Communicator(fallback=group, crossover_bytes=sizes) as communicator:
+        n, ways, works, right = communicator.world_size, list[str](), list[str](), list[bool]()
+        for numel in (10, 1000):
+            tensor = torch.ones(numel)
+            ways.append(communicator.path("all_reduce", tensor.nbytes))
+            work = communicator.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
+            works.append(work.path)
+            gathered = torch.zeros(n, numel)
+            communicator.all_gather(gathered, torch.full((numel,), float(session.rank)))
+            right.append(bool((tensor == n).all()) and gathered[:, 0].tolist() == list(range(n)))
+        return ways, works, right

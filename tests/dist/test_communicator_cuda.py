@@ -1,0 +1,155 @@
+"""The communicator of GPUs between real processes, on software GPUs: threads for streams, shared memory for theirs."""
+
+from __future__ import annotations
+
+import signal
+
+import communicator_cuda_programs as programs
+import pytest
+from mortal_ranks import run_once
+from ranks import Ranks
+
+SOON_S = 4.0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_collectives_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
+    """Every bit is right: any operation, dtype, size, alignment, channel, stream and memory, early or not, delayed."""
+    assert two_ranks.run(programs.random_collectives, seed, 300, 1 << 16) == [300] * 2
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> None:
+    """The same where nothing is symmetric."""
+    assert three_ranks.run(programs.random_collectives, seed, 200, 1 << 16) == [200] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_random_collectives_on_more_and_fewer_ranks(world_size: int) -> None:
+    """The same on other numbers of ranks, one alone among them."""
+    assert run_once(world_size, programs.random_collectives, 6, 80, 1 << 14) == [80] * world_size
+
+
+@pytest.mark.parametrize("two_streams", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_is_used_again_in_stream_order(three_ranks: Ranks, early: bool, two_streams: bool) -> None:
+    """Tensors die while kernels and peers still use them: no kernel ever sees the data of another step."""
+    assert [wrong for wrong, *_ in three_ranks.run(programs.steps_in_stream_order, early, two_streams, 200)] == [0] * 3
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_nothing_grows_with_the_number_of_steps(two_ranks: Ranks, early: bool) -> None:
+    """1,000 steps take the regions that 200 did, and no more events than can be under way between two looks."""
+    few, many = (two_ranks.run(programs.steps_in_stream_order, early, False, steps)[0] for steps in (200, 1000))
+    assert (many[1], many[2] < 5 * 200) == (few[1], True), (few, many)
+
+
+def test_what_comes_again_is_replayed(two_ranks: Ranks) -> None:
+    """As a graph, from the second time on."""
+    assert [replayed for *_, replayed in two_ranks.run(programs.steps_in_stream_order, False, False, 20)] == [True] * 2
+
+
+def test_calls_can_be_captured(two_ranks: Ranks) -> None:
+    """With kernels around them, sync and async, in a graph of the caller's, replayed three times."""
+    wanted = [[0.5 + k, 4 * (100 * (0.5 + k))] for k in (1, 2, 3)]
+    assert two_ranks.run(programs.captured) == [wanted] * 2
+
+
+def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
+    """An early release and a new region are told so; the communicator works on, with other blocks than a graph has."""
+    for early, grows, good, after in two_ranks.run(programs.refused_in_a_capture):
+        assert ("use empty() there" in early, "cannot be made in a capture" in grows, good) == (True, True, ""), early
+        assert after == "[0.0, 1.0] in block 1"
+
+
+def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
+    """Before anything is sent, each with what to do instead; the communicator works on."""
+    parts = ("use empty() for this one", "use empty() for this one", "tensor of empty() only", "not from empty()")
+    for *told, after in two_ranks.run(programs.refused):
+        assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * 4, told
+        assert after == "[0.0, 1.0]"
+
+
+MISMATCHES = [
+    ("all_reduce", "all_gather"),
+    ("all_reduce", "all_reduce max"),
+    ("all_reduce", "shorter all_reduce"),
+    ("premul_sum 2", "premul_sum 3"),
+    ("broadcast", "broadcast of 1"),
+    ("barrier", "all_reduce"),
+    ("send", "all_gather"),
+    ("even all_to_all", "uneven all_to_all"),
+]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("names", MISMATCHES, ids=" and ".join)
+def test_calls_that_do_not_match_are_told(two_ranks: Ranks, names: tuple[str, str], debug: bool) -> None:
+    """Every rank raises within seconds, and at least one says that the calls differ."""
+    told = two_ranks.run(programs.called_by, names, debug)
+    assert all(text and seconds < SOON_S for text, _, seconds in told), told
+    assert any(text.startswith("Misconfigured") for text, _, _ in told), told
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_places_that_do_not_match_are_told_before_a_byte_is_written(two_ranks: Ranks, late: int) -> None:
+    """Whichever rank comes last: one says that the places differ, and no rank copies before it knows."""
+    told = two_ranks.run(programs.other_places, late)
+    assert [copies for _, copies, _ in told] == [0] * 2
+    assert all(text and seconds < SOON_S for text, _, seconds in told), told
+    assert any("into region" in text and "make and drop buffers in the same order" in text for text, _, _ in told), told
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "even all_to_all"])
+@pytest.mark.parametrize("at_action", [0, 1, 2, 5, 13, 60, 300])
+def test_a_killed_rank_ends_the_others(operation: str, at_action: int) -> None:
+    """At whatever action of its GPU it dies, every other rank raises PeerTimeout, names it, and does so soon."""
+    first, killed, last = run_once(3, programs.one_is_killed, operation, at_action)
+    assert killed == -signal.SIGKILL
+    for text, ranks, seconds in (first, last):
+        assert (text[:11], ranks, seconds < SOON_S) == ("PeerTimeout", (1,), True), text
+
+
+def test_a_rank_that_stays_away_is_named(three_ranks: Ranks) -> None:
+    """The others are let go at the time-out and say who did not come."""
+    told = three_ranks.run(programs.one_stays_away, 0.5, 0.0)
+    assert [ranks for _, ranks in (told[0], told[2])] == [(1,)] * 2, told
+    assert "waiting for rank 1 (has not come" in told[0][0]
+
+
+def test_a_call_behind_a_long_kernel_is_nobodys_fault(two_ranks: Ranks) -> None:
+    """The time-out counts from the moment when the stream comes to the call."""
+    assert two_ranks.run(programs.a_long_kernel, 0.4, 1.0) == [""] * 2
+
+
+def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
+    """Memory is made together; who waits for another in vain is told so."""
+    (text, ranks), _ = two_ranks.run(programs.growth_alone)
+    assert ("growing empty()" in text, ranks) == (True, (1,)), text
+
+
+def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
+    """Then tensors of so many bytes make no region; and what cannot take effect on a GPU is refused."""
+    for before, after, told in two_ranks.run(programs.reserved):
+        assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
+
+
+def test_nothing_is_left_running(two_ranks: Ranks) -> None:
+    """Closing ends every stream and thread that the communicator made, after the calls under way."""
+    assert two_ranks.run(programs.left_behind) == [[]] * 2
+
+
+def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
+    """A call that waits for a rank holds up its channel only."""
+    assert two_ranks.run(programs.channels_at_once) == [(True, True)] * 2
+
+
+def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -> None:
+    """Five programs in turn where two are kept: all right, and none waits for ever to be given back."""
+    assert two_ranks.run(programs.shelf_of_two, 40) == [(40, 2, 0)] * 2
+
+
+def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:
+    """Below the crossover, and say so; both ways give the same."""
+    ways = ["torch", "zero_sm"]
+    assert two_ranks.run(programs.paths) == [(ways, ways, [True, True])] * 2

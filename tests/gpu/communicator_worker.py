@@ -1,0 +1,189 @@
+"""One rank of test_communicator.py: the communicator on real GPUs; writes down what came out.
+
+Started by path with RANK, WORLD_SIZE and the arguments: what to run (`live` or `kill`), a folder for the rendezvous.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from collectives_random import Draws
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.errors import CounterpointError, PeerTimeout
+
+BUDGET_S = float(os.environ.get("COUNTERPOINT_RANDOM_S", "20"))  # for the random calls
+TIMEOUT_S = 20.0
+STEPS = 1000
+
+
+def all_of(mine: bool, device: torch.device) -> bool:
+    """Whether it is so on every rank: all of them stop at the same call."""
+    flag = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def random_calls(device: torch.device) -> dict[str, str]:
+    """Whatever benchmarks/collectives_random.py draws, until the time is up."""
+    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+        draws = Draws(communicator, seed=1, max_bytes=16 << 20)
+        deadline, count, told = time.monotonic() + BUDGET_S, 0, ""
+        while all_of(not told and time.monotonic() < deadline, device):
+            told = draws.one(count)
+            count += 1
+        torch.cuda.synchronize()
+        communicator.check()
+        return {"mismatch": told or "none", "count": str(count)}
+
+
+def stepped(device: torch.device, early: bool) -> dict[str, str]:
+    """1,000 steps whose buffers die with kernels on them still queued, on two streams, nothing waited for."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        seen = []
+        for step in range(STEPS):
+            with torch.cuda.stream(streams[step % 2]):
+                shards = communicator.empty(n, 1 << (12 + step % 5), dtype=torch.int32, early_release=early)
+                shards[rank].fill_(step * n + rank)
+                work = communicator.all_gather(shards, shards[rank], async_op=step % 3 == 0, channel=step % 2)
+                if work is not None:
+                    work.wait()
+                ranks = torch.arange(n, device=device, dtype=torch.int32)[:, None] + step * n
+                different = (shards != ranks).sum()
+                streams[step % 2].wait_stream(streams[1 - step % 2])  # `wrong` is one tensor
+                wrong += different
+                del shards, work
+            if step in (STEPS // 10, STEPS - 1):
+                torch.cuda.synchronize()
+                transport: Any = communicator._transport
+                seen.append((torch.cuda.mem_get_info(device)[0] >> 20, len(transport.memory._regions)))
+        communicator.check()
+    (free, regions), (free_later, regions_later) = seen
+    return {
+        "wrong": str(int(wrong)),
+        "regions": "same" if regions == regions_later else f"{regions}, then {regions_later}",
+        "memory": "same" if free - free_later < 64 else f"{free} MiB free, then {free_later}",
+    }
+
+
+def captured(device: torch.device) -> dict[str, str]:
+    """A gather and a sum in the caller's graph, with kernels around them, replayed five times."""
+    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+        n, rank = communicator.world_size, communicator.rank
+        shards, total = communicator.empty(n, 1000).fill_(rank), communicator.empty(4096).zero_()
+        communicator.all_reduce(total)  # makes staging
+        seen = torch.zeros(5, device=device)
+        place = torch.zeros((), dtype=torch.int64, device=device)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            shards[rank].add_(1)
+            work = communicator.all_gather(shards, shards[rank], async_op=True)
+            assert work is not None
+            work.wait()
+            total.fill_(1).mul_(shards.mean())
+            communicator.all_reduce(total)
+            seen[place] = total.mean()
+            place.add_(1)
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        communicator.check()
+        wanted = [n * ((n - 1) / 2 + k) for k in range(1, 6)]
+        found = seen.tolist()
+        del graph
+        return {"seen": "equal" if found == wanted else f"{found} instead of {wanted}"}
+
+
+def host_time(device: torch.device) -> dict[str, str]:
+    """Microseconds of the host for a gather of 1 MiB that comes again, replayed and eager."""
+    found = {}
+    for graphs in (True, False):
+        with Communicator(timeout_s=TIMEOUT_S, graphs=graphs) as communicator:
+            n, rank = communicator.world_size, communicator.rank
+            shards = communicator.empty(n, (1 << 20) // n, dtype=torch.uint8).zero_()
+            times = []
+            for batch in range(12):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(20):
+                    communicator.all_gather(shards, shards[rank])
+                times.append((time.perf_counter() - started) / 20 * 1e6)
+                del batch
+            torch.cuda.synchronize()
+            found[f"host us, {'graph' if graphs else 'eager'}"] = f"{sorted(times)[6]:.1f}"
+    return found
+
+
+LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
+    "steps": lambda device: stepped(device, False),
+    "early steps": lambda device: stepped(device, True),
+    "captured": captured,
+    "host time": host_time,
+    "random": random_calls,
+}
+
+
+def killed(device: torch.device, rank: int) -> dict[str, str]:
+    """Rank 1 is killed at some time; what the others are told, and whether their GPUs are free then."""
+    communicator = Communicator(device=device, timeout_s=TIMEOUT_S)
+    shards = communicator.empty(communicator.world_size, 1 << 20)
+    total = communicator.empty(1 << 20).zero_()
+    dies = time.monotonic() + 0.5 + random.Random(os.environ["MASTER"]).random()
+    seen, started = "nothing", 0.0
+    try:
+        while True:
+            if rank == 1 and time.monotonic() > dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            started = time.monotonic()
+            communicator.all_gather(shards, shards[rank])
+            communicator.all_reduce(total, async_op=True)
+            torch.cuda.synchronize()
+            communicator.check()
+    except PeerTimeout as error:
+        seen = f"PeerTimeout {error.ranks}"
+    except CounterpointError as error:
+        seen = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    torch.cuda.synchronize()  # would hang if a stream still waited
+    communicator.close()
+    return {"told": seen, "soon": str(seconds < 5), "seconds": f"{seconds:.2f}"}
+
+
+def main(what: str, folder: Path) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    where = f"file://{folder / ('rendezvous ' + what).replace(' ', '_')}"
+    backend = "gloo" if what == "kill" else "cpu:gloo,cuda:nccl"  # NCCL would end a process whose peer has died
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    found: dict[str, dict[str, str]] = {}
+    if what == "kill":
+        found["killed"] = killed(device, rank)
+    else:
+        for name, scenario in LIVE.items():
+            started = time.monotonic()
+            found[name] = scenario(device)
+            if rank == 0:
+                print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
+    (folder / f"{what}{rank}.json").write_bytes(msgspec.json.encode(found))
+    sys.stdout.flush()
+    os._exit(0)  # with a dead peer the process group cannot be left
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

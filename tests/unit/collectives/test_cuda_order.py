@@ -1,0 +1,108 @@
+"""Memory of a GPU is used again after what streams still do with it, and events are used again after that."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from software_gpu import SoftwareGpu
+
+from counterpoint.collectives.cuda_moments import Moments
+from counterpoint.collectives.cuda_order import StreamOrder
+from counterpoint.collectives.symmetric import Location
+from counterpoint.errors import CounterpointError
+
+HERE, THERE = Location(0, 512), Location(0, 4096)
+
+
+class Device:
+    """A software GPU with two streams, the first of which is current."""
+
+    def __init__(self) -> None:
+        self.gpu = SoftwareGpu()
+        self.one, self.two = self.gpu.new_stream(), self.gpu.new_stream()
+        self.gpu.use(self.one)
+        self.moments = Moments(self.gpu.driver)
+        self.order = StreamOrder(self.moments, self.gpu)
+
+    def block(self, stream: int) -> threading.Event:
+        """What holds the stream up until it is set."""
+        gate = threading.Event()
+        self.gpu.driver.enqueue(stream, "kernel", gate.wait)
+        return gate
+
+
+def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
+    """Not before."""
+    device = Device()
+    gate = device.block(device.one)
+    moment = device.moments.record(device.one)
+    before = device.moments.passed(moment)
+    gate.set()
+    device.gpu.synchronize()
+    assert (before, device.moments.passed(moment)) == (False, True)
+
+
+def test_events_are_used_again() -> None:
+    """As soon as nothing refers to their moment."""
+    device = Device()
+    for _ in range(10):
+        device.moments.record(device.one)
+        gc.collect()
+    assert len(device.moments._made) == 1
+
+
+def test_a_broken_device_is_told() -> None:
+    """Anything but "not yet" is an error."""
+    device = Device()
+    moment = device.moments.record(device.one)
+    device.moments._query = lambda event: (700,)
+    with pytest.raises(CounterpointError, match="cuEventQuery failed: 700"):
+        device.moments.passed(moment)
+
+
+def test_another_stream_waits_for_the_last_use() -> None:
+    """What it does with the memory comes after what the first stream was told."""
+    device, seen = Device(), list[str]()
+    device.order.used(HERE, device.one)
+    gate = device.block(device.one)
+    device.gpu.kernel(lambda: seen.append("old"))
+    after = device.order.freed(HERE, 100)
+    device.gpu.use(device.two)
+    device.order.taken(HERE, after or ())
+    device.gpu.kernel(lambda: seen.append("new"))
+    gate.set()
+    device.gpu.synchronize()
+    assert seen == ["old", "new"]
+
+
+def test_only_uses_of_these_bytes_count() -> None:
+    """A neighbour's stream is not waited for."""
+    device = Device()
+    device.order.used(THERE, device.two)
+    assert device.order.freed(HERE, 512) == ()
+
+
+def test_every_stream_is_waited_for() -> None:
+    """Also those that used a view, at another offset."""
+    device = Device()
+    device.order.used(HERE, device.one)
+    device.order.used(HERE + 64, device.two)
+    after = device.order.freed(HERE, 512)
+    assert after is not None
+    assert {moment.stream for moment in after} == {device.one, device.two}
+
+
+def test_what_is_in_a_graph_is_kept() -> None:
+    """It is used whenever that is replayed."""
+    device = Device()
+    device.order.used(HERE, device.one, capture=3)
+    assert device.order.freed(HERE, 512) is None
+
+
+def test_neighbours_that_become_one_keep_the_latest_moments() -> None:
+    """One for each stream."""
+    device = Device()
+    first, second, other = (device.moments.record(stream) for stream in (device.one, device.one, device.two))
+    assert set(device.order.merged((first, other), (second,))) == {second, other}

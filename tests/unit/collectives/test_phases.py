@@ -1,0 +1,264 @@
+"""Calls over several hosts: proved for whole grids, wrong ones are caught, and the clock knows its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import mutants
+
+from counterpoint.collectives.calls import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce_scatter,
+)
+from counterpoint.collectives.check import check
+from counterpoint.collectives.explore import explore
+from counterpoint.collectives.flattened import flattened
+from counterpoint.collectives.hierarchical import LEVELS, Grid, Phase, phases, phases_all, scratch_bytes
+from counterpoint.collectives.lower import Addresses, lower
+from counterpoint.collectives.plan import plan_all
+from counterpoint.collectives.program import Await, Call, Copy, LocalCopy, Program, Record, Span, Tuning
+from counterpoint.collectives.simulate import H200, Network, Rates, simulate
+from counterpoint.errors import Misconfigured
+
+MIB = 1 << 20
+GRIDS = [Grid(hosts=hosts, local=local) for hosts, local in ((1, 3), (3, 1), (2, 2), (2, 3), (3, 2))]
+FREE = Rates(copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0, call_us=0)
+SLICE = 32  # bytes: several slices and a rest in small calls
+
+
+def cases(n: int) -> dict[str, Call]:
+    return {
+        "all_gather": all_gather(n, 3),
+        "all_gather, out of place": all_gather(n, 3, own="copy"),
+        "all_gather, own block left": all_gather(n, 3, own="consumer"),
+        "reduce_scatter": reduce_scatter(n, 5),
+        "all_reduce": all_reduce(n, 40 * n + 3),
+        "all_reduce, out of place": all_reduce(n, 40 * n, own="consumer"),
+        "all_reduce, small": all_reduce(n, 3),
+        "all_to_all": all_to_all([[3] * n] * n),
+        "all_to_all, own block left": all_to_all([[3] * n] * n, own="consumer"),
+        "broadcast": broadcast(n, 40 * n + 3, root=n - 1),
+        "broadcast, small": broadcast(n, 3),
+        "barrier": barrier(n),
+    }
+
+
+NAMES = list(cases(2))
+
+
+def whole(call: Call, grid: Grid, tuning: Tuning = Tuning(), *, slice_bytes: int | None = SLICE) -> tuple[Program, ...]:  # noqa: B008
+    return flattened(call, grid, phases_all(call, grid, slice_bytes=slice_bytes), tuning=tuning)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(chunk_bytes=16)], ids=["whole", "chunks"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_back_to_back_calls_are_right(name: str, grid: Grid, tuning: Tuning) -> None:
+    """Contents, order and flags of three rounds, inside and between hosts, in every interleaving."""
+    assert check([whole(cases(grid.world_size)[name], grid, tuning)] * 3).violations == ()
+
+
+@pytest.mark.parametrize("name", ["all_reduce, small", "broadcast, small", "barrier"])
+def test_every_interleaving_of_two_hosts_of_two_is_right(name: str) -> None:
+    """Walked one by one; where all talk to all there are too many."""
+    assert explore([whole(cases(4)[name], Grid(hosts=2, local=2))]).violations == ()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_pair_of_operations_may_follow_each_other(grid: Grid) -> None:
+    """On the same buffers, flags and staging."""
+    made = {name: whole(call, grid) for name, call in cases(grid.world_size).items()}
+    wrong = [
+        (one, other) for one, first in made.items() for other, second in made.items() if not check([first, second]).ok
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "," not in name])
+def test_every_mutant_of_a_step_is_caught(name: str) -> None:
+    """On two ranks of different hosts each copy, flag and reduction is removed and changed: between reductions that use
+    all of staging, none goes unnoticed."""
+    grid, other = Grid(hosts=2, local=2), whole(reduce_scatter(4, 16), Grid(hosts=2, local=2))
+    right = whole(cases(4)[name], grid, slice_bytes=96)
+    tried, passed = 0, []
+    for program in (right[0], right[3]):
+        for mutant in mutants(program):
+            if mutant.kind != "swap" and not isinstance(mutant.steps[0], Record | Await):
+                wrong = [mutant.program if each is program else each for each in right]
+                tried += 1
+                passed += [mutant] if check([other, wrong, wrong, other]).ok else []
+    assert tried
+    assert passed == []
+
+
+def later(span: Span) -> Span:
+    return replace(span, offset=span.offset + 1)
+
+
+def wrong_phases(found: Sequence[Phase]) -> Iterator[tuple[str, tuple[Phase, ...]]]:
+    """One thing wrong with the phases of a rank."""
+    for number, phase in enumerate(found):
+        changed = [replace(phase, after=tuple(a for a in phase.after if a != gone)) for gone in phase.after]
+        if phase.call.operation != "barrier":
+            changed.append(replace(phase, output=later(phase.output)))
+            if phase.call.own != "in_place":
+                changed.append(replace(phase, input=later(phase.input)))
+        yield from ((f"phase {number}: {each}", (*found[:number], each, *found[number + 1 :])) for each in changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mutant_of_a_phase_is_caught(name: str) -> None:
+    """On any rank: a phase that does not wait for another, or is a byte off."""
+    grid = Grid(hosts=2, local=2)
+    call = cases(4)[name]
+    right, passed = phases_all(call, grid, slice_bytes=SLICE), []
+    for rank, found in enumerate(right):
+        for what, wrong in wrong_phases(found):
+            made = [wrong if each == rank else theirs for each, theirs in enumerate(right)]
+            programs = flattened(call, grid, made)
+            passed += [(rank, what)] if check([programs] * 2).ok else []
+    assert passed == []
+
+
+def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
+    """The groups would make different calls."""
+    call, grid = all_gather(4, 3), Grid(hosts=2, local=2)
+    made = list(phases_all(call, grid))
+    with pytest.raises(Misconfigured, match="ranks 0 and 2 make different calls between hosts"):
+        flattened(call, grid, [*made[:2], made[2][1:], made[3]])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_make_the_same_calls_in_the_same_order(name: str, grid: Grid) -> None:
+    """What makes a call of a group the same call."""
+    made = phases_all(cases(grid.world_size)[name], grid, slice_bytes=SLICE)
+    for rank in range(grid.world_size):
+        for level in LEVELS:
+            first = grid.members(level, rank)[0]
+            assert [p.call for p in made[rank] if p.level == level] == [p.call for p in made[first] if p.level == level]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_byte_leaves_its_host_once(name: str) -> None:
+    """As many bytes go between hosts as have to, evenly over the rails."""
+    grid, block = Grid(hosts=3, local=2), 16 * 6
+    call = {
+        "all_gather": all_gather(6, block),
+        "all_reduce": all_reduce(6, 6 * block),
+        "reduce_scatter": reduce_scatter(6, block),
+        "all_to_all": all_to_all([[block] * 6] * 6),
+        "broadcast": broadcast(6, 6 * block),
+    }.get(name.split(",")[0], barrier(6))
+    sent = [
+        sum(step.source.num_bytes for step in program.cycle() if isinstance(step, Copy) and step.peer // 2 != rank // 2)
+        for rank, program in enumerate(whole(call, grid, slice_bytes=None))
+    ]
+    each = {"all_reduce": 4 * block, "reduce_scatter": 2 * block, "all_gather": 2 * block, "all_to_all": 4 * block}
+    if call.operation == "broadcast":
+        assert sent == [2 * 3 * block, 2 * 3 * block, 0, 0, 0, 0]
+    else:
+        assert sent == [each.get(call.operation, 0)] * 6
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"])
+def test_nothing_is_copied_within_a_rank(name: str) -> None:
+    """Every phase leaves its result where the next one wants it."""
+    steps = [step for program in whole(cases(6)[name], Grid(hosts=3, local=2)) for step in program.cycle()]
+    assert not any(isinstance(step, LocalCopy) for step in steps)
+
+
+def test_only_reduce_scatter_and_all_to_all_keep_something_between_phases() -> None:
+    """As much as has to go to other hosts; the sums of the own host, too."""
+    grid = Grid(hosts=3, local=2)
+    kept = {call.operation: scratch_bytes(phases(call, grid, 0)) for call in cases(6).values()}
+    assert {name: size for name, size in kept.items() if size} == {"reduce_scatter": 3 * 5, "all_to_all": 2 * 2 * 3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_host_needs_no_network(name: str) -> None:
+    """Nothing is done between hosts, nor kept for it."""
+    found = phases(cases(4)[name], Grid(hosts=1, local=4), 1, slice_bytes=SLICE)
+    assert {phase.level for phase in found} == {"inside"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]),
+    hosts=st.integers(1, 4),
+    local=st.integers(1, 4),
+    block=st.integers(1, 1 << 20).map(lambda units: 16 * units),
+    slices=st.sampled_from([None, 1 << 20]),
+    nic=st.floats(1, 400),
+)
+def test_no_call_beats_its_links(name: str, hosts: int, local: int, block: int, slices: int | None, nic: float) -> None:
+    """The clock is never below the time of the bytes over the network card, nor over the links inside."""
+    grid = Grid(hosts=hosts, local=local)
+    n = grid.world_size
+    call = {
+        "all_gather": all_gather(n, block),
+        "all_to_all": all_to_all([[block] * n] * n),
+        "reduce_scatter": reduce_scatter(n, block),
+        "all_reduce": all_reduce(n, n * block),
+    }[name]
+    twice, many = (2 if name == "all_reduce" else 1), (local if name == "all_to_all" else 1)
+    slices = None if slices is None else max(slices, n * block // 4)
+    us = simulate(whole(call, grid, slice_bytes=slices), FREE, network=Network(local=local, nic_gb_per_s=nic)).us
+    network_us = twice * many * (hosts - 1) * block / nic / 1000
+    inside_us = twice * hosts * (local - 1) * block / H200.push_gb_per_s / 1000
+    assert us >= 0.999 * max(network_us, inside_us)
+
+
+def test_slices_let_the_levels_run_at_the_same_time() -> None:
+    """All_reduce of 1 GiB on 2 hosts of 8: in slices it takes less than nine tenths of what it takes as a whole."""
+    call, grid, network = all_reduce(16, 1024 * MIB), Grid(hosts=2, local=8), Network(local=8)
+    plain = simulate(whole(call, grid, slice_bytes=None), network=network).us
+    assert simulate(whole(call, grid, slice_bytes=128 * MIB), network=network).us < 0.9 * plain
+
+
+def test_a_resident_gemm_holds_up_what_goes_between_hosts_and_not_what_is_pushed_inside() -> None:
+    """The own host's blocks of an all_gather come; those of others when the GEMM has ended."""
+    programs = whole(all_gather(4, MIB), Grid(hosts=2, local=2))
+    steps = simulate(programs, network=Network(local=2), sms_free_us=5000).steps
+    inside = [t.end_us for t in steps if isinstance(t.step, Copy) and t.step.peer // 2 == t.rank // 2]
+    between = [t.end_us for t in steps if isinstance(t.step, Copy) and t.step.peer // 2 != t.rank // 2]
+    assert sorted(inside)[3] < 5000 < min(between)
+
+
+def test_ranks_have_to_make_whole_hosts() -> None:
+    """Three ranks on hosts of two are none."""
+    with pytest.raises(Misconfigured, match="give a divisor"):
+        simulate(plan_all(barrier(3)), network=Network(local=2))
+
+
+def test_a_model_of_several_hosts_is_not_run() -> None:
+    """It is for the checker and the clock: lowering it would take NCCL's part for copies."""
+    with pytest.raises(Misconfigured, match="run the phases one by one"):
+        lower(whole(barrier(4), Grid(hosts=2, local=2))[0], Addresses(output_flags=(16, 16, 16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grid(hosts=0, local=2), "at least one of each"),
+        (lambda: phases(barrier(4), Grid(hosts=2, local=3), 0), "do not fit"),
+        (lambda: phases(barrier(4), Grid(hosts=2, local=2), 4), "do not fit"),
+        (lambda: phases(gather(4, 1), Grid(hosts=2, local=2), 0), "gather over several hosts: allowed are all_gather"),
+        (lambda: phases(all_gather(4, [1, 2, 3, 4]), Grid(hosts=2, local=2), 0), "blocks of one size"),
+        (lambda: phases(barrier(4), Grid(hosts=2, local=2), 0, slice_bytes=0), "slice_bytes=0"),
+    ],
+)
+def test_a_call_that_cannot_be_is_refused(make: object, message: str) -> None:
+    """The text says what is allowed."""
+    assert callable(make)
+    with pytest.raises(Misconfigured, match=message):
+        make()

@@ -1,0 +1,175 @@
+"""The best tuning is never slower than the plain one, the same for all who ask, and what the sizes make one expect."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from cases import NAMES, case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterpoint.collectives.calls import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
+from counterpoint.collectives.check import check
+from counterpoint.collectives.plan import DEFAULT, plan_all
+from counterpoint.collectives.program import Call, Copy, Program, Tuning
+from counterpoint.collectives.simulate import H200, Prediction, Rates, bus_gb_per_s, simulate
+from counterpoint.collectives.tuning import best_tuning, candidates
+from counterpoint.errors import Misconfigured
+
+MIB = 1 << 20
+SIZES = tuple(1 << power for power in (20, 22, 24, 26, 28, 30))  # of the full array
+
+
+def us(call: Call, tuning: Tuning, rates: Rates = H200) -> float:
+    return simulate(plan_all(call, tuning), rates).us
+
+
+def reduction(operation: str, world_size: int, num_bytes: int) -> Call:
+    if operation == "all_reduce":
+        return all_reduce(world_size, num_bytes)
+    return reduce_scatter(world_size, num_bytes // world_size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_to_all"]),
+    world_size=st.integers(1, 8),
+    size=st.integers(0, 1 << 24),
+    copy_us=st.floats(0, 20),
+    hbm_gb_per_s=st.floats(100, 5000),
+)
+def test_it_is_never_slower_than_the_default(
+    name: str, world_size: int, size: int, copy_us: float, hbm_gb_per_s: float
+) -> None:
+    """On the clock, for any size and rates, where blocks have one size."""
+    rates = replace(H200, copy_us=copy_us, hbm_gb_per_s=hbm_gb_per_s)
+    call = {
+        "all_gather": all_gather(world_size, size),
+        "all_reduce": all_reduce(world_size, size),
+        "reduce_scatter": reduce_scatter(world_size, size),
+        "broadcast": broadcast(world_size, size),
+        "all_to_all": all_to_all([[size] * world_size] * world_size),
+    }[name]
+    assert us(call, best_tuning(call, rates), rates) <= us(call, DEFAULT, rates)
+
+
+def test_calls_with_splits_are_not_simulated() -> None:
+    """They may differ from call to call, and nothing is to be chosen."""
+    assert len(candidates(all_to_all([[1, 2], [3, 4]]))) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_candidate_is_right(name: str, world_size: int) -> None:
+    """The checker passes all of them, after each other."""
+    call, _ = case(name, world_size)
+    assert check([plan_all(call, tuning) for tuning in candidates(call)]).violations == ()
+
+
+def test_equal_calls_get_equal_answers() -> None:
+    """Also without the cache: ranks ask for themselves, and must agree."""
+    asked = [best_tuning.__wrapped__(reduce_scatter(8, 128 * MIB)) for _ in range(2)]
+    assert asked[0] == asked[1]
+
+
+def test_it_is_cheap_when_asked_again() -> None:
+    """A call that was seen before costs a look-up: below 0.1 ms."""
+    call = all_reduce(8, 1024 * MIB)
+    best_tuning(call)
+    started = time.perf_counter()
+    for _ in range(100):
+        best_tuning(call)
+    assert time.perf_counter() - started < 0.01
+
+
+def test_it_asks_for_no_more_chunks_than_there_are_flags() -> None:
+    """With room for one arrival nothing is cut."""
+    assert best_tuning(reduce_scatter(8, 128 * MIB), max_chunks=1) == DEFAULT
+
+
+def test_it_needs_room_for_one_arrival() -> None:
+    """No flags, no call."""
+    with pytest.raises(Misconfigured, match="give 1 or more"):
+        best_tuning(barrier(2), max_chunks=0)
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_an_all_gather_in_place_doubles(num_bytes: int) -> None:
+    """At 8 ranks 3 copies instead of 7, and not a byte more: for every size."""
+    assert best_tuning(all_gather(8, num_bytes // 8)) == Tuning(algorithm="doubling")
+
+
+def test_a_small_all_gather_is_a_third_faster_than_a_direct_one() -> None:
+    """1 MiB at 8 ranks."""
+    call = all_gather(8, MIB // 8)
+    assert us(call, best_tuning(call)) < 0.67 * us(call, Tuning(arrivals="together"))
+
+
+def test_a_small_all_reduce_gathers_and_a_large_one_does_not() -> None:
+    """The crossover of 8 ranks lies between 1 and 16 MiB."""
+    found = [best_tuning(all_reduce(8, size)).algorithm for size in (MIB, 16 * MIB)]
+    assert found == ["doubling", "direct"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
+def test_best_reductions_grow_no_slower_with_size(operation: str, world_size: int) -> None:
+    """Bus bandwidth never falls from one size to the next."""
+    calls = [(size, reduction(operation, world_size, size)) for size in SIZES]
+    found = [bus_gb_per_s(operation, size, world_size, us(call, best_tuning(call))) for size, call in calls]
+    assert all(small < large for small, large in pairwise(found))
+
+
+def idle_us(prediction: Prediction, rank: int) -> float:
+    """How long the engine of `rank` stood still between its first copy and its last."""
+    copies = [timed for timed in prediction.steps if timed.rank == rank and isinstance(timed.step, Copy)]
+    return copies[-1].end_us - copies[0].start_us - sum(timed.end_us - timed.start_us for timed in copies)
+
+
+def programs(operation: str, world_size: int, num_bytes: int) -> tuple[Program, ...]:
+    call = reduction(operation, world_size, num_bytes)
+    return plan_all(call, best_tuning(call))
+
+
+@pytest.mark.parametrize("num_bytes", [256 * MIB, 1024 * MIB])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
+def test_links_do_not_wait_for_reductions(operation: str, world_size: int, num_bytes: int) -> None:
+    """Between two copies there is the time of batches and events, never that of the reduction of a whole shard."""
+    made = programs(operation, world_size, num_bytes)
+    prediction, steps = simulate(made), len(made[0].cycle())
+    flags_us = steps * (H200.batch_us + H200.signal_us + H200.event_us) + H200.kernel_us
+    reduction_us = (world_size + 1) * num_bytes / world_size / H200.hbm_gb_per_s / 1000
+    assert idle_us(prediction, 0) < max(flags_us, 0.2 * reduction_us)
+
+
+@pytest.mark.parametrize(
+    ("operation", "world_size", "num_bytes", "share"),
+    [
+        *(("reduce_scatter", size, 1024 * MIB, 0.925) for size in (2, 4, 8)),
+        *(("all_reduce", size, 1024 * MIB, 0.96) for size in (2, 4)),
+        ("all_reduce", 8, 1024 * MIB, 0.945),
+        *(("all_reduce", size, 4096 * MIB, 0.98) for size in (2, 4, 8)),
+        *(("reduce_scatter", size, 4096 * MIB, 0.96) for size in (2, 4, 8)),
+    ],
+)
+def test_large_reductions_are_close_to_the_bound(operation: str, world_size: int, num_bytes: int, share: float) -> None:
+    """The bound is the larger of the time of the bytes on the link and of the reductions in memory."""
+    shard = num_bytes / world_size
+    link_us = (2 if operation == "all_reduce" else 1) * (world_size - 1) * shard / H200.push_gb_per_s / 1000
+    reduce_us = (world_size + 1) * shard / H200.hbm_gb_per_s / 1000
+    assert max(link_us, reduce_us) > share * simulate(programs(operation, world_size, num_bytes)).us
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_everything_that_needs_no_sum_is_pushed_while_a_gemm_holds_the_sms(operation: str, num_bytes: int) -> None:
+    """All slices have left before the first reduction can begin."""
+    made, free_us = programs(operation, 8, num_bytes), 1e5
+    prediction = simulate(made, sms_free_us=free_us)
+    copies = [timed for timed in prediction.steps if isinstance(timed.step, Copy)]
+    sliced = [timed.end_us for timed in copies if timed.step.target.buffer == "staging"]  # type: ignore[union-attr]
+    assert max(sliced) < free_us
