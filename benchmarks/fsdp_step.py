@@ -1,0 +1,238 @@
+"""One training step of FSDP2, forward and backward, by torch's collectives and by ours, between bound and floor.
+
+    torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --out results/fsdp-step.json
+    torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --model 70b --layers 4 --out results/fsdp-step-70b.json
+    torchrun --nproc-per-node 2 benchmarks/fsdp_step.py --device cpu --model tiny --tokens 32 --rounds 2
+
+`bound`: both collectives do nothing, FSDP2's copies stay; `floor`: not sharded at all. `won` is which part of
+(best stock - bound) a variant wins. Variants are interleaved in rounds of `--steps` steps; median of a rank, maximum
+over ranks; the first round is dropped. Host: what the launching thread needs for the first step of a round, with
+nothing queued before. Memory, losses and norms come from a pass before, in which nothing else is on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
+from provenance import provenance, write_result
+
+from counterpoint.parallel.fsdp import Options
+
+COLUMNS = ("tokens", "variant", "ms", "times", "won", "host ms", "peak GB", "of stock", "loss", "norm")
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+Step = Callable[[], object]
+
+
+class Bench:
+    """This rank: the model, its variants, and how to time them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rank = args, dist.get_rank()
+        self.device = (
+            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
+        )
+        self.shape = replace(SHAPES[args.model], layers=args.layers)
+        reduce_dtype = getattr(torch, args.reduce_dtype)
+        torch.manual_seed(self.rank)
+        self.sharded = Sharded(
+            self.shape, self.device, reduce_dtype=reduce_dtype, compiled=args.compile, head_apart=args.head_apart
+        )
+        self.variants = list(self.sharded.stock_variants())
+        self.handle: Any = None
+        self.floor: Any = None
+
+    def synchronize(self) -> None:
+        """All ranks, GPUs included, at one moment."""
+        dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def step(self, model: Any, tokens: int) -> Step:
+        """Forward and backward on one batch; gradients are dropped."""
+        text = batch(self.shape, tokens, self.device, seed=self.rank)
+
+        def step() -> None:
+            model(*text).backward()
+            model.zero_grad(set_to_none=True)
+
+        return step
+
+    def looked_at(self, variant: Variant, tokens: int) -> dict[str, float]:
+        """Loss, norm of the gradients and peak memory of torch's allocator, after two steps; GB."""
+        self.sharded.use(variant)
+        step, model = self.step(self.sharded.model, tokens), self.sharded.model
+        for _ in range(2):
+            step()
+        self.reset_peak()
+        loss = model(*batch(self.shape, tokens, self.device, seed=self.rank))
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
+        norm: Any = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
+        seen = {"loss": loss.item(), "norm": norm.full_tensor().item(), "peak_gb": peak}
+        model.zero_grad(set_to_none=True)
+        return seen
+
+    def reset_peak(self) -> None:
+        self.synchronize()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def outside_gb(self) -> float:
+        """Device memory in use that torch's allocator does not know: symmetric memory is there."""
+        if self.device.type != "cuda":
+            return 0.0
+        self.synchronize()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return (total - free - torch.cuda.memory_reserved(self.device)) / 1e9
+
+    def look(self, tokens: int) -> dict[str, dict[str, float]]:
+        """Of stock alone on the GPU, then of ours, whose symmetric memory counts."""
+        seen = {variant.name: self.looked_at(variant, tokens) for variant in self.variants if "stock" in variant.name}
+        if self.handle is None:
+            self.before_gb = self.outside_gb()
+            self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0))
+            self.variants += ours
+        for variant in (variant for variant in self.variants if "overlap" in variant.name):
+            seen[variant.name] = self.looked_at(variant, tokens)
+            seen[variant.name]["peak_gb"] += self.outside_gb() - self.before_gb
+        return seen
+
+    def block(self, step: Step) -> tuple[float, float]:
+        """ms of a step within several, and of the host for the first of them."""
+        step()
+        self.synchronize()
+        started = time.perf_counter()
+        step()
+        host_ms = (time.perf_counter() - started) * 1e3
+        for _ in range(self.args.steps - 1):
+            step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - started) * 1e3 / self.args.steps, host_ms
+
+    def timed(self, tokens: int) -> dict[str, tuple[float, float]]:
+        """ms and host ms of every variant."""
+        if self.floor is None:
+            self.variants.append(self.sharded.bound())
+            self.floor = unsharded(self.shape, self.device, compiled=self.args.compile)
+        step, floor = self.step(self.sharded.model, tokens), self.step(self.floor, tokens)
+        found: dict[str, list[tuple[float, float]]] = {}
+        for index in range(self.args.rounds + 1):
+            for variant in self.variants:
+                self.sharded.use(variant)
+                found.setdefault(variant.name, []).append(self.block(step))
+            found.setdefault("floor", []).append(self.block(floor))
+            if index == 0:
+                found.clear()
+        mine = {name: tuple(median(column) for column in zip(*times, strict=True)) for name, times in found.items()}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        return {name: (max(r[name][0] for r in ranks), max(r[name][1] for r in ranks)) for name in mine}
+
+
+def summary(
+    tokens: int, times: dict[str, tuple[float, float]], looks: dict[str, dict[str, float]]
+) -> list[dict[str, Any]]:
+    """A row for each variant: how it stands between the best stock and the bound, and its memory beside plain stock."""
+    best = min(ms for name, (ms, _) in times.items() if name.startswith("stock"))
+    room = best - times["bound"][0]
+    rows = []
+    for name, (ms, host_ms) in times.items():
+        row = {"tokens": tokens, "variant": name, "ms": ms, "times": best / ms, "host_ms": host_ms}
+        row["won"] = (best - ms) / room if room > 0 else None
+        if name in looks:
+            stock_gb = looks["stock"]["peak_gb"]
+            row |= looks[name] | {"of_stock": looks[name]["peak_gb"] / stock_gb if stock_gb else None}
+        rows.append(row)
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """As printed, in the order of `COLUMNS`."""
+    formats = {
+        "tokens": "d", "variant": "", "ms": ".1f", "times": ".3f", "won": ".0%", "host_ms": ".1f", "peak_gb": ".2f",
+        "of_stock": ".3f", "loss": ".6f", "norm": ".4f",
+    }  # fmt: skip
+    return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
+
+
+def show(table: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192], help="per GPU and step")
+    parser.add_argument("--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    parser.add_argument(
+        "--head-apart", action="store_true", help="embedding, and norm with head, are modules of their own (torchtitan)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4, help="of a round")
+    parser.add_argument("--out", type=Path, help="where to keep the result")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
+    os.environ.update(NO_MULTICAST)
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    bench = Bench(args)
+    looks = {tokens: bench.look(tokens) for tokens in args.tokens}
+    rows: list[dict[str, Any]] = []
+    for tokens in args.tokens:
+        new = summary(tokens, bench.timed(tokens), looks[tokens])
+        rows += new
+        if bench.rank == 0:
+            show([COLUMNS, *map(cells, new)])
+    if bench.rank == 0:
+        print(bench.handle, flush=True)
+        if args.out is not None:
+            write(args.out, rows, bench)
+    bench.sharded.use(bench.variants[0])
+    bench.synchronize()
+    bench.handle.restore()
+    dist.destroy_process_group()
+
+
+def write(path: Path, rows: list[dict[str, Any]], bench: Bench) -> None:
+    """JSON with where it came from, and the table beside it."""
+    facts = provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"])
+    facts |= {"torch": torch.__version__, "world_size": dist.get_world_size(), "environment": NO_MULTICAST}
+    if bench.device.type == "cuda":
+        facts |= {
+            "gpu": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+            "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    options = {name: value for name, value in vars(bench.args).items() if name != "out"}
+    record = {"provenance": facts, "options": options, "rows": rows, "report": str(bench.handle).splitlines()}
+    write_result(path, record, COLUMNS, [cells(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The two hooks of FSDP2, and what torch waits for: `Communicator` calls in the form in which torch makes them.
+
+torch calls `allocate` for the output of an all-gather, writes this rank's shard into its place there, and gathers in
+place. A reduce-scatter needs nothing symmetric: slices go from where FSDP2 put them into the peers' staging, and the
+sum goes to where FSDP2 wants it; so its buffers, the later gradients among them, come from torch's own allocator, with
+the lifetimes that torch gives them.
+
+Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`):
+
+- Output of a gather: allocated on the copy-in stream and this rank's shard written there; the hook is called with the
+  gather stream current, which waits for the copy-in stream; read by the copy-out on the compute stream, behind an event
+  that FSDP2 records after the hook. The host drops it while the GPU is far behind: one module later in the forward
+  pass, at once in the backward pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out.
+- So it may be used again, and its peers be told so, behind what is queued at that moment on **the stream that made it
+  and the one that the call ran on**; that is what `Communicator.empty` promises, and nothing has to be recorded here.
+  The stream that is current when it dies, the compute stream, has more queued than has to be waited for. Of a gather in
+  vain (prefetched, never used) only the call's own stream knows the end: it is dropped with no wait of the other.
+- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it copies out.
+- Input of a scatter: allocated and written on the compute stream, read by the call on the scatter stream, dropped after
+  the compute stream was made to wait for the call. Output: allocated on the scatter stream, written by the call, cast
+  there or reduced further (HSDP) on the all-reduce stream; without a cast the gradient is a view of it.
+- Nothing symmetric outlives a step: parameters are copied out, and gradients are in plain memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work as TorchWork
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.fsdp_report import Traffic
+
+__all__ = ["Communicators", "GatherHook", "ScatterHook", "op_and_factor"]
+
+
+class Communicators:
+    """One for each set of ranks: process groups of the same ranks share it.
+
+    All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
+    ranks' numbers, so nobody waits for one who waits for him.
+
+    Args:
+        groups: process groups of this rank, in any order.
+        make: group to communicator.
+    """
+
+    def __init__(self, groups: Sequence[Any], make: Callable[[Any], Communicator]) -> None:
+        self._by_ranks: dict[tuple[int, ...], Communicator] = {}
+        self._by_group: dict[Any, Communicator] = {}
+        by_ranks = {_ranks(group): group for group in groups}
+        try:
+            for ranks in sorted(by_ranks):
+                self._by_ranks[ranks] = make(by_ranks[ranks])
+        except BaseException:
+            self.close()
+            raise
+
+    def of(self, group: Any) -> Communicator:
+        """That of the ranks of `group`.
+
+        Raises:
+            Misconfigured: there is none: FSDP2 was given other ranks since.
+        """
+        known = self._by_group.get(group)
+        if known is None:
+            known = self._by_ranks.get(_ranks(group))
+            if known is None:
+                raise Misconfigured(
+                    f"FSDP2 communicates over ranks {list(_ranks(group))}, which it did not when overlap() was called; "
+                    "call restore(), and overlap(model) anew"
+                )
+            self._by_group[group] = known
+        return known
+
+    def check(self) -> None:
+        """Raises what ended one of them, if something did."""
+        for communicator in self._by_ranks.values():
+            communicator.check()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for communicator in self._by_ranks.values():
+            communicator.close()
+
+
+class GatherHook(AllGather):
+    """torch's `AllGather` of one module.
+
+    Args:
+        communicators: of all groups of the module.
+        next_group: the group of the next call, which `allocate` is not told.
+        channel: on which the calls run.
+        seen: called at each gather.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        next_group: Callable[[], Any],
+        *,
+        channel: int,
+        seen: Callable[[], None],
+    ) -> None:
+        self._communicators, self._next_group, self._channel, self._seen = communicators, next_group, channel, seen
+        self._calls = 0
+        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)
+        self._made: tuple[Communicator | None, int] = None, 0  # whose the latest output from here is, and its address
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An output in symmetric memory, on the model's device; peers learn that it is free when torch drops it."""
+        communicator = self._communicators.of(self._next_group())
+        output: torch.Tensor = communicator.empty(*size, dtype=dtype, early_release=True)
+        self._made = communicator, output.data_ptr()
+        return output
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> TorchWork | None:
+        """As `all_gather_into_tensor`, on the current stream; with `async_op` on the channel's own."""
+        communicator = self._communicators.of(group)
+        self._seen()
+        work = communicator.all_gather(output_tensor, input_tensor, channel=self._channel, async_op=async_op)
+        own_place = input_tensor.data_ptr() - communicator.rank * input_tensor.nbytes
+        in_place = self._made == (communicator, output_tensor.data_ptr()) and own_place == output_tensor.data_ptr()
+        self._calls += 1
+        self._latest = (output_tensor.nbytes, output_tensor.dtype, in_place)
+        return None if work is None else _Awaited(work)
+
+    def traffic(self) -> Traffic:
+        """What the calls so far were."""
+        if not self._calls:
+            return Traffic()
+        num_bytes, dtype, in_place = self._latest
+        return Traffic(
+            calls=self._calls, num_bytes=num_bytes, dtype=_name(dtype), copied_bytes=0 if in_place else num_bytes
+        )
+
+
+class ScatterHook(ReduceScatter):
+    """torch's `ReduceScatter` of one module.
+
+    Args:
+        communicators: of all groups of the module.
+        channel: on which the calls run.
+        seen: called at each call.
+    """
+
+    def __init__(self, communicators: Communicators, *, channel: int, seen: Callable[[], None]) -> None:
+        self._communicators, self._channel, self._seen = communicators, channel, seen
+        self._calls = 0
+        self._latest: tuple[int, torch.dtype, str, float] = (0, torch.float32, "", 1.0)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Input or output, in plain memory of the current stream."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> TorchWork | None:
+        """As `reduce_scatter_tensor`, but for the sum, which is rounded once; on the current stream."""
+        self._seen()
+        name, factor = op_and_factor(op)
+        work = self._communicators.of(group).reduce_scatter(
+            output_tensor, input_tensor, name, factor=factor, channel=self._channel, async_op=async_op
+        )
+        self._calls += 1
+        self._latest = (input_tensor.nbytes, input_tensor.dtype, name, factor)
+        return None if work is None else _Awaited(work)
+
+    def traffic(self) -> Traffic:
+        """What the calls so far were."""
+        if not self._calls:
+            return Traffic()
+        num_bytes, dtype, name, factor = self._latest
+        op = f"{name} {factor:g}" if name == "premul_sum" else name
+        return Traffic(calls=self._calls, num_bytes=num_bytes, dtype=_name(dtype), op=op)
+
+
+def op_and_factor(op: Any) -> tuple[str, float]:
+    """torch's ReduceOp as the name that `Communicator` takes, and the factor of PREMUL_SUM."""
+    factor: Any = None
+    if not isinstance(op, dist.ReduceOp.RedOpType):
+        op, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    return op.name.lower(), 1.0 if factor is None else float(factor)
+
+
+class _Awaited(TorchWork):
+    """A `Work` of ours that torch takes for one of its own: it waits for nothing else."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `Work.wait`."""
+        return self._work.wait(timeout.total_seconds() if timeout else None)
+
+    def is_completed(self) -> bool:
+        """As `Work.is_completed`."""
+        return self._work.is_completed()
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,180 @@
+"""What FSDP2 made of a model, read once: which modules gather together, over which ranks, and how many bytes.
+
+torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but a module cannot be asked for its
+process groups. This is the only file that looks inside FSDP2, at names that are the same in torch 2.11 and 2.13 but for
+one (`_fsdp_param_group`, then `_fsdp_param_groups`); where one is missing it says so, whatever the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from counterpoint.errors import Misconfigured, Unsupported
+
+__all__ = [
+    "HOOKS",
+    "ShardedModule",
+    "gather_group",
+    "is_prefetching",
+    "present_hooks",
+    "sharded_modules",
+    "unmanaged_bytes",
+]
+
+HOOKS = ("all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedModule:
+    """An FSDP2 module (or several that were given to `fully_shard` together) with parameters of its own.
+
+    Args:
+        name: in the model, or names; `(root)` for the model itself.
+        module: whose hooks are set.
+        parameters: FSDP2's own record of them.
+        device: torch.device on which they are gathered.
+        shard_group: process group over which it gathers and scatters; None if it only replicates.
+        post_forward_group: the smaller group over which it gathers again in the backward pass
+            (`reshard_after_forward` is a number); None if there is none.
+        gather_bytes: of the whole gathered parameters, in the dtype in which they are gathered.
+        replicas: of the shards; their all-reduce (HSDP) is torch's.
+    """
+
+    name: str
+    module: Any
+    parameters: Any
+    device: Any
+    shard_group: Any
+    post_forward_group: Any = None
+    gather_bytes: int = 0
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Over which it is sharded, counted in the job."""
+        import torch.distributed as dist
+
+        return () if self.shard_group is None else tuple(dist.get_process_group_ranks(self.shard_group))
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Those of several ranks, in which there is something to communicate."""
+        both = (self.shard_group, self.post_forward_group)
+        return tuple(group for group in both if group is not None and group.size() > 1)
+
+
+def sharded_modules(model: Any) -> tuple[ShardedModule, ...]:
+    """All of them in `model`, in the order of `named_modules`.
+
+    Raises:
+        Misconfigured: there is none, or FSDP1 wraps a part of the model.
+        Unsupported: this torch has no such hooks; CPU offload; several meshes in one module.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    missing = [f"FSDPModule.set_custom_{hook}" for hook in HOOKS if not hasattr(FSDPModule, f"set_custom_{hook}")]
+    if missing:
+        raise Unsupported(f"{_torch()} has no {', '.join(missing)}; use torch 2.11 or newer")
+    found: dict[int, ShardedModule] = {}
+    names = {module: path or "(root)" for path, module in model.named_modules()}
+    for module, name in names.items():
+        if isinstance(module, FullyShardedDataParallel):
+            raise Misconfigured(f"{name} is wrapped by FSDP1 (FullyShardedDataParallel); use fully_shard (FSDP2)")
+        if isinstance(module, FSDPModule):
+            for parameters in _parameter_groups(module, name):
+                if id(parameters) not in found:
+                    found[id(parameters)] = _described(module, parameters, names)
+    if not found:
+        raise Misconfigured(
+            "no module of this model is sharded by FSDP2: call torch.distributed.fsdp.fully_shard on its blocks and on "
+            "the model first, then overlap(model)"
+        )
+    return tuple(found.values())
+
+
+def gather_group(module: ShardedModule) -> Any:
+    """The group over which its next all-gather goes: another one while it is sharded for the backward pass."""
+    if module.post_forward_group is None:
+        return module.shard_group
+    return _inside(module.parameters, "_all_gather_process_group")
+
+
+def present_hooks(module: ShardedModule) -> tuple[Any, Any]:
+    """The all-gather and the reduce-scatter that are in use now."""
+    return _inside(module.parameters, "_all_gather_comm"), _inside(module.parameters, "_reduce_scatter_comm")
+
+
+def is_prefetching(module: ShardedModule) -> bool:
+    """Whether somebody has told FSDP2 which modules to gather ahead of this one."""
+    state = _inside(module.module, "_get_fsdp_state")()
+    return bool(_inside(state, "_states_to_forward_prefetch") or _inside(state, "_states_to_backward_prefetch"))
+
+
+def unmanaged_bytes(model: Any, modules: Sequence[ShardedModule]) -> int:
+    """Of parameters that are in no FSDP2 module: ignored ones, or parts of the model that were not sharded."""
+    managed = {id(_inside(one, "sharded_param")) for module in modules for one in module.parameters.fsdp_params}
+    return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in managed)
+
+
+def _parameter_groups(module: Any, name: str) -> tuple[Any, ...]:
+    """FSDP2's groups of parameters of a module: one; none, if all its parameters belong to modules inside it."""
+    state = _inside(module, "_get_fsdp_state")()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = tuple(state._fsdp_param_groups)
+    else:
+        only = _inside(state, "_fsdp_param_group")
+        groups = () if only is None else (only,)
+    if len(groups) > 1:
+        raise Unsupported(
+            f"{name} is sharded over {len(groups)} meshes (shard_placement_fn), for which torch takes no custom "
+            "collectives; call fully_shard on the modules of each mesh instead"
+        )
+    return groups
+
+
+def _described(module: Any, parameters: Any, names: Mapping[Any, str]) -> ShardedModule:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(_inside(parameters, "offload_policy"), CPUOffloadPolicy):
+        raise Unsupported(
+            f"{names[module]} offloads its parameters to the CPU, where no copy engine reaches them; leave out "
+            "offload_policy"
+        )
+    mesh = _inside(parameters, "mesh_info")
+    shard_group = getattr(mesh, "shard_process_group", None)  # replicate() has none
+    smaller = getattr(_inside(parameters, "post_forward_mesh_info"), "shard_process_group", None)
+    return ShardedModule(
+        name=", ".join(names[one] for one in _inside(parameters, "modules") if one in names),
+        module=module,
+        parameters=parameters,
+        device=_inside(parameters, "device"),
+        shard_group=shard_group,
+        post_forward_group=None if smaller is shard_group else smaller,
+        gather_bytes=0 if shard_group is None else shard_group.size() * sum(_shard_bytes(parameters)),
+        replicas=getattr(mesh, "replicate_mesh_size", 1),
+    )
+
+
+def _shard_bytes(parameters: Any) -> Iterator[int]:
+    """Bytes of this rank's part of each parameter, padded as it is sent."""
+    dtype = _inside(parameters, "mp_policy").param_dtype
+    for parameter in _inside(parameters, "fsdp_params"):
+        sent = dtype or _inside(parameter, "sharded_param").dtype
+        yield _inside(parameter, "padded_sharded_param_size").numel() * sent.itemsize
+
+
+def _inside(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise Unsupported(
+            f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
+            "use one of these, or a newer counterpoint"
+        )
+    return getattr(owner, name)
+
+
+def _torch() -> str:
+    import torch
+
+    return f"torch {torch.__version__}"

@@ -1,0 +1,94 @@
+"""What `overlap` did, as data: which collectives of each FSDP2 module were replaced, and what they have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from counterpoint.records.base import Record
+
+__all__ = ["ModuleReport", "Report", "Traffic"]
+
+
+class Traffic(Record, frozen=True, kw_only=True):
+    """The calls of one hook.
+
+    Args:
+        calls: how many so far.
+        num_bytes: of the whole array in the latest of them: gathered parameters, or gradients before they are reduced.
+        dtype: torch's name of it.
+        op: how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather.
+        copied_bytes: what the latest call copied besides sending it: 0 if it was in place.
+    """
+
+    calls: int = 0
+    num_bytes: int = 0
+    dtype: str = ""
+    op: str = ""
+    copied_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return "no call yet"
+        how = f"{self.copied_bytes / 1e6:,.1f} MB copied" if self.copied_bytes else "in place"
+        kind = " ".join(part for part in (self.dtype, self.op) if part)
+        return f"{self.calls} x {self.num_bytes / 1e6:,.1f} MB {kind}, {how}"
+
+
+class ModuleReport(Record, frozen=True, kw_only=True):
+    """One FSDP2 module.
+
+    Args:
+        name: in the model.
+        ranks: over which it is sharded, counted in the job.
+        replicas: how many times there are such shards (HSDP); torch adds their gradients up.
+        gather_bytes: of its whole parameters in the dtype in which they are gathered.
+        all_gather: what the hook has done; None if torch's own collective is in use.
+        reduce_scatter: likewise.
+        torch_why: why torch's own collectives stay; empty if they do not.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    gather_bytes: int
+    replicas: int = 1
+    all_gather: Traffic | None = None
+    reduce_scatter: Traffic | None = None
+    torch_why: str = ""
+
+
+class Report(Record, frozen=True, kw_only=True):
+    """All modules. Prints as a table.
+
+    Args:
+        modules: in the order of `named_modules`.
+        prefetch: what became of `Options.prefetch`; empty if it was not given.
+        unmanaged_bytes: of parameters that FSDP2 does not manage: nobody gathers or scatters them.
+    """
+
+    modules: tuple[ModuleReport, ...]
+    prefetch: str = ""
+    unmanaged_bytes: int = 0
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
+        lines = _aligned(rows)
+        if any(module.replicas > 1 for module in self.modules):
+            lines.append("all_reduce between replicas: torch's")
+        if self.prefetch:
+            lines.append(f"prefetch: {self.prefetch}")
+        if self.unmanaged_bytes:
+            lines.append(f"{self.unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module")
+        return "\n".join(lines)
+
+
+def _cells(module: ModuleReport) -> tuple[str, ...]:
+    hooks = (module.all_gather, module.reduce_scatter)
+    own = (f"torch's: {module.torch_why}", "torch's")
+    shown = (text if hook is None else str(hook) for hook, text in zip(hooks, own, strict=True))
+    ranks = f"{len(module.ranks)} x {module.replicas}" if module.replicas > 1 else str(len(module.ranks))
+    return (module.name, ranks, *shown)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,93 @@
+"""FSDP2 with zero-SM collectives beside stock FSDP2, between real processes: every way to train gives the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsdp_training as training
+import pytest
+from fsdp_training import BF16, CASES, Case
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_is_that_of_stock(two_ranks: Ranks, case: Case) -> None:
+    """Losses, gradients, norms and parameters, bit by bit; in every module our hooks moved the data, in place."""
+    assert two_ranks.run(training.beside_stock, case) == [([], [])] * 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_hybrid_sharding_is_that_of_stock(four_ranks: Ranks, microbatches: int) -> None:
+    """HSDP, two replicas of two shards each: ours within a replica, torch's all-reduce between them."""
+    case = Case(policy=BF16, mesh=(2, 2), microbatches=microbatches)
+    assert four_ranks.run(training.beside_stock, case) == [([], [])] * 4
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+def test_sums_of_four_are_as_exact_as_those_of_stock(four_ranks: Ranks, reshard: bool | int) -> None:
+    """Sharded over four, and over two after forward: errors of gradients at most twice those of gloo's sums."""
+    errors = four_ranks.run(training.rounding, Case(mesh=(4,), reshard=reshard, steps=1))
+    assert [row for rank in errors for row in rank if row[1] > 2 * row[2]] == []
+
+
+def test_the_smaller_group_gathers_in_place(four_ranks: Ranks) -> None:
+    """Parameters kept on two of four ranks are gathered again by a communicator of these two, in symmetric memory."""
+    for _, wrong in four_ranks.run(training.beside_stock, Case(mesh=(4,), reshard=2, steps=1)):
+        assert wrong == []
+
+
+def test_gradients_are_scattered_once_a_step(two_ranks: Ranks) -> None:
+    """Of three microbatches only the last scatters; layers are gathered twice in each of them, the root once."""
+    layers, root = (6, 1, "avg"), (3, 1, "avg")
+    case = Case(microbatches=3, steps=1)
+    assert two_ranks.run(training.gathers_and_scatters, case) == [[root, layers, layers, layers]] * 2
+
+
+def test_sizes_are_foreseen(two_ranks: Ranks) -> None:
+    """The report says before the first step how much each module gathers, with what FSDP2 pads."""
+    for sizes in two_ranks.run(training.sizes):
+        assert [(foreseen, foreseen) for foreseen, _ in sizes] == sizes
+
+
+def test_premultiplied_sums_are_those_of_stock(two_ranks: Ranks) -> None:
+    """A gradient divide factor of 4 comes as PREMUL_SUM, and gives the bits of a division after the sum."""
+    assert two_ranks.run(training.premultiplied) == [[]] * 2
+
+
+def test_asynchronous_gathers_are_waited_for(two_ranks: Ranks) -> None:
+    """With `unshard(async_op=True)` torch waits for our work before it copies out: the same bits."""
+    assert two_ranks.run(training.unsharded_ahead) == [[]] * 2
+
+
+def test_checkpoints_are_those_of_stock(two_ranks: Ranks, tmp_path: Path) -> None:
+    """What an overlapped model has saved is, loaded by stock FSDP2, what stock has trained."""
+    assert two_ranks.run(training.saved_and_loaded, str(tmp_path / "checkpoint")) == [[]] * 2
+
+
+def test_two_hundred_steps_follow_stock(two_ranks: Ranks) -> None:
+    """Two stock runs give the same losses on CPUs, bit by bit, so the noise is zero: ours are the same, and fall."""
+    for stock, again, ours in two_ranks.run(training.curves, 200):
+        assert stock == again == ours
+        assert ours[-1] < 0.1 * ours[0]
+
+
+def test_large_modules_may_keep_torchs_collectives(two_ranks: Ranks) -> None:
+    """Above `limit_bytes` nothing changes, the report says so, and training is that of stock."""
+    for different, lines in two_ranks.run(training.limited):
+        assert (different, "in place" in lines[1], ["torch's: it gathers" in line for line in lines[2:5]]) == (
+            [],
+            True,
+            [True] * 3,
+        )
+
+
+def test_evaluation_is_that_of_stock(two_ranks: Ranks) -> None:
+    """Without gradients and in inference mode, between steps of training."""
+    for stock, ours in two_ranks.run(training.evaluated):
+        assert stock == ours
+
+
+def test_tensor_parallel_layers_are_those_of_stock(four_ranks: Ranks) -> None:
+    """On a mesh of two axes ours run along the one over which FSDP2 shards: the same bits."""
+    for different, ranks in four_ranks.run(training.beside_tensor_parallel):
+        assert (different, {*ranks} <= {(0, 2), (1, 3)}) == ([], True)

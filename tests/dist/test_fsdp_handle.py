@@ -1,0 +1,90 @@
+"""What `overlap` returns and refuses; ranks that die; memory."""
+
+from __future__ import annotations
+
+import signal
+
+import fsdp_programs as programs
+import pytest
+from mortal_ranks import run_once
+from ranks import Ranks
+
+
+def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
+    """In, out and in again is stock in every bit; after the last restore our hooks see no call."""
+    assert two_ranks.run(programs.restored) == [[]] * 2
+
+
+def test_the_handle_need_not_be_kept(two_ranks: Ranks) -> None:
+    """The model keeps its communicators."""
+    assert two_ranks.run(programs.closed_by_itself) == [True] * 2
+
+
+def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
+    """Nothing before the first step; then two ahead, forward and backward; nothing after `restore`."""
+    nothing: dict[str, tuple[list[str], list[str]]]
+    nothing = {name: ([], []) for name in ("(root)", "layers.0", "layers.1", "layers.2")}
+    learned = {
+        "(root)": (["layers.0", "layers.1"], ["layers.2", "layers.1"]),
+        "layers.0": (["layers.1", "layers.2"], []),
+        "layers.1": (["layers.2"], ["layers.0"]),
+        "layers.2": ([], ["layers.1", "layers.0"]),
+    }
+    said = "2 ahead, 4 of 4 modules, in the order in which they ran"
+    expected = {"before": nothing, "after": learned, "restored": nothing, "said": said}
+    assert two_ranks.run(programs.prefetch_lists) == [expected] * 2
+
+
+def test_modules_sharded_together_are_one(two_ranks: Ranks) -> None:
+    """By all their names."""
+    names = ["(root)", "layers.0", "layers.1", "layers.2", "norm, head"]
+    assert two_ranks.run(programs.named) == [names, names]
+
+
+def test_what_was_not_sharded_is_told(two_ranks: Ranks) -> None:
+    """A layer of 4 x 4 weights and 4 biases that `fully_shard` was not called on."""
+    assert two_ranks.run(programs.unmanaged) == [80, 80]
+
+
+def test_older_torch_is_read_the_same(two_ranks: Ranks) -> None:
+    """torch 2.11 has the one group of parameters by another name than 2.13."""
+    assert two_ranks.run(programs.as_in_torch_2_11) == [True] * 2
+
+
+def test_memory_does_not_grow(two_ranks: Ranks) -> None:
+    """1,000 steps map no more shared memory than the first 100 did."""
+    for seen in two_ranks.run(programs.mapped_bytes, 1000):
+        assert seen == [seen[0]] * 10
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_killed_rank_ends_training(where: str) -> None:
+    """The other is told which rank died: by the error that comes through torch's hooks and autograd, and on asking."""
+    assert run_once(2, programs.one_is_killed, where) == [["(1,) soon"] * 2, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("before fully_shard", "Misconfigured: no module of this model is sharded by FSDP2: call"),
+        ("FSDP1", "Misconfigured: (root) is wrapped by FSDP1 (FullyShardedDataParallel); use fully_shard"),
+        ("CPU offload", "Unsupported: (root) offloads its parameters to the CPU"),
+        ("one rank", "Unsupported: nothing to overlap: (root): one rank has nothing to gather"),
+        ("twice", "Misconfigured: (root) is overlapped already: call restore()"),
+        (
+            "other collectives",
+            "Misconfigured: (root) communicates by ProcessGroupAllocAllGather; leave out set_custom_*",
+        ),
+        ("two prefetches", "Misconfigured: prefetch=1, and (root) has modules to prefetch already"),
+        ("other ranks", "Misconfigured: FSDP2 communicates over ranks ["),
+        (
+            "different hosts",
+            "Unsupported: FSDP2's group of ranks [0, 1]: different hosts (ranks of several hosts: a mesh",
+        ),
+        ("all too large", "Unsupported: nothing to overlap: (root): it gathers"),
+    ],
+)
+def test_what_cannot_work_is_refused(two_ranks: Ranks, name: str, said: str) -> None:
+    """Each on both ranks, with what came and what to do."""
+    for text in two_ranks.run(programs.refused, name):
+        assert text.startswith(said), text

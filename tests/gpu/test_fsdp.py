@@ -1,0 +1,96 @@
+"""FSDP2 with zero-SM collectives on two GPUs, beside stock FSDP2 on NCCL.
+
+Two processes run all of fsdp_worker.py once; each test asserts one claim about what they saw. With two ranks a sum has
+one order, so results are the same bits, but for what two runs of stock do not reproduce themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import counterpoint
+
+pytestmark = pytest.mark.gpu(2)
+
+WORKER = Path(__file__).with_name("fsdp_worker.py")
+TIMEOUT_S = 220
+NAMES = (
+    "float32", "bfloat16 parameters", "float32 reduction", "float16 reduction", "bfloat16 model", "kept after forward",
+    "accumulated", "checkpointed", "meta", "modules together", "separate groups", "prefetch", "one channel", "compiled",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    paths = [Path(counterpoint.__file__).parents[1], Path(__file__).parents[1] / "dist"]
+    shared = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    workers = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as out:
+                command = [sys.executable, str(WORKER), str(folder / "answer.json")]
+                workers.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        codes = [worker.wait(TIMEOUT_S) for worker in workers]
+    except subprocess.TimeoutExpired:
+        pytest.fail("hangs:\n" + "\n".join(log.read_text()[-1500:] for log in logs))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    print(logs[0].read_text())
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    answer: list[dict[str, Any]] = msgspec.json.decode((folder / "answer.json").read_bytes())
+    return answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_that_of_stock(seen: list[dict[str, Any]], name: str) -> None:
+    """Losses, gradients, norms and parameters, bit by bit, where stock reproduces its own."""
+    assert [rank[name]["ours"] for rank in seen] == [[], []]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_communicates_in_place(seen: list[dict[str, Any]], name: str) -> None:
+    """By our hooks, with no copy besides FSDP2's own."""
+    assert [rank[name]["wrong"] for rank in seen] == [[], []]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_loss_of_stock_is_reproducible(seen: list[dict[str, Any]], name: str) -> None:
+    """Or the comparison above would prove nothing."""
+    assert [rank[name]["noise"].count("loss 0.0") for rank in seen] == [0, 0]
+
+
+def test_every_case_is_asked_about(seen: list[dict[str, Any]]) -> None:
+    """What the worker trains and what is asserted above are the same cases."""
+    assert {*seen[0]} - {"kernels", "growth"} == {*NAMES}
+
+
+def test_nccl_runs_no_kernel(seen: list[dict[str, Any]]) -> None:
+    """The profiler sees copies from GPU to GPU, and no kernel of NCCL."""
+    assert [rank["kernels"] for rank in seen] == [[], []]
+
+
+def test_memory_does_not_grow(seen: list[dict[str, Any]]) -> None:
+    """After 300 steps as much device memory is free as after 30."""
+    assert [rank["growth"]["bytes"] <= 0 for rank in seen] == [True, True], [rank["growth"] for rank in seen]

@@ -1,0 +1,119 @@
+"""What needs no second rank: options, the names of torch that are looked for, the room's imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed.fsdp import FSDPModule
+
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.fsdp import Options, overlap
+from counterpoint.parallel.fsdp_hooks import GatherHook, op_and_factor
+from counterpoint.parallel.fsdp_modules import sharded_modules
+
+
+def test_importing_the_line_needs_no_torch() -> None:
+    """torch is loaded by the call."""
+    probe = "import sys; import counterpoint.parallel.fsdp; print([name for name in ('torch',) if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prefetch": 0}, "prefetch=0: give 1 or more, or None"),
+        ({"gather_channel": -1}, "gather_channel=-1, scatter_channel=1: channels count from 0"),
+        ({"scatter_channel": -2}, "channels count from 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    """With what came and what is allowed."""
+    with pytest.raises(Misconfigured, match=said):
+        Options(**options)
+
+
+def test_communicators_get_as_many_channels_as_are_named() -> None:
+    """What is not chosen here the communicator chooses."""
+    told = Options(scatter_channel=3, chunk_bytes=1024).for_communicator()
+    assert (told["channels"], told["chunk_bytes"], told["max_bytes"]) == (4, 1024, None)
+
+
+@pytest.mark.parametrize("hook", ["all_gather", "reduce_scatter"])
+def test_a_torch_without_hooks_is_named(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """Before anything is changed."""
+    monkeypatch.delattr(FSDPModule, f"set_custom_{hook}")
+    with pytest.raises(Unsupported, match=f"has no FSDPModule.set_custom_{hook}; use torch 2.11"):
+        overlap(nn.Linear(2, 2))
+
+
+class Sharded(nn.Linear):
+    """A module that says of itself what FSDP2 says of its own."""
+
+    state: Any = None
+
+    def _get_fsdp_state(self) -> Any:
+        return self.state
+
+
+def pretended(monkeypatch: pytest.MonkeyPatch, **state: Any) -> nn.Module:
+    """A model that passes for one of FSDP2, with that state."""
+    monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", Sharded)
+    for hook in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        monkeypatch.setattr(Sharded, hook, None, raising=False)
+    model = Sharded(2, 2)
+    model.state = SimpleNamespace(**state)
+    return model
+
+
+def test_a_torch_that_looks_different_inside_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name that is missing and the versions that are known."""
+    model = pretended(monkeypatch, _fsdp_param_groups=[SimpleNamespace()])
+    with pytest.raises(Unsupported, match=r"has no SimpleNamespace.offload_policy: .* knows torch 2.11 to 2.13"):
+        sharded_modules(model)
+
+
+def test_several_meshes_in_one_module_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would raise from inside; here it says what to do."""
+    model = pretended(monkeypatch, _fsdp_param_groups=[SimpleNamespace(), SimpleNamespace()])
+    with pytest.raises(
+        Unsupported, match=r"\(root\) is sharded over 2 meshes .* call fully_shard on the modules of each"
+    ):
+        sharded_modules(model)
+
+
+def test_gathers_are_into_memory_that_is_released_early() -> None:
+    """Peers need not be asked whether the output is free: it was said when FSDP2 dropped the last one."""
+    asked: list[dict[str, Any]] = []
+
+    def empty(*size: int, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return torch.empty(*size)
+
+    communicators: Any = SimpleNamespace(of=lambda group: SimpleNamespace(empty=empty))
+    hook = GatherHook(communicators, lambda: None, channel=0, seen=lambda: None)
+    hook.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert asked == [{"dtype": torch.bfloat16, "early_release": True}]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.SUM, ("sum", 1.0)),
+        (dist.ReduceOp.AVG, ("avg", 1.0)),
+        (dist.ReduceOp(dist.ReduceOp.AVG), ("avg", 1.0)),
+        (_make_nccl_premul_sum(0.125), ("premul_sum", 0.125)),
+    ],
+    ids=str,
+)
+def test_operations_are_those_of_torch(op: Any, expected: tuple[str, float]) -> None:
+    """Each form in which FSDP2 may name one, with its factor."""
+    assert op_and_factor(op) == expected
