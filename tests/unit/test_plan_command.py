@@ -116,3 +116,57 @@ def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> N
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+TOPOLOGY = """SwitchName=leaf1 Nodes=n[1-4]
+SwitchName=leaf2 Nodes=n[5-8]
+SwitchName=spine Switches=leaf[1-2]
+"""
+PIPELINE = [Path(__file__).parents[2] / "examples" / "plan" / "llama3-70b-64-gpus.toml", "--set", "parallel.pp=4"]
+PIPELINE += ["--set", "parallel.dp=2", "--set", "parallel.zero=1"]
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Path:
+    path = tmp_path / "topology.conf"
+    path.write_text(TOPOLOGY)
+    return path
+
+
+def test_a_placement_costs_less_than_hosts_in_a_bad_order(topology: Path) -> None:
+    """Neighbouring stages under one leaf, where the launcher's order has them under two."""
+    done = run(*PIPELINE, "--topology", topology, "--hosts", "n1,n5,n2,n6,n3,n7,n4,n8", "--json", "-")
+    orders = {order["name"]: order["cost"] for order in json.loads(done.stdout)["placement"]["orders"]}
+    assert orders["found"] < 0.99 * orders["in order"]
+    assert orders["found"] < 0.7 * orders["random"]
+
+
+def test_launch_files_are_written(topology: Path, tmp_path: Path) -> None:
+    """As many lines as ranks, and how each is used is printed."""
+    done = run(*PIPELINE, "--topology", topology, "--launch-files", tmp_path)
+    assert done.returncode == 0
+    assert len((tmp_path / "slurm_hostfile").read_text().splitlines()) == 64
+    assert "SLURM_HOSTFILE=slurm_hostfile srun" in done.stdout
+
+
+def test_a_page_with_a_placement(topology: Path, tmp_path: Path) -> None:
+    """Has its table."""
+    assert run(*PIPELINE, "--topology", topology, "--html", tmp_path / "page.html").returncode == 0
+    assert "Where the ranks should be" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "n[1-8]"], "--hosts and --launch-files are about --topology"),
+        (["--topology", "TOPOLOGY", "--hosts", "n[1-3]"], "64 ranks on 3 hosts of 8 GPUs: give 8 hosts"),
+        (["--topology", "TOPOLOGY", "--hosts", "n[1-7],m1"], "m1"),
+        (["--topology", "TOPOLOGY", "--launch-files", "/nowhere"], "there is no such folder"),
+        (["--topology", "/nowhere.conf"], "/nowhere.conf"),
+    ],
+)
+def test_a_placement_that_cannot_be(topology: Path, arguments: list[str], said: str) -> None:
+    """One line, exit code 2, and nothing written."""
+    done = run(*PIPELINE, *(str(topology) if each == "TOPOLOGY" else each for each in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr

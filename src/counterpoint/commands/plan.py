@@ -69,6 +69,15 @@ def plan(
     explain: Annotated[
         str | None, typer.Option(help="Why a number is what it is: step, exposed_comm, mfu, ...")
     ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="Where should the ranks be? Slurm's or Topograph's file, or a measured matrix.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="With --topology: the job's hosts in their order, as in n[1-4],n7.")
+    ] = None,
+    launch_files: Annotated[
+        Path | None, typer.Option(help="With --topology: a folder for rankfile, hostfile, SLURM_HOSTFILE, DeviceMesh.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page: timeline, scaling curves, sensitivities.")] = None,
     json: Annotated[str | None, typer.Option(help="- prints the prediction as JSON (and only it).")] = None,
 ) -> None:
@@ -78,8 +87,15 @@ def plan(
     if explain is not None and json is not None:
         raise Misconfigured("--explain prints text, --json - only JSON: give one of them")
     check_folders(html)
+    if topology is None and (hosts or launch_files) is not None:
+        raise Misconfigured("--hosts and --launch-files are about --topology: give it, too")
+    if launch_files is not None and not launch_files.is_dir():
+        raise Misconfigured(f"--launch-files {launch_files}: there is no such folder")
     if from_trace is not None:
-        given = {"a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain}
+        given = {
+            "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
+            "--topology": topology,
+        }  # fmt: skip
         found = _from_trace(
             from_trace, recorded_on, asked, [name for name, value in given.items() if value is not None]
         )
@@ -93,6 +109,8 @@ def plan(
             _explain(tables, explain)
             return
         found = _answered(tables, changes, sweep or [], search=search, detailed=html is not None)
+        if topology is not None:
+            found = _placed(found, tables, topology, hosts, launch_files)
     if html is not None:
         from counterpoint.report.plan_page import write_plan_page
 
@@ -156,6 +174,23 @@ def _answered(
 
         result = searched(fastest(parse_job(tables)))
     return msgspec.structs.replace(found, curves=curves, search=result)
+
+
+def _placed(
+    found: Prediction, tables: dict[str, Any], topology: Path, hosts: str | None, folder: Path | None
+) -> Prediction:
+    import msgspec
+
+    from counterpoint.plan.job_file import parse_job
+    from counterpoint.plan.place_answer import place_job
+    from counterpoint.report.files import replacing
+
+    placement, files = place_job(parse_job(tables), topology, hosts)
+    if folder is not None:
+        for file in files:
+            with replacing(folder / file.name) as opened:
+                opened.write(file.text.encode())
+    return msgspec.structs.replace(found, placement=placement)
 
 
 def _print(found: Prediction, html: Path | None, *, json: bool) -> None:

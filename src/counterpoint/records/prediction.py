@@ -13,9 +13,12 @@ __all__ = [
     "Bar",
     "Choice",
     "Curve",
+    "LevelLoad",
     "Part",
+    "PlacementResult",
     "Point",
     "Prediction",
+    "RankOrder",
     "SearchResult",
     "Sensitivity",
 ]
@@ -90,6 +93,36 @@ class SearchResult(Record, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
 
 
+class LevelLoad(Record, frozen=True, kw_only=True):
+    """What crosses one level of the network in a step, both ways; `time_us`: of its busiest GPU, null: unknown."""
+
+    level: str
+    num_bytes: float
+    cost: float
+    time_us: float | None
+
+
+class RankOrder(Record, frozen=True, kw_only=True):
+    """One way to place the ranks: cost = distance · bytes, summed over its levels, inside out."""
+
+    name: str
+    cost: float
+    time_us: float | None
+    levels: tuple[LevelLoad, ...]
+
+
+class PlacementResult(Record, frozen=True, kw_only=True):
+    """The rank order found, first, and those it is compared with; `host_of` has the host of every rank.
+
+    `files`: name to how it is used, of what was or could be written for launchers.
+    """
+
+    orders: tuple[RankOrder, ...]
+    host_of: tuple[str, ...]
+    files: dict[str, str]
+    steps: tuple[str, ...]
+
+
 class Prediction(Record, frozen=True, kw_only=True):
     """The whole answer of `counterpoint plan`.
 
@@ -123,4 +156,5 @@ class Prediction(Record, frozen=True, kw_only=True):
     curves: tuple[Curve, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     search: SearchResult | None = None
+    placement: PlacementResult | None = None
     asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.prediction import Curve, Prediction, SearchResult
+from counterpoint.records.prediction import Curve, PlacementResult, Prediction, SearchResult
 from counterpoint.report import wording as say
 
 __all__ = ["headline", "render_prediction"]
@@ -50,6 +50,8 @@ def render_prediction(found: Prediction, console: Console) -> None:
         console.print(table)
     if found.search is not None:
         _search(found.search, console)
+    if found.placement is not None:
+        _placement(found.placement, console)
     for note in found.notes:
         console.print(_text(f"· {note}", QUIET), soft_wrap=True)
 
@@ -116,6 +118,22 @@ def _search(search: SearchResult, console: Console) -> None:
             f"{choice.memory_gib:.1f}",
         )
     console.print(table)
+
+
+def _placement(placement: PlacementResult, console: Console) -> None:
+    """Cost of each order by level, and what would set the first one up."""
+    best = placement.orders[0]
+    _heading(console, "Where the ranks should be: distance · bytes, the order found first")
+    table = _table("order", *(level.level for level in best.levels), "cost", "over found", "longest, ms")
+    for order in placement.orders:
+        over = order.cost / best.cost if best.cost else 1.0
+        table.add_row(
+            _text(order.name), *(f"{level.cost:.3g}" for level in order.levels), f"{order.cost:.3g}",
+            say.factor(over), say.milliseconds(order.time_us, 1),
+        )  # fmt: skip
+    console.print(table)
+    for name, use in placement.files.items():
+        console.print(_text(f"{name}: {use}"), soft_wrap=True)
 
 
 def _varying(search: SearchResult) -> Sequence[str]:
