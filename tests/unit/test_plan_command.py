@@ -122,8 +122,10 @@ TOPOLOGY = """SwitchName=leaf1 Nodes=n[1-4]
 SwitchName=leaf2 Nodes=n[5-8]
 SwitchName=spine Switches=leaf[1-2]
 """
-PIPELINE = [Path(__file__).parents[2] / "examples" / "plan" / "llama3-70b-64-gpus.toml", "--set", "parallel.pp=4"]
-PIPELINE += ["--set", "parallel.dp=2", "--set", "parallel.zero=1"]
+PIPELINE: list[str | Path] = [
+    EXAMPLE.with_name("llama3-70b-64-gpus.toml"),
+    *("--set", "parallel.pp=4", "--set", "parallel.dp=2", "--set", "parallel.zero=1"),
+]
 
 
 @pytest.fixture
