@@ -39,7 +39,7 @@ from counterpoint.collectives.arguments import (
     reduction_of,
     splits,
 )
-from counterpoint.collectives.cpu import BeforeStep
+from counterpoint.collectives.cpu_channel import BeforeStep
 from counterpoint.collectives.fallback import Fallback, Path
 from counterpoint.collectives.group import membership
 from counterpoint.collectives.opening import Options, available, open_transport

@@ -6,28 +6,23 @@ A channel runs one call after another; channels run at the same time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
-from counterpoint.collectives.announce import Announcer
 from counterpoint.collectives.arguments import CPU
 from counterpoint.collectives.board import MAX_CHUNKS
+from counterpoint.collectives.cpu_channel import BeforeStep, Channel
 from counterpoint.collectives.cpu_run import Run
 from counterpoint.collectives.early import EarlyBlock, EarlyPool
 from counterpoint.collectives.patience import Patience
-from counterpoint.collectives.program import ALIGNMENT, COPY, REDUCE, Call, Flag, Program, Step, Tuning, flag_word
+from counterpoint.collectives.program import ALIGNMENT, COPY, Call, Flag, Tuning, flag_word
 from counterpoint.collectives.shared_memory import SharedMemory
-from counterpoint.collectives.symmetric import Location, Pool, Room
+from counterpoint.collectives.symmetric import Location, Pool
 from counterpoint.collectives.transport import Job
 from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
-__all__ = ["BeforeStep", "Channel", "CpuTransport"]
-
-BeforeStep: TypeAlias = Callable[[Program, Step], None]
-"""Called in the lane's thread before every step; tests put delays and deaths here."""
+__all__ = ["CpuTransport"]
 
 CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; larger, and less is added while more comes
 
@@ -56,7 +51,7 @@ class CpuTransport:
         reserve_bytes: int | None = None,
         before_step: BeforeStep | None = None,
     ) -> None:
-        self.memory, self.watchdog, self.before_step = memory, watchdog, before_step
+        self.memory, self.watchdog = memory, watchdog
         self.failure: BaseException | None = None
         self.patience = Patience(watchdog, lambda: self.failure)
         self.pool = Pool(memory, region_bytes=reserve_bytes or 1 << 22)
@@ -65,7 +60,9 @@ class CpuTransport:
             self.pool.reserve()
         self._chunk_bytes = chunk_bytes or CHUNK_BYTES
         self._lock = threading.Lock()
-        self._channels = [Channel(self, index) for index in range(channels)]
+        self._channels = [
+            Channel(memory, self.patience, index, fail=self.fail, before_step=before_step) for index in range(channels)
+        ]
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
         """Chunks of at least the size asked for, and no more of them than a channel has flags."""
@@ -92,7 +89,8 @@ class CpuTransport:
         if job.early is not None:
             job.early.block.ready = False
         work = Work(str(job.doing))
-        self._channels[job.doing.channel].lanes[COPY].put(lambda: self._channels[job.doing.channel].run(job, work))
+        channel = self._channels[job.doing.channel]
+        channel.lanes[COPY].put(lambda: self._run(channel, job, work))
         return work
 
     def check(self) -> None:
@@ -122,6 +120,20 @@ class CpuTransport:
         self.watchdog.close()
         self.memory.close()
 
+    def _run(self, channel: Channel, job: Job, work: Work) -> None:
+        """The whole call, in the thread of lane `COPY`."""
+        run = None
+        try:
+            self.check()
+            run = Run(channel, job)
+            run.do()
+            work.end()
+        except BaseException as error:
+            work.end(self.fail(error))
+        finally:
+            if run is not None:
+                run.wait_for_lanes()  # they still use the tensors
+
     def _early_region(self, num_bytes: int) -> int:
         region = self.memory.create(num_bytes)
         self.watchdog.boards[self.memory.rank].early_regions[len(self.early.regions)] = region
@@ -137,59 +149,3 @@ class CpuTransport:
                 self.memory.boards[peer].early[block.number][word] = 1
         block.ready = True
         return True
-
-
-class _Lane:
-    """A thread that does one thing after another."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, action: Callable[[], None]) -> None:
-        self._queue.put(action)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (action := queue.get()) is not None:
-        action()
-        del action  # or its tensors would live until the next one comes
-
-
-class Channel:
-    """One call after another: lanes, staging, and a place for outputs that are not in symmetric memory."""
-
-    def __init__(self, transport: CpuTransport, index: int) -> None:
-        self.transport, self.memory, self.watchdog = transport, transport.memory, transport.watchdog
-        self.index, self.rank = index, transport.memory.rank
-        self.until = transport.patience.until
-        self.announcer = Announcer(transport.patience, index)
-        self.board = self.announcer.board
-        self.lanes = {lane: _Lane(f"counterpoint channel {index} lane {lane}") for lane in (COPY, REDUCE)}
-        self.staging = Room(self.memory.create, self.memory.release)
-        self.landing = Room(self.memory.create, self.memory.release)
-
-    def close(self) -> None:
-        for lane in self.lanes.values():
-            lane.close()
-
-    def run(self, job: Job, work: Work) -> None:
-        """The whole call, in the thread of lane `COPY`."""
-        run = None
-        try:
-            if self.transport.failure is not None:
-                raise self.transport.failure
-            run = Run(self, job)
-            run.do()
-            work.end()
-        except BaseException as error:
-            work.end(self.transport.fail(error))
-        finally:
-            if run is not None:
-                run.wait_for_lanes()  # they still use the tensors

@@ -10,9 +10,10 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from counterpoint.collectives.board import flag_index
+from counterpoint.collectives.cpu_channel import Channel
 from counterpoint.collectives.early import EarlyUse
 from counterpoint.collectives.plan import plan
 from counterpoint.collectives.program import (
@@ -37,9 +38,6 @@ from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Job
 from counterpoint.collectives.watchdog import mismatch
 from counterpoint.errors import CounterpointError
-
-if TYPE_CHECKING:
-    from counterpoint.collectives.cpu import Channel
 
 __all__ = ["Run"]
 
@@ -132,12 +130,12 @@ class Run:
         try:
             self._lane(REDUCE)
         except BaseException as error:
-            self.channel.transport.fail(error)  # which ends the wait of the other lane
+            self.channel.fail(error)  # which ends the wait of the other lane
         finally:
             self.reduced.set()
 
     def _lane(self, lane: int) -> None:
-        before_step = self.channel.transport.before_step
+        before_step = self.channel.before_step
         for number, step in enumerate(self.steps):
             if step.lane != lane:
                 continue

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from counterpoint.collectives.cpu import BeforeStep, CpuTransport
+from counterpoint.collectives.cpu import CpuTransport
+from counterpoint.collectives.cpu_channel import BeforeStep
 from counterpoint.collectives.group import agree, gathered, membership, together
 from counterpoint.collectives.program import Tuning
 from counterpoint.collectives.shared_memory import Card, SharedMemory, why_not
