@@ -5,6 +5,7 @@ Compute is cut into n equal pieces, as many as buckets or layers, and a collecti
     reduced behind backward       b/n + (n - 1) · together(b/n, c/n) + c/n        the last bucket is always exposed
     gathered ahead of forward     c/n + (n - 1) · together(f/n, c/n) + f/n        the first layer is always exposed
     not overlapped                b + c
+    asynchronous                  max(c - all compute of the step, 0)             nobody waits for anybody
 
 together: `overlap.py`. Copies of FSDP2, which run on SMs: the gathered buffer into parameters (2 bytes in and out
 each), gradients into the buffer that is reduced (`chunk_cat`), seen on H200 in `samples/fsdp-healthy`. Layers are
@@ -123,6 +124,7 @@ def reduced(
         held: of the stage that ends last.
         forward_us, backward_us: of that stage and one micro-batch.
     """
+    _check_whole(job)
     if job.training.local_steps > 1:
         return _averaged(job, prices, held)
     if job.compression is not None:
@@ -135,6 +137,9 @@ def reduced(
     gathered, gradients = _collectives(job, prices, held, in_buckets_us)
     times = job.training.micro_batches(job.parallel) if job.parallel.zero == 2 else 1
     alone_us = times * sum(us for _, us in gradients) + sum(us for _, us in gathered)
+    if job.training.asynchronous:
+        compute_us = job.training.micro_batches(job.parallel) * (forward_us + backward_us)
+        return Reduced(alone_us=alone_us, exposed_us=max(alone_us - compute_us, 0.0))
     if not job.parallel.overlap_dp:
         return Reduced(alone_us=alone_us, exposed_us=alone_us)
     mechanism, persistent = find_mechanism(job.mechanism), machine.efficiency.persistent
@@ -166,20 +171,24 @@ def _compressed(job: Job, prices: MeshPrices, held: Held) -> Reduced:
     return Reduced(alone_us=us, exposed_us=us)
 
 
-def _averaged(job: Job, prices: MeshPrices, held: Held) -> Reduced:
-    """Local SGD (arXiv 1805.09767): parameters averaged each so many-th step, with nothing beside; its share of a step.
-
-    Raises:
-        Misconfigured: parameters that are not whole on every rank, or gradients that would have been compressed.
-    """
-    steps = job.training.local_steps
-    if job.parallel.zero or job.compression is not None:
+def _check_whole(job: Job) -> None:
+    """Raises Misconfigured where replicas that do not wait for each other would need parts of each other."""
+    training = job.training
+    apart = f"training.local_steps = {training.local_steps}" if training.local_steps > 1 else ""
+    apart = apart or ("training.asynchronous = true" if training.asynchronous else "")
+    both = training.local_steps > 1 and training.asynchronous
+    if apart and (job.parallel.zero or job.compression is not None or both):
         raise Misconfigured(
-            f"training.local_steps = {steps} with parallel.zero = {job.parallel.zero}"
+            f"{apart} with parallel.zero = {job.parallel.zero}{' and asynchronous' if both else ''}"
             f"{' and compression' if job.compression else ''}: replicas keep whole parameters; give zero = 0 alone"
         )
+
+
+def _averaged(job: Job, prices: MeshPrices, held: Held) -> Reduced:
+    """Local SGD (arXiv 1805.09767): parameters averaged each so many-th step, nothing beside; the part of one step."""
     size = {axis: parameters * job.training.grad_bytes for axis, _, parameters in _spread(job, held)}
-    us = sum(prices.find(axis, "all_reduce", num_bytes).us for axis, num_bytes in size.items()) / steps
+    us = sum(prices.find(axis, "all_reduce", num_bytes).us for axis, num_bytes in size.items())
+    us /= job.training.local_steps
     return Reduced(alone_us=us, exposed_us=us)
 
 

@@ -88,6 +88,7 @@ class Training(Record, frozen=True, kw_only=True):
         flash_attention: attention's scores never go to memory.
         fused_kernels: neighbouring elementwise operators are one kernel (Megatron-LM, torch.compile); False: eager.
         local_steps: replicas exchange what they have learnt each so many-th step (local SGD); 1: gradients, every step.
+        asynchronous: replicas exchange gradients without waiting for each other (stale gradients, arXiv 1106.5730).
         fused_accumulation: weight gradients are added to their sum by the product that makes them.
     """
 
@@ -102,6 +103,7 @@ class Training(Record, frozen=True, kw_only=True):
     fused_kernels: bool = True
     fused_accumulation: bool = True
     local_steps: int = 1
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "global_batch", "micro_batch", "local_steps"):

@@ -163,7 +163,8 @@ def _summary(
 
 
 def _notes(job: Job, machine: Machine) -> tuple[str, ...]:
-    loses = job.compression is not None or job.training.local_steps > 1
+    training = job.training
+    loses = job.compression is not None or training.local_steps > 1 or training.asynchronous
     figures = (f"GPU: {machine.efficiency.source}", f"overlap: {find_mechanism(job.mechanism).source}")
     return (*figures, *((NOTE,) if loses else ()))
 
@@ -249,7 +250,8 @@ def _ends(job: Job, machine: Machine, mesh: MeshPrices, stage: tuple[Part, ...],
     """What replicas exchange once a step; the first stage ends last."""
     held = held_by(job, whole_stage(stage))
     found = Reduced()
-    if job.parallel.zero < 3 or job.compression is not None or job.training.local_steps > 1:
+    apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
+    if job.parallel.zero < 3 or apart:
         found = reduced(
             job, machine, mesh, held,
             forward_us=sum(slots[part].forward.total_us for part in stage),
@@ -265,7 +267,11 @@ def _ends(job: Job, machine: Machine, mesh: MeshPrices, stage: tuple[Part, ...],
 
 def _slowest(job: Job, machine: Machine, jitter: Jitter | None) -> float:
     spread = machine.efficiency.spread if job.ranks.jitter is None else job.ranks.jitter
-    return max(expected_slowest(jitter or Jitter(spread=spread), job.parallel.world_size), job.ranks.slow)
+    jitter, slow, parallel = jitter or Jitter(spread=spread), job.ranks.slow, job.parallel
+    if not job.training.asynchronous:
+        return max(expected_slowest(jitter, parallel.world_size), slow)
+    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
+    return expected_slowest(jitter, parallel.world_size // parallel.dp) / pace
 
 
 def _optimizer_us(job: Job, machine: Machine, stage: tuple[Part, ...]) -> float:

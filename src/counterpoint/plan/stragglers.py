@@ -6,6 +6,7 @@
     exponential  1 + `spread` · Exp(1)                      jitter, rare and long; E[max] = 1 + spread · H_n
     measured     the given samples, over their mean         from a trace: n draws with replacement
 
+Replicas that do not wait for each other (asynchronous) go on at the mean of their paces; n is then one replica's ranks.
 Ranks are independent here. One known slow rank is a distribution of its own: `measured`, or a slower GPU.
 """
 

@@ -53,6 +53,7 @@ class Validation(Record, frozen=True, kw_only=True):
             f"precision {training.precision}": training.precision not in ("bf16", "fp16"),
             "compressed gradients": job.compression is not None,
             f"local_steps = {training.local_steps}": training.local_steps > 1,
+            "asynchronous replicas": training.asynchronous,
             "a slow rank": job.ranks.slow > 1,
         }
         for name, value in self.ways.items():

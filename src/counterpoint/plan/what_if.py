@@ -243,6 +243,9 @@ WHAT_IFS: dict[str, WhatIf] = {  # in the order in which several are applied
     "local_steps": WhatIf(
         "a number of steps", "between exchanges of replicas (local SGD)", _field("training.local_steps")
     ),
+    "asynchronous": WhatIf(
+        "true or false", "replicas do not wait for each other (stale gradients)", _field("training.asynchronous")
+    ),
     "slow_rank": WhatIf("a factor", "by which one rank computes slower", _field("ranks.slow")),
     "jitter": WhatIf("a part of the step", "standard deviation between ranks", _field("ranks.jitter")),
 }

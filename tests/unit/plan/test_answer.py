@@ -139,9 +139,22 @@ def test_averaging_less_often_costs_less_and_says_what_is_not_known() -> None:
     assert "local_steps" in fourth.validated
 
 
+def test_asynchronous_replicas_wait_for_nobody() -> None:
+    """A rank that is twice as slow costs its own replica: half a step of one in eight, not of all."""
+    whole = TABLES | {"parallel": {"dp": 8, "tp": 2}, "ranks": {"slow": 2.0, "jitter": 0.0}}
+    together, apart = (
+        answer(whole | {"training": {"sequence": 4096, "global_batch": 64, "asynchronous": on}}) for on in (False, True)
+    )
+    lost = [next(part.us for part in found.parts if part.name == "stragglers") for found in (together, apart)]
+    assert lost[1] / lost[0] == pytest.approx(1 / (1 - 0.5 / 8) - 1)
+    assert apart.exposed_comm_us < together.exposed_comm_us
+    assert any("convergence is not modelled" in note for note in apart.notes)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"training": {"sequence": 4096, "global_batch": 64, "asynchronous": True}}, "asynchronous = true with"),
         ({"training": {"sequence": 4096, "global_batch": 64, "local_steps": 4}}, "training.local_steps = 4 with"),
         ({"compression": {"method": "topk"}}, "parallel.zero = 1 with compression"),
     ],

@@ -94,6 +94,7 @@ def test_oversubscription_is_of_the_topmost_level() -> None:
         ("compression", "topk:0.02", lambda job: job.compression.keep, 0.02),
         ("compression", "none", lambda job: job.compression, None),
         ("local_steps", "4", lambda job: job.training.local_steps, 4),
+        ("asynchronous", "true", lambda job: job.training.asynchronous, True),
         ("slow_rank", "1.5", lambda job: job.ranks.slow, 1.5),
         ("jitter", "0.02", lambda job: job.ranks.jitter, 0.02),
         ("parallel.tp", "4", lambda job: job.parallel.tp, 4),
