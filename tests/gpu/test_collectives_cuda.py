@@ -6,15 +6,11 @@ what they saw.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-
-import counterpoint
+from gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -29,32 +25,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     import torch
 
     folder, world_size = tmp_path_factory.mktemp("collectives"), min(torch.cuda.device_count(), 8)
-    paths = [str(Path(counterpoint.__file__).parents[1]), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "WORLD_SIZE": str(world_size),
-        "NCCL_NVLS_ENABLE": "0",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                command = [sys.executable, str(WORKER), str(folder), str(folder / "answer.json")]
-                workers.append(
-                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)
-                )
-        codes = [worker.wait(TIMEOUT_S) for worker in workers]
-    except subprocess.TimeoutExpired:
-        pytest.fail("hangs:\n" + "\n".join(log.read_text()[-1500:] for log in logs))
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert codes == [0] * world_size, "\n".join(log.read_text()[-3000:] for log in logs)
-    return msgspec.json.decode((folder / "answer.json").read_bytes(), type=Seen)
+    answer = folder / "answer.json"
+    run_ranks(
+        WORKER, folder, answer, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS]
+    ).well()
+    return msgspec.json.decode(answer.read_bytes(), type=Seen)
 
 
 def of(seen: Seen, scenario: str) -> dict[str, set[str]]:

@@ -6,16 +6,12 @@ rank is killed.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-
-import counterpoint
+from gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -30,36 +26,15 @@ def spawned(folder: Path, what: str, master: str = "0") -> tuple[list[int], list
     import torch
 
     world_size = min(torch.cuda.device_count(), 8)
-    paths = [str(Path(counterpoint.__file__).parents[1]), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "WORLD_SIZE": str(world_size),
-        "MASTER": master,
-        "NCCL_NVLS_ENABLE": "0",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-    logs = [folder / f"{what}{rank}.log" for rank in range(world_size)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                command = [sys.executable, str(WORKER), what, str(folder)]
-                workers.append(
-                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)
-                )
-        codes = [worker.wait(TIMEOUT_S) for worker in workers]
-    except subprocess.TimeoutExpired:
-        pytest.fail("hangs:\n" + "\n".join(log.read_text()[-1500:] for log in logs))
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    ended = run_ranks(
+        WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS],
+        environment={"MASTER": master},
+    )  # fmt: skip
     answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
     if what == "live":
-        assert codes == [0] * world_size, "\n".join(log.read_text()[-3000:] for log in logs)
-        print(logs[0].read_text())
-    return codes, [msgspec.json.decode(answer.read_bytes(), type=Seen) for answer in answers if answer.exists()]
+        ended.well()
+        print(ended.logs[0])
+    return ended.codes, [msgspec.json.decode(answer.read_bytes(), type=Seen) for answer in answers if answer.exists()]
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,13 @@ Two processes run all scenarios of controls_worker.py once; each test asserts on
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from gpu_ranks import run_ranks
 
-import counterpoint
 from counterpoint.controls.kinds import blocks, matmul_kernels, nccl_kernels
 from counterpoint.controls.parse import parse_mechanism
 from counterpoint.records.evidence import Evidence, Seen
@@ -36,28 +33,9 @@ class Ran(msgspec.Struct):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("controls")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(counterpoint.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "NCCL_NVLS_ENABLE": "0",
-        "WORLD_SIZE": "2",
-    }
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                command = [sys.executable, str(WORKER), str(folder), str(folder / "answer.json")]
-                workers.append(
-                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)
-                )
-        codes = [worker.wait(TIMEOUT_S) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    return msgspec.json.decode((folder / "answer.json").read_bytes(), type=Ran)
+    answer = folder / "answer.json"
+    run_ranks(WORKER, folder, answer, folder=folder, world_size=2, timeout_s=TIMEOUT_S).well()
+    return msgspec.json.decode(answer.read_bytes(), type=Ran)
 
 
 def verified(ran: Ran, scenario: str, setting: str) -> Evidence:

@@ -6,17 +6,13 @@ one order, so results are the same bits, but for what two runs of stock do not r
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-import counterpoint
+from gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -35,30 +31,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    paths = [Path(counterpoint.__file__).parents[1], Path(__file__).parents[1] / "dist"]
-    shared = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    workers = []
-    try:
-        for rank, log in enumerate(logs):
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("wb") as out:
-                command = [sys.executable, str(WORKER), str(folder / "answer.json")]
-                workers.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
-        codes = [worker.wait(TIMEOUT_S) for worker in workers]
-    except subprocess.TimeoutExpired:
-        pytest.fail("hangs:\n" + "\n".join(log.read_text()[-1500:] for log in logs))
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    print(logs[0].read_text())
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    ended = run_ranks(
+        WORKER, folder / "answer.json", folder=folder, world_size=2, timeout_s=TIMEOUT_S,
+        paths=[Path(__file__).parents[1] / "dist"],
+        environment={
+            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        },
+    )  # fmt: skip
+    print(ended.logs[0])
+    ended.well()
     answer: list[dict[str, Any]] = msgspec.json.decode((folder / "answer.json").read_bytes())
     return answer
 
