@@ -167,22 +167,26 @@ def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
     return linger
 
 
+def all_right(draws: Draws, count: int) -> int:
+    """Checks `count` collectives, up to four of them under way, in any order; how many came out right."""
+    under_way, right = list[Case](), 0
+    for _ in range(count):
+        under_way.append(draws.start())
+        if len(under_way) == 4:
+            under_way.pop(draws.random.randrange(4)).check()
+            right += 1
+    for case in under_way:
+        case.check()
+        right += 1
+    return right
+
+
 def random_collectives(session: Session, seed: int, count: int, max_bytes: int, chunk_bytes: int = 1024) -> int:
     """How many of `count` random collectives came out right: up to four under way on three channels."""
-    right = 0
     with Communicator(
         channels=3, timeout_s=40, chunk_bytes=chunk_bytes, debug=seed % 2 == 1, before_step=delays(seed, session.rank)
     ) as communicator:
-        draws, under_way = Draws(communicator, seed, max_bytes), list[Case]()
-        for _ in range(count):
-            under_way.append(draws.start())
-            if len(under_way) == 4:
-                under_way.pop(draws.random.randrange(4)).check()
-                right += 1
-        for case in under_way:
-            case.check()
-            right += 1
-    return right
+        return all_right(Draws(communicator, seed, max_bytes), count)
 
 
 def against_gloo(session: Session, operation: str) -> bool:

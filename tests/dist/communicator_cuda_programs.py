@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from collective_programs import CALLS, Case, Draws, said
+from collective_programs import CALLS, Case, Draws, all_right, said
 from software_gpu import SoftwareGpu
 
 from counterpoint.collectives.communicator import Communicator
@@ -82,19 +82,10 @@ class GpuCase(Case):
 
 def random_collectives(session: Session, seed: int, count: int, max_bytes: int) -> int:
     """How many of `count` random collectives came out right: up to four under way, on two channels and two streams."""
-    gpu, right = SoftwareGpu(delays(seed, session.rank)), 0
+    gpu = SoftwareGpu(delays(seed, session.rank))
     options: dict[str, Any] = {"debug": seed % 2 == 1, "graphs": seed % 3 != 2}
     with Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator:
-        draws, under_way = GpuDraws(communicator, gpu, seed, max_bytes), list[Case]()
-        for _ in range(count):
-            under_way.append(draws.start())
-            if len(under_way) == 4:
-                under_way.pop(draws.random.randrange(4)).check()
-                right += 1
-        for case in under_way:
-            case.check()
-            right += 1
-    return right
+        return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
 
 
 def view(tensor: Any) -> Any:

@@ -59,11 +59,12 @@ def answer(tables: Mapping[str, Any], *, asked: Mapping[str, str] | None = None,
         Misconfigured: no such job.
     """
     job = parse_job(tables)
-    found = predict(job, step(job), asked or {})
+    mine = step(job)
+    found = predict(job, mine, asked or {})
     if not detailed:
         return found
     return msgspec.structs.replace(
-        found, timeline=_timeline(job), curves=scaling(tables, job), sensitivities=sensitivities(job)
+        found, timeline=_timeline(job, mine), curves=scaling(tables, job), sensitivities=sensitivities(job)
     )
 
 
@@ -184,9 +185,8 @@ def _levels(job: Job, change: Any) -> Job:
     return msgspec.structs.replace(job, cluster=msgspec.structs.replace(job.cluster, levels=levels))
 
 
-def _timeline(job: Job) -> tuple[Bar, ...]:
+def _timeline(job: Job, found: Step) -> tuple[Bar, ...]:
     """What the stages run: all micro-batches, or as many as show how the pipeline fills, goes on and drains."""
-    found = step(job)
     bars = placed(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN * job.parallel.pp))
     return tuple(
         Bar(
