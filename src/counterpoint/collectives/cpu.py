@@ -88,7 +88,7 @@ class CpuTransport:
         self.early.collect()
         if job.early is not None:
             job.early.block.ready = False
-        work = Work(str(job.doing))
+        work, job.keep = Work(str(job.doing), keep=job.keep), ()
         channel = self._channels[job.doing.channel]
         channel.lanes[COPY].put(lambda: self._run(channel, job, work))
         return work

@@ -121,8 +121,6 @@ class Watch:
             going = list(self._under_way)
             if not going:
                 self._idle.set()
-        for call in ended:
-            call.work.keep = ()
         if self._failure() is None:
             self._judge_all(going)
         if self._failure() is not None and (going or self.captured):

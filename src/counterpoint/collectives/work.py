@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 from counterpoint.errors import PeerTimeout
 
@@ -11,13 +11,21 @@ __all__ = ["Work"]
 
 
 class Work:
-    """What a call with `async_op=True` returns. Its tensors belong to the collective until `wait` returns."""
+    """What a call with `async_op=True` returns. Its tensors belong to the collective until `wait` returns.
+
+    It holds them until then, and nothing else does: when they die is up to the program alone, not to when a thread has
+    ended, or ranks would make their next tensors in different places.
+
+    Args:
+        text: the call.
+        keep: tensors that have to live until the end.
+    """
 
     path: Literal["zero_sm", "torch"] = "zero_sm"
     """Which way the call took."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, *, keep: tuple[Any, ...] = ()) -> None:
+        self._text, self.keep = text, keep
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -36,6 +44,7 @@ class Work:
             raise PeerTimeout(f"{self._text} has not ended within {timeout_s:g} s; wait again, or longer")
         if self._error is not None:
             raise self._error
+        self.keep = ()
         return True
 
     def is_completed(self) -> bool:
