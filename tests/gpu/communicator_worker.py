@@ -87,7 +87,7 @@ def captured(device: torch.device) -> dict[str, str]:
         shards, total = communicator.empty(n, 1000).fill_(rank), communicator.empty(4096).zero_()
         communicator.all_reduce(total)  # makes staging
         seen = torch.zeros(5, device=device)
-        place = torch.zeros((), dtype=torch.int64, device=device)
+        place = torch.zeros(1, dtype=torch.int64, device=device)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -97,7 +97,7 @@ def captured(device: torch.device) -> dict[str, str]:
             work.wait()
             total.fill_(1).mul_(shards.mean())
             communicator.all_reduce(total)
-            seen[place] = total.mean()
+            seen.index_copy_(0, place, total.mean()[None])
             place.add_(1)
         for _ in range(5):
             graph.replay()

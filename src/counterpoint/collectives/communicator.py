@@ -166,8 +166,11 @@ class Communicator:
         import torch
 
         self._transport.check()
+        dtype = dtype or torch.get_default_dtype()
+        if 0 in shape:  # nothing to map
+            return torch.empty(shape, dtype=dtype, device=self.device)
         pool = self._transport.early if early_release else self._transport.pool
-        return pool.empty(*shape, dtype=dtype or torch.get_default_dtype())
+        return pool.empty(*shape, dtype=dtype)
 
     def record_stream(self, tensor: Any, stream: Any = None) -> None:
         """On GPUs: `tensor`, from `empty`, is used on `stream`, by other things than calls of this communicator.

@@ -97,16 +97,12 @@ class EarlyPool:
         self._dropped: deque[EarlyBlock] = deque()  # storages die in any thread: nothing else is done there
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """An uninitialised tensor; of zero elements, one in plain memory.
+        """An uninitialised tensor, of one element at least.
 
         Raises:
             Unsupported: more blocks than there are words for.
         """
-        import torch
-
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
         with self._lock:
             self.collect()
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)

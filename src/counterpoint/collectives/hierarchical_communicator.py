@@ -205,8 +205,8 @@ class _Run:
         dtype = torch.uint8 if self.reduction is None else self.output.dtype
         num_bytes = scratch_bytes(self.phases)
         kept = self.communicator.empty(num_bytes, dtype=torch.uint8) if num_bytes else None
-        self.buffers = {"input": _flat(self.input, dtype), "output": _flat(self.output, dtype)}
-        self.buffers["scratch"] = _flat(kept, dtype)
+        named = {"input": self.input, "output": self.output, "scratch": kept}
+        self.buffers = {name: _flat(tensor, dtype, self.communicator.device) for name, tensor in named.items()}
         started: list[list[Any]] = []
         for phase in self.phases:
             for number in phase.after:
@@ -257,12 +257,12 @@ class _Run:
 _SUMS = ("sum", "avg", "premul_sum")
 
 
-def _flat(tensor: Any, dtype: Any) -> Any:
+def _flat(tensor: Any, dtype: Any, device: Any) -> Any:
     """Its memory as one row of `dtype`, bytes where nothing is added up: a library need not know what it moves."""
     import torch
 
     if tensor is None or not tensor.numel():
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=device)
     return tensor.view(-1).view(dtype)
 
 

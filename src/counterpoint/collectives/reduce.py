@@ -78,12 +78,16 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Sources of which one (the own) may be anywhere and the others (staging) are `stride` bytes apart, in order."""
+    """Sources of which one (the own) may be anywhere and the others (staging) are in slots, `stride` bytes apart.
+
+    In order; or, where every rank has passed on what it had (`doubling.py`), `backwards` from the own one and around.
+    """
 
     own: int
     own_index: int
     staged: int
     stride: int
+    backwards: bool = False
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
@@ -91,11 +95,17 @@ class Layout:
         Misconfigured: the addresses are not laid out so.
         """
         for index, own in enumerate(sources):
-            others = [*sources[:index], *sources[index + 1 :]]
-            stride = others[1] - others[0] if len(others) > 1 else 0
-            if all(address == others[0] + slot * stride for slot, address in enumerate(others)):
-                return cls(own=own, own_index=index, staged=others[0] if others else own, stride=stride)
+            for backwards in (False, True):
+                slots = [*sources[:index][::-1], *sources[:index:-1]] if backwards else _without(sources, index)
+                stride = slots[1] - slots[0] if len(slots) > 1 else 0
+                if all(address == slots[0] + slot * stride for slot, address in enumerate(slots)):
+                    staged = slots[0] if slots else own
+                    return cls(own=own, own_index=index, staged=staged, stride=stride, backwards=backwards)
         raise Misconfigured(f"{len(sources)} sources at {list(map(hex, sources))}: all but one must be evenly spaced")
+
+
+def _without(sources: Sequence[int], index: int) -> list[int]:
+    return [*sources[:index], *sources[index + 1 :]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +158,7 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
             "ITEM_BYTES": item,
             "SOURCES": len(call.sources),
             "OWN": layout.own_index,
+            "BACKWARDS": layout.backwards,
             "OWN_ALIGNED": layout.own % VECTOR_BYTES == 0,
             "STAGED_ALIGNED": layout.staged % VECTOR_BYTES == 0 and layout.stride % VECTOR_BYTES == 0,
             "TARGET_ALIGNED": call.target % VECTOR_BYTES == 0,

@@ -29,16 +29,19 @@ def _read(address, start, left, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYT
 
 @triton.jit
 def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-           ITEM_BYTES: tl.constexpr, SOURCES: tl.constexpr, OWN: tl.constexpr, OWN_ALIGNED: tl.constexpr,
-           STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-           TAIL: tl.constexpr):  # fmt: skip
+           ITEM_BYTES: tl.constexpr, SOURCES: tl.constexpr, OWN: tl.constexpr, BACKWARDS: tl.constexpr,
+           OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr,
+           BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Combine one block of every source, the first source first."""
     for source in tl.static_range(SOURCES):
         if source == OWN:
             value = _read(own, start, left, DTYPE, ACC, ITEM_BYTES, OWN_ALIGNED, BLOCK, TAIL)
         else:
-            slot = staged + (source - (1 if source > OWN else 0)) * stride
-            value = _read(slot, start, left, DTYPE, ACC, ITEM_BYTES, STAGED_ALIGNED, BLOCK, TAIL)
+            if BACKWARDS:
+                slot = (OWN - source - 1 + SOURCES) % SOURCES
+            else:
+                slot = source - (1 if source > OWN else 0)
+            value = _read(staged + slot * stride, start, left, DTYPE, ACC, ITEM_BYTES, STAGED_ALIGNED, BLOCK, TAIL)
         if OP == "premul_sum":
             value *= factor
         if source == 0:
@@ -63,20 +66,21 @@ def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, D
 @triton.jit(do_not_specialize=["own", "staged", "stride", "target", "numel", "factor_bits"])
 def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64, numel: tl.int64,
             factor_bits: tl.int64, OP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYTES: tl.constexpr,
-            SOURCES: tl.constexpr, OWN: tl.constexpr, OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr,
-            TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+            SOURCES: tl.constexpr, OWN: tl.constexpr, BACKWARDS: tl.constexpr, OWN_ALIGNED: tl.constexpr,
+            STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`target[i] = source_0[i] op source_1[i] op ...`, `numel` elements, by as many programs as were launched.
 
-    Source `OWN` is at address `own`, the others at `staged`, `stride` bytes apart, in order. `factor_bits` is a float64
-    (an argument of Triton would be rounded to float32). Addresses are integers: peers' memory is no torch tensor.
+    Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on: in order, or `BACKWARDS`
+    from the own one and around. `factor_bits` is a float64 (an argument of Triton would be rounded to float32).
+    Addresses are integers: peers' memory is no torch tensor.
     """
     factor = factor_bits.to(tl.float64, bitcast=True).to(ACC) if OP == "premul_sum" else 0
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     full = numel // BLOCK
     for block in range(first, full, programs):
         _block(own, staged, stride, target, block * BLOCK, BLOCK, factor, OP, DTYPE, ACC, ITEM_BYTES, SOURCES, OWN,
-               OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, False)  # fmt: skip
+               BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, False)  # fmt: skip
     left = numel - full * BLOCK
     if left > 0 and first == full % programs:
         _block(own, staged, stride, target, full * BLOCK, left, factor, OP, DTYPE, ACC, ITEM_BYTES, SOURCES, OWN,
-               OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, True)  # fmt: skip
+               BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, True)  # fmt: skip

@@ -126,17 +126,13 @@ class Pool:
         self._dropped: deque[_Block] = deque()  # storages die in any thread, between any two lines of `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """An uninitialised tensor; of zero elements, one in plain memory, since there is nothing to map.
+        """An uninitialised tensor.
 
         Args:
-            shape: its sizes.
+            shape: its sizes, none of them 0: there would be nothing to map.
             dtype: torch.dtype of its elements.
         """
-        import torch
-
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             self._order.taken(block.at, block.after)

@@ -58,6 +58,9 @@ def run(case: dict[str, Any]) -> str:
         target = mine
     slots = [staging.data_ptr() + slot * index for index in range(world - 1)]
     rows = [staging.view(-1)[slot * i // reduction.item_bytes :][:numel] for i in range(world - 1)]
+    if case.get("backwards"):  # of `own` lie the one before it, the one before that, and around
+        turned = [(own - source - 1) % world for source in (*range(own), *range(own + 1, world))]
+        slots, rows = [slots[at] for at in turned], [rows[at] for at in turned]
     sources, wanted = (
         [*slots[:own], mine.data_ptr(), *slots[own:]],
         combined([*rows[:own], mine, *rows[own:]], reduction),

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counterpoint.collectives.calls import all_reduce
 from counterpoint.collectives.lower import ReduceLaunch
+from counterpoint.collectives.plan import plan
+from counterpoint.collectives.program import Reduce, Tuning
 from counterpoint.collectives.reduce import DTYPES, Layout, Reduction, ReductionOp, launch_of, reference
 from counterpoint.errors import Misconfigured
 
@@ -37,6 +40,7 @@ INTERPRETED: list[dict[str, Any]] = [
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "num_sms": 2},
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "programs": 7},
     {"op": "avg", "dtype": "float32", "numel": 100, "world_size": 1, "own": 0},
+    *({"op": "sum", "dtype": "float32", "numel": 700, "world_size": 5, "own": own, "backwards": True} for own in range(5)),
 ]  # fmt: skip
 COMPILED = [["bfloat16", 8, 0], ["float32", 8, 0], ["bfloat16", 8, 2]]
 
@@ -128,6 +132,27 @@ def test_any_own_place_is_found(own: int, count: int, stride: int, where: int) -
     layout = Layout.of(sources)
     again = [layout.staged + slot * layout.stride for slot in range(count - 1)]
     assert [*again[: layout.own_index], layout.own, *again[layout.own_index :]] == sources
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "doubling"])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_the_kernel_can_do_what_programs_ask_for(world_size: int, algorithm: Literal["direct", "doubling"]) -> None:
+    """The sources of every rank's all_reduce lie in a way that it knows, and it finds them all, in order of ranks."""
+    bases = {"input": 1 << 40, "output": 1 << 41, "staging": 1 << 42}
+    for rank in range(world_size):
+        reduces = [step for step in plan(all_reduce(world_size, 4096), rank, Tuning(algorithm=algorithm)).steps
+                   if isinstance(step, Reduce)]  # fmt: skip
+        for step in reduces:
+            sources = [bases[span.buffer] + span.offset for span in step.sources]
+            found = Layout.of(sources)
+            staged = [found.staged + slot * found.stride for slot in range(world_size - 1)]
+            if found.backwards:
+                places = [staged[(found.own_index - source - 1) % world_size] if source != found.own_index else found.own
+                          for source in range(world_size)]  # fmt: skip
+            else:
+                places = [*staged[: found.own_index], found.own, *staged[found.own_index :]]
+            assert places == sources
+        assert reduces
 
 
 def test_scattered_sources_are_refused() -> None:

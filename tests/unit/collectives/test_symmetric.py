@@ -53,12 +53,6 @@ def test_blocks_are_aligned(heap: Heap) -> None:
     assert [heap.place(tensor).offset % BLOCK_BYTES for tensor in tensors] == [0, 0, 0]
 
 
-def test_no_elements_need_no_memory(heap: Heap) -> None:
-    """No region is made for them."""
-    tensor = heap.pool.empty(0, 5, dtype=torch.float32)
-    assert (tensor.shape, heap.pool.free_bytes) == ((0, 5), 0)
-
-
 def test_what_was_dropped_is_used_again(heap: Heap) -> None:
     """At the same place."""
     first = heap.make(100)
