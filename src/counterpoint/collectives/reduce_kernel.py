@@ -37,10 +37,7 @@ def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, D
         if source == OWN:
             value = _read(own, start, left, DTYPE, ACC, ITEM_BYTES, OWN_ALIGNED, BLOCK, TAIL)
         else:
-            if BACKWARDS:
-                slot = (OWN - source - 1 + SOURCES) % SOURCES
-            else:
-                slot = source - (1 if source > OWN else 0)
+            slot = (OWN - source - 1 + SOURCES) % SOURCES if BACKWARDS else source - (1 if source > OWN else 0)
             value = _read(staged + slot * stride, start, left, DTYPE, ACC, ITEM_BYTES, STAGED_ALIGNED, BLOCK, TAIL)
         if OP == "premul_sum":
             value *= factor
@@ -70,8 +67,8 @@ def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64,
             STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`target[i] = source_0[i] op source_1[i] op ...`, `numel` elements, by as many programs as were launched.
 
-    Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on: in order, or `BACKWARDS`
-    from the own one and around. `factor_bits` is a float64 (an argument of Triton would be rounded to float32).
+    Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on: in order, or
+    `BACKWARDS` from the own one and around. `factor_bits` is a float64 (an argument of Triton would be rounded to float32).
     Addresses are integers: peers' memory is no torch tensor.
     """
     factor = factor_bits.to(tl.float64, bitcast=True).to(ACC) if OP == "premul_sum" else 0
