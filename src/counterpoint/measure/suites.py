@@ -1,9 +1,10 @@
 """Named suites, as data: which pairs and which building blocks.
 
-`quick` one minute; `pairs` independent pairs, the table of docs/measure.md; `conccl`, `resource-aware` and `forum` the
-scenarios of ConCCL (arXiv 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of
-NVIDIA's forum, thread 337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts
-them from (docs/budget.md); `blocks` building blocks alone; `full` everything.
+`quick` one minute; `pairs` independent pairs, the table of docs/measure.md; `reductions` how many SMs the sums of
+zero-SM collectives need beside a GEMM; `conccl`, `resource-aware` and `forum` the scenarios of ConCCL (arXiv
+2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
+337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from (docs/budget.md);
+`blocks` building blocks alone; `full` everything.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from counterpoint.records.measurement import Block, Scenario
 
 __all__ = ["SUITES", "blocks_of", "scenarios_of"]
 
-STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta")
+STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm")
+REDUCED = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116)))  # sums need SMs
 REDUCING = ("all_reduce", "reduce_scatter")
 GEMM = "gemm 8192x8192x8192"
 LARGE_GEMM = "gemm 8192x57344x8192"
@@ -69,8 +71,9 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Without those that NCCL does not offer for this collective."""
-    return tuple(name for name in mechanisms if not (collective in REDUCING and name.startswith("nccl_zero_cta")))
+    """Without those that are not offered for this collective."""
+    lacking = {"nccl_zero_cta": REDUCING, "zero_sm": ("send_recv",)}
+    return tuple(name for name in mechanisms if collective not in lacking.get(name.partition("+")[0], ()))
 
 
 def _conccl() -> tuple[Scenario, ...]:
@@ -150,6 +153,7 @@ def _blocks() -> tuple[Block, ...]:
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
     "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCING), (0.25, 0.5, 1, 2)),
+    "reductions": lambda: _pairs(LOADS, REDUCING, (0.25, 0.5, 1, 2), REDUCED),
     "conccl": _conccl,
     "resource-aware": lambda: tuple(
         _sized(workload, collective, 896)
