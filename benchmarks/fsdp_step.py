@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --out results/fsdp-step.json
     torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --model 70b --layers 4 --out results/fsdp-step-70b.json
+    torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --vocabulary 1024 --out results/fsdp-step-layers.json
     torchrun --nproc-per-node 2 benchmarks/fsdp_step.py --device cpu --model tiny --tokens 32 --rounds 2
 
 `bound`: both collectives do nothing, FSDP2's copies stay; `floor`: not sharded at all. `won` is which part of
@@ -43,6 +44,8 @@ class Bench:
             torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
         )
         self.shape = replace(SHAPES[args.model], layers=args.layers)
+        if args.vocabulary is not None:
+            self.shape = replace(self.shape, vocabulary=args.vocabulary)
         reduce_dtype = getattr(torch, args.reduce_dtype)
         torch.manual_seed(self.rank)
         self.sharded = Sharded(
@@ -178,6 +181,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, help="1024: no embedding and head to speak of, layers alone")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192], help="per GPU and step")
     parser.add_argument("--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer")

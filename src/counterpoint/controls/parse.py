@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.gemm_sms import GemmSmLimit
+from counterpoint.controls.gemm_sms_fit import GemmSmFit
 from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl_cluster import NcclCluster
@@ -84,6 +85,10 @@ def _priority(values: dict[str, str | None]) -> Control:
     return StreamPriority(level=_needed(values, "priority"))
 
 
+def _gemm_sms(values: dict[str, str | None]) -> Control:
+    return GemmSmFit() if values["gemm_sms"] == "fit" else GemmSmLimit(num_sms=_needed(values, "gemm_sms"))
+
+
 def _policy(values: dict[str, str | None]) -> Control:
     return NcclCtaPolicy(policy=values["cta_policy"])  # type: ignore[arg-type]  # it refuses unknown words itself
 
@@ -110,7 +115,7 @@ _KNOBS = (  # streams first: green contexts take over the priorities of the stre
     Knob(keys={"cga_cluster": "N"}, build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
     Knob(keys={"cta_policy": "default|efficiency|zero"}, build=_policy),
     Knob(keys={"windows": ""}, build=lambda v: NcclWindows()),
-    Knob(keys={"gemm_sms": "N"}, build=lambda v: GemmSmLimit(num_sms=_needed(v, "gemm_sms"))),
+    Knob(keys={"gemm_sms": "N|fit"}, build=_gemm_sms),
     Knob(keys={"blocks_per_sm": "N", "smem": "BYTES"}, build=_occupancy),
     Knob(keys={"order": "comm_resident"}, build=_order),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -17,6 +18,8 @@ from counterpoint.measure.comm import Buffers, Comm, Empty, allocate, plain_memo
 from counterpoint.measure.names import BASES, Mechanism
 from counterpoint.measure.session import Session
 from counterpoint.measure.stage import Case, Trial
+
+Memory: TypeAlias = Literal["plain", "symmetric"]
 
 __all__ = ["Opened", "OpenedAll", "offered", "open_all", "open_mechanism"]
 
@@ -62,7 +65,7 @@ def offered(
 
 @contextmanager
 def open_mechanism(
-    session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, plain: dict[str, Buffers]
+    session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, shared: dict[Memory, Buffers]
 ) -> Iterator[Opened]:
     """Process group, buffers and lanes of a mechanism, for as long as the context lasts. All ranks enter it together.
 
@@ -72,7 +75,7 @@ def open_mechanism(
         collective: what it runs.
         numel: elements of the full array.
         stock: streams and computation of the pair; its `comm` is replaced.
-        plain: buffers in plain memory by collective, shared by all mechanisms that need no others.
+        shared: buffers by the memory that they lie in, for all mechanisms that need no others; filled here.
 
     Raises:
         Unsupported: the mechanism cannot run here.
@@ -101,10 +104,11 @@ def open_mechanism(
             empty=empty,
         )
 
-    own = windows is not None or communicator is not None
-    if not own and collective not in plain:
-        plain[collective] = make()
-    comm = Comm(buffers=make() if own else plain[collective], group=group, communicator=communicator)
+    memory: Memory = "plain" if communicator is None else "symmetric"
+    if windows is None and memory not in shared:
+        shared[memory] = make()
+    buffers = shared[memory] if windows is None else make()
+    comm = Comm(buffers=buffers, group=group, communicator=communicator)
     with ExitStack() as stack:
         if windows is not None:
             stack.push(partial(_release, windows))
@@ -147,14 +151,14 @@ def open_all(
         Unsupported: none can run here.
         WrongResult: one delivers wrong data.
     """
-    plain: dict[str, Buffers] = {}
+    shared: dict[Memory, Buffers] = {}
     unavailable: dict[str, str] = {}
     opened: list[Opened] = []
     with ExitStack() as stack:
 
         def enter(mechanism: Mechanism) -> Opened:
             with ExitStack() as own:  # left at once if another rank could not enter
-                context = open_mechanism(session, mechanism, collective, numel, stock, plain)
+                context = open_mechanism(session, mechanism, collective, numel, stock, shared)
                 entered = session.together(lambda: own.enter_context(context))
                 stack.push(own.pop_all())
                 return entered

@@ -5,9 +5,10 @@ A name is a base and any number of controls: `nccl`, `nccl+priority=high`, `nccl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.controls.control import Control
+from counterpoint.controls.gemm_sms_fit import GemmSmFit
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 from counterpoint.errors import Misconfigured, printable
@@ -31,6 +32,21 @@ class Mechanism:
     def base(self) -> str:
         """The name without its controls."""
         return self.name.partition("+")[0]
+
+    @property
+    def settings(self) -> str:
+        """The base and every control as it is set now: what tells two mechanisms apart that have one name."""
+        return "+".join([self.base, *(control.name for control in self.controls)])
+
+    @property
+    def fits_sms(self) -> bool:
+        """Whether its GEMM gets as many SMs as the rule finds for a pair."""
+        return any(isinstance(control, GemmSmFit) for control in self.controls)
+
+    def with_gemm_sms(self, num_sms: int | None) -> Mechanism:
+        """`gemm_sms=fit` as what was found; None: the GEMM keeps all."""
+        found = tuple(one.found(num_sms) if isinstance(one, GemmSmFit) else one for one in self.controls)
+        return replace(self, controls=found)
 
     @property
     def windows(self) -> NcclWindows | None:
@@ -60,6 +76,8 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
     _, controls = parse_mechanism(_MADE_OF.get(base, base) + plus + rest)
     if controls and device_type == "cpu":
         raise Misconfigured(f"{name}: {controls[0].name} is a control of GPUs; on a CPU there is only {base!r}")
+    if base != "zero_sm" and any(isinstance(control, GemmSmFit) for control in controls):
+        raise Misconfigured(f"{name}: gemm_sms=fit leaves SMs to the sums of zero_sm; give {base} a number of SMs")
     of_nccl = [control.name for control in controls if type(control).configure is not Control.configure]
     if base == "zero_sm" and of_nccl:
         raise Misconfigured(f"{name}: {of_nccl[0]} is a control of NCCL, which {base} does not use; leave it out")

@@ -11,6 +11,7 @@ import torch
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
+from counterpoint.machine.sums import REDUCTIONS, choose_gemm_sms
 from counterpoint.measure.comm import elements_of, memory_bytes
 from counterpoint.measure.device_state import combine, read_device
 from counterpoint.measure.mechanisms import Opened, OpenedAll, offered, open_all, open_mechanism
@@ -18,10 +19,10 @@ from counterpoint.measure.names import Mechanism, find_mechanism
 from counterpoint.measure.rounds import play_rounds
 from counterpoint.measure.rows import Watched, comm_time, compute_time, row, time_of
 from counterpoint.measure.session import Session
-from counterpoint.measure.sizes import Curve, size_for_time
+from counterpoint.measure.sizes import Curve, size_for_time, time_at
 from counterpoint.measure.stage import Case, Trial
 from counterpoint.measure.watch import watch
-from counterpoint.measure.workloads import Workload, find_workload, prepare
+from counterpoint.measure.workloads import Matmul, Workload, find_workload, prepare
 from counterpoint.records.measurement import Outcome, Plan, Scenario
 
 __all__ = ["Calibration", "measure_scenario"]
@@ -37,7 +38,7 @@ class Calibration:
 
     workloads: dict[str, float] = field(default_factory=dict)
     collectives: dict[tuple[str, str], Curve] = field(default_factory=dict)
-    watched: dict[tuple[str, str, str], Watched] = field(default_factory=dict)  # workload, collective, mechanism
+    watched: dict[tuple[str, str, str], Watched] = field(default_factory=dict)  # workload, collective, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +79,12 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
     scenario = pair.scenario
     size = numel * session.dtype.itemsize
     needed = memory_bytes(scenario.collective, size, session.world_size)
-    copies = 1 + sum(mechanism.windows is not None for mechanism in pair.mechanisms)
+    kinds = {mechanism.base == "zero_sm" for mechanism in pair.mechanisms if mechanism.windows is None}
+    copies = len(kinds) + sum(mechanism.windows is not None for mechanism in pair.mechanisms)
     session.require_memory(copies * needed, f"{scenario.collective} of {size / 1e9:.2f} GB")
     stock = session.lanes(pair.compute, lambda: None)
-    with open_all(session, pair.mechanisms, scenario.collective, numel, stock) as opened:
+    mechanisms = _fitted(session, pair, size, calibration)
+    with open_all(session, mechanisms, scenario.collective, numel, stock) as opened:
         trials = _trials(session, opened.each, scenario.orders)
         samples = play_rounds(session, trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed)
         device = combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
@@ -110,10 +113,29 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
 
 def _watched(session: Session, pair: _Pair, opened: OpenedAll, calibration: Calibration) -> list[Watched]:
     """What ran, seen at the first size of each pair of operations."""
-    keys = [(pair.workload.name, pair.scenario.collective, each.mechanism.name) for each in opened.each]
+    keys = [(pair.workload.name, pair.scenario.collective, each.mechanism.settings) for each in opened.each]
     if not all(key in calibration.watched for key in keys):
         calibration.watched |= zip(keys, watch(session, opened.each, opened.plain), strict=True)
     return [calibration.watched[key] for key in keys]
+
+
+def _fitted(session: Session, pair: _Pair, size: int, calibration: Calibration) -> tuple[Mechanism, ...]:
+    """The mechanisms, `gemm_sms=fit` made a number for this pair; all ranks find the same one."""
+    if not any(mechanism.fits_sms for mechanism in pair.mechanisms):
+        return pair.mechanisms
+    collective = pair.scenario.collective
+    sms: int | None = None
+    if collective in REDUCTIONS:
+        sms = choose_gemm_sms(
+            [(one.m, one.n, one.k) for one in pair.workload.operations if isinstance(one, Matmul)],
+            collective,
+            size_bytes=size,
+            compute_us=_workload_us(session, pair, calibration),
+            comm_us=time_at(_curve(session, collective, "zero_sm", calibration), size),
+            world_size=session.world_size,
+            num_sms=torch.cuda.get_device_properties(session.device).multi_processor_count,
+        ).gemm_sms
+    return tuple(mechanism.with_gemm_sms(sms) for mechanism in pair.mechanisms)
 
 
 def _trials(

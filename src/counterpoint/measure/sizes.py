@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
-__all__ = ["Curve", "size_for_time"]
+__all__ = ["Curve", "size_for_time", "time_at"]
 
 Curve = Sequence[tuple[int, float]]  # (bytes, µs), ascending in bytes
 

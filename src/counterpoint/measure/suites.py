@@ -18,8 +18,8 @@ from counterpoint.records.measurement import Block, Scenario
 
 __all__ = ["SUITES", "blocks_of", "scenarios_of"]
 
-STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm")
-REDUCED = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116)))  # sums need SMs
+STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm", "zero_sm+gemm_sms=fit")
+SUMS = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116, "fit")))
 REDUCING = ("all_reduce", "reduce_scatter")
 GEMM = "gemm 8192x8192x8192"
 LARGE_GEMM = "gemm 8192x57344x8192"
@@ -72,8 +72,10 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
     """Without those that are not offered for this collective."""
-    lacking = {"nccl_zero_cta": REDUCING, "zero_sm": ("send_recv",)}
-    return tuple(name for name in mechanisms if collective not in lacking.get(name.partition("+")[0], ()))
+    reduces = collective in REDUCING
+    without = {"nccl_zero_cta"} if reduces else {"zero_sm+gemm_sms=fit"}
+    without |= {"zero_sm"} if collective == "send_recv" else set()
+    return tuple(name for name in mechanisms if name not in without)
 
 
 def _conccl() -> tuple[Scenario, ...]:
@@ -153,7 +155,7 @@ def _blocks() -> tuple[Block, ...]:
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
     "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCING), (0.25, 0.5, 1, 2)),
-    "reductions": lambda: _pairs(LOADS, REDUCING, (0.25, 0.5, 1, 2), REDUCED),
+    "reductions": lambda: _pairs(LOADS, REDUCING, (0.25, 0.5, 1, 2), SUMS),
     "conccl": _conccl,
     "resource-aware": lambda: tuple(
         _sized(workload, collective, 896)

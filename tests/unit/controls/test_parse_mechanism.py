@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.controls.gemm_sms import GemmSmLimit
+from counterpoint.controls.gemm_sms_fit import GemmSmFit
 from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl_cluster import NcclCluster
@@ -27,6 +28,7 @@ from counterpoint.errors import Misconfigured
         ("nccl+cta_policy=zero", NcclCtaPolicy(policy="zero")),
         ("nccl+windows", NcclWindows()),
         ("nccl+gemm_sms=124", GemmSmLimit(num_sms=124)),
+        ("nccl+gemm_sms=fit", GemmSmFit()),
         ("nccl+green=108", GreenContexts(compute_sms=108)),
         ("nccl+order=comm_resident", CommFirst()),
     ],

@@ -78,6 +78,40 @@ def test_controls_of_the_gemm_go_with_programs() -> None:
     assert [control.name for control in find_mechanism("zero_sm+gemm_sms=124", "cuda").controls] == ["gemm_sms=124"]
 
 
+def test_a_limit_by_rule_is_of_zero_sm() -> None:
+    """NCCL has no sums that wait for SMs: its limit is a number."""
+    with pytest.raises(Misconfigured, match="gemm_sms=fit leaves SMs to the sums of zero_sm"):
+        find_mechanism("nccl+gemm_sms=fit", "cuda")
+
+
+@pytest.mark.parametrize(("found", "settings"), [(124, "zero_sm+gemm_sms=124"), (None, "zero_sm+gemm_sms=fit")])
+def test_what_the_rule_found_is_set(found: int | None, settings: str) -> None:
+    """Under the name that was asked for; another number is another thing to look at."""
+    mechanism = find_mechanism("zero_sm+gemm_sms=fit", "cuda").with_gemm_sms(found)
+    assert (mechanism.name, mechanism.settings) == ("zero_sm+gemm_sms=fit", settings)
+
+
+def test_mechanisms_of_one_memory_share_buffers() -> None:
+    """Five limits of zero_sm need no five arrays."""
+    mechanisms: Any = [
+        SimpleNamespace(
+            name=str(at), base="zero_sm", windows=None, controls=(), why_unavailable=lambda collective: None
+        )
+        for at in range(2)
+    ]
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32,
+        communicator=SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)),
+    )  # fmt: skip
+    shared: dict[Any, Any] = {}
+    with (
+        open_mechanism(session, mechanisms[0], "all_gather", 256, LANES, shared) as one,
+        open_mechanism(session, mechanisms[1], "all_gather", 256, LANES, shared) as other,
+    ):
+        assert one.comm.buffers is other.comm.buffers
+    assert list(shared) == ["symmetric"]
+
+
 def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows in the group of the plain buffers are another path; two controls of one path are checked once."""
     checked: list[int] = []
