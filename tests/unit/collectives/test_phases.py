@@ -31,7 +31,7 @@ from counterpoint.errors import Misconfigured
 
 MIB = 1 << 20
 GRIDS = [Grid(hosts=hosts, local=local) for hosts, local in ((1, 3), (3, 1), (2, 2), (2, 3), (3, 2))]
-FREE = Rates(copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0, call_us=0)
+FREE = Rates(copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0, launch_us=0)
 SLICE = 32  # bytes: several slices and a rest in small calls
 
 

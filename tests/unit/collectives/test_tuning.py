@@ -102,10 +102,10 @@ def test_an_all_gather_in_place_doubles(num_bytes: int) -> None:
     assert best_tuning(all_gather(8, num_bytes // 8)) == Tuning(algorithm="doubling")
 
 
-def test_a_small_all_gather_is_a_third_faster_than_a_direct_one() -> None:
+def test_a_small_all_gather_is_a_fifth_faster_than_a_direct_one() -> None:
     """1 MiB at 8 ranks."""
     call = all_gather(8, MIB // 8)
-    assert us(call, best_tuning(call)) < 0.67 * us(call, Tuning(arrivals="together"))
+    assert us(call, best_tuning(call)) < 0.8 * us(call, Tuning(arrivals="together"))
 
 
 def test_a_small_all_reduce_gathers_and_a_large_one_does_not() -> None:
