@@ -2,10 +2,12 @@
 
 Reads what `counterpoint measure budget` wrote: curves from the building blocks, pairs from the rows. Contention is
 fitted on every second workload, and on the one that the rule was designed on, at every second length of the collective;
-all other pairs are held out. A pick counts by what was measured for it, never by what was predicted.
+all other pairs are held out. A pick counts by what was measured for it, never by what was predicted. `--unseen` judges
+the same fit on the pairs of another run, of which nothing is fitted.
 
     counterpoint measure budget --out results/budget-pairs-4xh200.json
-    python benchmarks/budget_rule.py results/budget-pairs-4xh200.json     # prints a table, writes results/
+    counterpoint measure forum --out results/forum-4xh200.json
+    python benchmarks/budget_rule.py results/budget-pairs-4xh200.json --unseen results/forum-4xh200.json
 """
 
 from __future__ import annotations
@@ -172,9 +174,14 @@ def score(name: str, policy: str, regrets: Sequence[Sequence[float]]) -> Score:
 
 
 def scores(
-    name: str, pairs: Sequence[Pair], rule: Policy, fixed: Choice, orders: Sequence[Order], objective: Objective
+    name: str,
+    pairs: Sequence[Pair],
+    rules: Mapping[str, Policy],
+    fixed: Choice,
+    orders: Sequence[Order],
+    objective: Objective,
 ) -> list[Score]:
-    """The rule, plain NCCL, the best fixed setting of the fitted pairs, and chance, over the same pairs."""
+    """The rules, plain NCCL, the best fixed setting of the fitted pairs, and chance, over the same pairs."""
 
     def one(policy: Policy) -> list[list[float]]:
         return [[regret(pair, policy(pair), orders, objective)] for pair in pairs]
@@ -183,7 +190,7 @@ def scores(
     always = [[regret(pair, fixed, orders, objective)] for pair in having]
     chance = [[regret(pair, choice, orders, objective) for choice in pair.together_us] for pair in pairs]
     return [
-        score(name, "rule", one(rule)),
+        *(score(name, title, one(rule)) for title, rule in rules.items()),
         score(name, "plain nccl", one(lambda pair: STOCK)),
         *([score(name, f"always {fixed.mechanism}", always)] if having else []),
         score(name, "random", chance),
@@ -202,9 +209,10 @@ def rule_for(curves: Curves, calibration: Calibration, orders: Sequence[Order], 
     return pick
 
 
-def judge(rows: Sequence[Row], curves: Curves) -> dict[str, Any]:
-    """Everything that is kept: fit, scores by group and by objective, and each held-out pair."""
+def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> dict[str, Any]:
+    """Everything that is kept: fit, scores by group and by objective, and each pair that was not fitted."""
     pairs, left_out = pairs_of(rows, curves)
+    others, left_out_unseen = pairs_of(unseen, curves)
     split = split_of(pairs)
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
@@ -217,11 +225,14 @@ def judge(rows: Sequence[Row], curves: Curves) -> dict[str, Any]:
     calibration = fit(fit_rows, curves)
     found: list[Score] = []
     for title, orders, objective in views():
-        rule, fixed = rule_for(curves, calibration, orders, objective), best_fixed(fitted, orders, objective)
-        found += scores(f"held out, {title}", held_out, rule, fixed, orders, objective)
+        known = {"rule": calibration, "rule, default calibration": Calibration()}
+        rules = {name: rule_for(curves, each, orders, objective) for name, each in known.items()}
+        fixed = best_fixed(fitted, orders, objective)
+        for name, members in (("held out", held_out), *([("unseen", others)] if others else [])):
+            found += scores(f"{name}, {title}", members, rules, fixed, orders, objective)
         if title == "mean of orders":
             for name, members in (*sorted(groups.items()), ("fitted", fitted)):
-                found += scores(name, members, rule, fixed, orders, objective)
+                found += scores(name, members, rules, fixed, orders, objective)
     held_rows = [row for row in believed if split.group(row.workload, length_of(row)) != "fitted"]
     return {
         "calibration": asdict(calibration),
@@ -229,9 +240,9 @@ def judge(rows: Sequence[Row], curves: Curves) -> dict[str, Any]:
         "error_held_out": error_of(held_rows, curves, calibration),
         "noise": median((row.together.p90_us - row.together.p10_us) / 2 / row.together.us for row in believed),
         "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
-        "left_out": left_out,
+        "left_out": left_out + left_out_unseen,
         "scores": [asdict(each) for each in found],
-        "pairs": [one_pair(pair, curves, calibration) for pair in held_out],
+        "pairs": [one_pair(pair, curves, calibration) for pair in (*held_out, *others)],
     }
 
 
@@ -262,6 +273,14 @@ def one_pair(pair: Pair, curves: Curves, calibration: Calibration) -> dict[str, 
     }
 
 
+def read(paths: Sequence[Path]) -> list[Measurement]:
+    return [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in paths]
+
+
+def rows_of(measured: Iterable[Measurement]) -> list[Row]:
+    return [row for each in measured for row in each.rows]
+
+
 def cells(found: Mapping[str, Any]) -> list[str]:
     """One line of the table."""
     percent = [f"{found[key]:.0%}" for key in ("hits", "near")]
@@ -274,19 +293,20 @@ def main() -> None:
     parser.add_argument(
         "measurements", type=Path, nargs="+", help="JSON of `counterpoint measure budget`; blocks and rows are joined"
     )
+    parser.add_argument("--unseen", type=Path, nargs="*", default=[], help="JSON of other runs: judged, never fitted")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "budget-rule.json")
     parser.add_argument("--default-ctas", type=int, help="of plain NCCL, where nobody looked at what ran")
     args = parser.parse_args()
-    measured = [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in args.measurements]
+    measured, unseen = read(args.measurements), read(args.unseen)
     environment = measured[0].environment
-    if len({(each.environment.gpu, each.environment.world_size) for each in measured}) > 1:
+    if len({(each.environment.gpu, each.environment.world_size) for each in (*measured, *unseen)}) > 1:
         parser.error("the measurements are of different machines; give those of one kind and number of GPUs")
     gpu = find_gpu(environment.gpu)
     if gpu is None:
         parser.error(f"unknown GPU {environment.gpu!r}: its number of SMs is not in machine/gpus.py")
     blocks = [block for each in measured for block in each.blocks]
     curves = curves_from(blocks, layout=SmLayout.even(gpu.num_sms), default_ctas=args.default_ctas)
-    verdict = judge([row for each in measured for row in each.rows], curves)
+    verdict = judge(rows_of(measured), curves, rows_of(unseen))
     table = Table(*COLUMNS, title="budget rule")
     lines = [cells(each) for each in verdict["scores"]]
     for line in lines:
@@ -299,7 +319,10 @@ def main() -> None:
     )
     facts = provenance(("counterpoint", "msgspec"))
     facts |= {key: getattr(environment, key) for key in ("gpu", "driver", "torch", "nccl", "world_size")}
-    facts["measured"] = {"date": environment.date, "commit": environment.commit, "command": list(environment.command)}
+    facts["measured"] = [
+        {"date": each.environment.date, "commit": each.environment.commit, "command": list(each.environment.command)}
+        for each in (*measured, *unseen)
+    ]
     write_result(args.out, {"provenance": facts, **verdict}, COLUMNS, lines)
 
 

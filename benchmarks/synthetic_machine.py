@@ -1,8 +1,8 @@
 """A made-up GPU that plays pairs block by block: what the budget rule is tested against where the truth is known.
 
 It shares no code with the rule. SMs are a heap of the times at which they are free; a GEMM takes tile after tile with
-one block per SM, which leaves when no tile is left for it; a collective takes one SM per CTA, all at once or not at
-all. There is no contention, and clusters are not looked at; noise is multiplied on afterwards.
+one block per SM, which keeps it to the GEMM's end; a collective takes one SM per CTA, all at once or not at all. There
+is no contention, and clusters are not looked at; noise is multiplied on afterwards.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class SyntheticMachine:
             at_once = min(blocks, self.num_sms - ctas)
             free = [gemm_at] * at_once + [max(comm_us, gemm_at)] * (blocks - at_once)
             return max(comm_us, *_ends(tiles, tile_us, free))
-        ends = sorted(_ends(tiles, tile_us, [gemm_at] * blocks))
+        end = max(_ends(tiles, tile_us, [gemm_at] * blocks))
         comm_at = HEAD_US if order == "compute_first" else 0.0
-        if (missing := blocks + ctas - self.num_sms) > 0:
-            comm_at = max(comm_at, ends[missing - 1])
-        return max(ends[-1], comm_at + comm_us)
+        if blocks + ctas > self.num_sms:
+            comm_at = max(comm_at, end)
+        return max(end, comm_at + comm_us)
 
     def blocks(
         self,

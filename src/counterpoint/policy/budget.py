@@ -180,7 +180,7 @@ def _shares(
         layout.waiting_ctas(gemm_sms=kernel.num_sms, num_ctas=comm.num_ctas, comm_cluster=cluster) for kernel in kernels
     )
     return Shares(
-        waiting_ctas=waiting,
+        fits=waiting == 0,
         waiting_us=_waiting_us(curves, collective, comm, replace(choice, max_ctas=waiting)),
         sms_beside=layout.gemm_sms_beside(comm.num_ctas, comm_cluster=cluster),
         compute_slowdown=1.0 / (1.0 - known.compute_loss * rate),

@@ -1,8 +1,7 @@
 """One pair played on the SMs: kernels of a computation beside one collective, wave by wave.
 
-CTAs of a collective that find no SMs start when the kernel that holds them lets go: at its end, or one wave before if
-its last wave leaves enough SMs without a tile. While it is resident, a kernel whose
-blocks do not all fit works through its tiles on the SMs left; the rest of its blocks join when the collective ends.
+CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident, a
+kernel whose blocks do not all fit works through its tiles on the SMs left; the rest of its blocks join when it ends.
 """
 
 from __future__ import annotations
@@ -29,26 +28,16 @@ class Kernel:
         """Of one tile, which is also that of one wave."""
         return self.time_us / waves(self.tiles, num_sms=self.num_sms, blocks_per_sm=1)
 
-    @property
-    def idle_sms(self) -> int:
-        """Blocks that find no tile in the last wave: persistent ones have left their SMs by then."""
-        return -self.tiles % self.num_sms
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
     """Who gets what while both run."""
 
-    waiting_ctas: int  # of the collective, that find no SM beside a resident kernel
+    fits: bool  # the collective starts beside a resident kernel
     sms_beside: int  # for a kernel, while the collective is resident
-    waiting_us: float = math.inf  # of work for those CTAs, once they start; never more than the collective's time
+    waiting_us: float = math.inf  # of work for CTAs that wait, once they start; never more than the collective's time
     compute_slowdown: float = 1.0  # at equal SMs: memory bandwidth and power
     comm_slowdown: float = 1.0
-
-    @property
-    def fits(self) -> bool:
-        """The collective starts beside a resident kernel."""
-        return self.waiting_ctas == 0
 
 
 def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: float) -> float:
@@ -94,9 +83,7 @@ def play(
         if not resident or left_us <= 0.0:
             now += kernel.time_us
             if not resident and comm_at_us < now:
-                early_us = kernel.tile_us if kernel.idle_sms >= shares.waiting_ctas else 0.0
                 left_us = min(left_us, shares.waiting_us)
-                left_us -= (now - max(now - early_us, comm_at_us)) / shares.comm_slowdown
             continue
         alone_us, busy_us = kernel.time_us, left_us * shares.comm_slowdown
         if not shares.fits:

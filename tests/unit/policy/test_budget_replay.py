@@ -101,7 +101,7 @@ def test_the_mean_over_orders_is_predicted_within_10_percent(size: int, mechanis
     assert abs(fmean(errors(size, mechanism))) < 0.10
 
 
-def test_half_of_all_times_are_predicted_within_4_percent() -> None:
+def test_half_of_all_times_are_predicted_within_5_percent() -> None:
     """The median of the errors over all rows and orders, the unexplained one included."""
     every = [abs(error) for size, rows in TOGETHER_US.items() for name in rows for error in errors(size, name)]
-    assert median(every) < 0.04
+    assert median(every) < 0.05

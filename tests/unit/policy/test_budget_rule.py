@@ -66,6 +66,14 @@ def test_held_out_pairs_are_never_fitted() -> None:
     assert before["error_fitted"] == after["error_fitted"]
 
 
+def test_pairs_of_another_run_are_judged_and_never_fitted() -> None:
+    """`unseen` adds scores of its own and leaves the calibration as it was."""
+    rows, alone = measured(noise=0.02)
+    before, after = judge(rows, curves(alone)), judge(rows, curves(alone), unseen=measured(noise=0.05)[0])
+    counts = {each["pairs"]: each["count"] for each in after["scores"]}
+    assert (after["calibration"], counts["unseen, mean of orders"]) == (before["calibration"], 8)
+
+
 def test_a_new_workload_or_length_is_held_out() -> None:
     """Only pairs of which both were fitted are fitted."""
     split = Split(workloads=frozenset({"a"}), lengths=frozenset({1.0}))

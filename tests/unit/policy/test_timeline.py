@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from counterpoint.policy.timeline import Kernel, Shares, finish_us, play
 
-BLOCKED = Shares(waiting_ctas=24, sms_beside=108)
-BESIDE = Shares(waiting_ctas=0, sms_beside=108)
+BLOCKED = Shares(fits=False, sms_beside=108)
+BESIDE = Shares(fits=True, sms_beside=108)
 ONE_WAVE = Kernel(tiles=132, num_sms=132, time_us=100.0)
 
 
@@ -43,11 +43,10 @@ def test_a_resident_gemm_holds_the_collective_back() -> None:
     assert play([ONE_WAVE], 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED) == 160.0
 
 
-@pytest.mark.parametrize(("tiles", "end"), [(132 + 108, 50.0 + 60.0), (132 + 109, 100.0 + 60.0)])
-def test_a_last_wave_with_room_lets_the_collective_in(tiles: int, end: float) -> None:
-    """24 CTAs start beside a second wave of 108 tiles on 132 SMs, and wait for the end of one of 109."""
-    gemm = Kernel(tiles=tiles, num_sms=132, time_us=100.0)
-    assert play([gemm], 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED) == end
+def test_a_last_wave_with_room_lets_nobody_in() -> None:
+    """Beside a second wave of 44 tiles on 132 SMs 24 CTAs wait, too: T = T_g + T_c."""
+    gemm = Kernel(tiles=132 + 44, num_sms=132, time_us=100.0)
+    assert play([gemm], 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED) == 160.0
 
 
 def test_a_collective_slips_in_between_two_kernels() -> None:
@@ -64,7 +63,7 @@ def test_with_sms_of_its_own_the_order_does_not_matter(comm_first: bool) -> None
 
 def test_contention_lasts_as_long_as_both_run() -> None:
     """Twice as slow while the 30 µs collective runs (60 µs, itself slowed): 100 µs become 130."""
-    shares = Shares(waiting_ctas=0, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
+    shares = Shares(fits=True, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
     assert play([ONE_WAVE], 30.0, compute_at_us=0.0, comm_at_us=0.0, comm_first=True, shares=shares) == 130.0
 
 
