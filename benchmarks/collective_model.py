@@ -1,16 +1,16 @@
 """Claim: the collective model predicts sizes and group sizes that it was not fitted on, within 10 % from 1 MiB up.
 
-Fits protocols to measured rows without a third of the sizes, without one group size, and compares what was left out.
+Fits protocols to measured rows without a third of the sizes, one group size, or both, and compares what was left out.
 Beside it, on the same rows: one line per operation (latency + bytes / bandwidth, fitted without the same rows) and
-NCCL's own model, which is not fitted. Rows are CSV (operation,ranks,bytes,us), results of `counterpoint measure blocks`
-(one per group size) or what nccl-tests printed.
+NCCL's own model, which is not fitted. Every row that is predicted worse than asked (10 %, 20 % below 1 MiB) is listed.
+Rows are CSV (operation,ranks,bytes,us), results of `counterpoint measure blocks` (one per group size) or what
+nccl-tests printed.
 
-A second table has rows of 4 DGX A100 that nothing was fitted to: NCCL's own latencies and the links' bandwidths.
+A last table has rows of 4 DGX A100 that nothing was fitted to: NCCL's own latencies and the links' bandwidths.
 
-    python benchmarks/collective_model.py                                       # rows of 8 x H200, results/
-    python benchmarks/collective_model.py results/blocks-[248]xh200.json --gpu H200 --network nvlink-h100 \\
-        --source "2, 4, 8 × H200, NCCL 2.28.9, 2026-11-21" --serves H100 \\
-        --write src/counterpoint/plan/fits/nvlink-h200.json
+    python benchmarks/collective_model.py --serves H100 --write src/counterpoint/plan/fits/nvlink-h200.json
+    python benchmarks/collective_model.py mine-[248].json --gpu H200 --network nvlink-h100 \\
+        --source "2, 4, 8 × H200, NCCL 2.30, 2027-01-01" --out mine.json
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ from counterpoint.plan.networks import FittedProtocols, levels, nccl_protocols, 
 from counterpoint.records.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = ROOT / "benchmarks" / "nccl_alone_8xh200.csv"
+ROWS = (
+    ROOT / "results" / "blocks-2xh200.json",
+    ROOT / "results" / "blocks-4xh200.json",
+    ROOT / "benchmarks" / "nccl_alone_8xh200.csv",
+)
 UNFITTED = ROOT / "benchmarks" / "nccl_4xdgx_a100.csv"
-SOURCE = "8 × H200, NCCL 2.28.9, NVLS off, 2026-11-20"
+SOURCE = "2, 4 and 8 × H200, NCCL 2.28.9, NVLS off, 2026-11-20 and 21"
 MIB = 1 << 20
 COLUMNS = (
     "operation",
@@ -50,11 +54,13 @@ COLUMNS = (
     "n",
     "error, mean",
     "max",
+    "over",
     "one line, mean",
     "max",
     "NCCL's model, mean",
     "max",
 )
+MISSED_COLUMNS = ("operation", "ranks", "KiB", "left out", "measured, µs", "predicted, µs", "error")
 UNFITTED_COLUMNS = ("operation", "ranks", "bytes", "measured, µs", "predicted, µs", "error", "by")
 
 
@@ -68,6 +74,7 @@ class Line:
     n: int
     mean: float
     max: float
+    over: int  # rows that are worse than asked
     line_mean: float
     line_max: float
     nccl_mean: float
@@ -75,9 +82,10 @@ class Line:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        figures = (self.mean, self.max, self.line_mean, self.line_max, self.nccl_mean, self.nccl_max)
         sizes = "≥ 1 MiB" if self.large else "< 1 MiB"
-        return self.operation, sizes, self.left_out, str(self.n), *(f"{figure:.1%}" for figure in figures)
+        mine = (f"{self.mean:.1%}", f"{self.max:.1%}", str(self.over) if self.over else "")
+        others = (self.line_mean, self.line_max, self.nccl_mean, self.nccl_max)
+        return self.operation, sizes, self.left_out, str(self.n), *mine, *(f"{figure:.1%}" for figure in others)
 
 
 def read(paths: Iterable[Path]) -> tuple[Measured, ...]:
@@ -111,14 +119,14 @@ def _csv(path: Path) -> list[Measured]:
 def one_line(rows: Sequence[Measured]) -> tuple[Checked, ...]:
     """The same rows left out, predicted by latency + bytes on the bus / bandwidth of each operation."""
     checked = []
-    for left_out, out in splits(rows):
-        for operation in dict.fromkeys(row.operation for row in out):
+    for left_out, out, predicted in splits(rows):
+        for operation in dict.fromkeys(row.operation for row in predicted):
             seen = [row for row in rows if row.operation == operation and row not in out]
             if len(seen) > 1:
                 us = np.array([row.us for row in seen])
                 design = np.array([[1.0, _bus_bytes(row)] for row in seen]) / us[:, None]  # relative errors count
                 (latency, rate), *_ = np.linalg.lstsq(design, np.ones(len(us)), rcond=None)
-                asked = [row for row in out if row.operation == operation]
+                asked = [row for row in predicted if row.operation == operation]
                 checked += [
                     Checked(row=row, predicted_us=float(latency + rate * _bus_bytes(row)), left_out=left_out)
                     for row in asked
@@ -138,9 +146,9 @@ def by_nccl(rows: Sequence[Measured], network: Network) -> dict[Measured, float]
     }
 
 
-def compare(rows: Sequence[Measured], cluster: Cluster) -> list[Line]:
+def compare(ours: Sequence[Checked], rows: Sequence[Measured], cluster: Cluster) -> list[Line]:
     """A line for each operation, below and above 1 MiB, and kind of what was left out."""
-    ours, lines = held_out(rows, cluster), one_line(rows)
+    lines = one_line(rows)
     nccl = by_nccl(rows, Network(cluster=cluster, protocols=nccl_protocols()))
     keys = dict.fromkeys((each.row.operation, each.row.num_bytes >= MIB, each.left_out) for each in ours)
     return [
@@ -149,6 +157,7 @@ def compare(rows: Sequence[Measured], cluster: Cluster) -> list[Line]:
             large=key[1],
             left_out=key[2],
             n=sum(_key(each) == key for each in ours),
+            over=sum(_key(each) == key and is_missed(each) for each in ours),
             **_errors(key, ours, lines, nccl),
         )
         for key in sorted(keys)
@@ -162,6 +171,28 @@ def _errors(
     unfitted = [abs(nccl[each.row]) for each in ours if _key(each) == key]
     named = (("", mine), ("line_", theirs or [np.nan]), ("nccl_", unfitted))
     return {f"{name}{what.__name__}": float(what(errors)) for name, errors in named for what in (np.mean, max)}
+
+
+def is_missed(each: Checked) -> bool:
+    """Predicted worse than asked: 10 % from 1 MiB up, 20 % below."""
+    return abs(each.error) > (0.1 if each.row.num_bytes >= MIB else 0.2)
+
+
+def missed(ours: Sequence[Checked]) -> list[tuple[str, ...]]:
+    """Cells of every held-out row that is."""
+    worst = sorted((each for each in ours if is_missed(each)), key=lambda each: -abs(each.error))
+    return [
+        (
+            each.row.operation,
+            str(each.row.ranks),
+            f"{each.row.num_bytes / 1024:.0f}",
+            each.left_out,
+            f"{each.row.us:.1f}",
+            f"{each.predicted_us:.1f}",
+            f"{each.error:+.0%}",
+        )
+        for each in worst
+    ]
 
 
 def _key(each: Checked) -> tuple[str, bool, str]:
@@ -207,7 +238,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", type=Path, default=[ROWS])
+    parser.add_argument("rows", nargs="*", type=Path, default=ROWS)
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--serves", nargs="*", help="other GPUs with the same links that may use the fit")
     parser.add_argument("--network", default="nvlink-h100", help="levels on which it was measured (networks.toml)")
@@ -218,17 +249,22 @@ def main() -> None:
     rows = read(options.rows)
     size = max((row.ranks - 1) * row.stride + 1 for row in rows)
     cluster = Cluster(gpu=find_gpu(options.gpu), levels=levels(options.network, size))
-    lines = compare(rows, cluster)
-    others = unfitted()
+    ours, others = held_out(rows, cluster), unfitted()
+    lines, misses = compare(ours, rows, cluster), missed(ours)
     show(f"{len(rows)} rows: {options.source}", COLUMNS, [line.cells for line in lines])
+    show(f"{len(misses)} of {len(ours)} predictions are worse than asked", MISSED_COLUMNS, misses)
     show("not fitted: 4 x DGX A100 (8 x HDR), NCCL of June 2020", UNFITTED_COLUMNS, [each.cells for each in others])
     record = {
         "provenance": provenance(("numpy", "scipy")) | {"measured": options.source},
         "rows": len(rows),
         "lines": [asdict(line) for line in lines],
+        "missed": [dict(zip(MISSED_COLUMNS, cells, strict=True)) for cells in misses],
         "unfitted": [dict(zip(UNFITTED_COLUMNS, each.cells, strict=True)) for each in others],
     }
     write_result(options.out, record, COLUMNS, [line.cells for line in lines])
+    with options.out.with_suffix(".md").open("a") as page:
+        page.write(f"\n{len(misses)} of {len(ours)} predictions are worse than asked:\n\n")
+        page.writelines(f"| {' | '.join(row)} |\n" for row in (MISSED_COLUMNS, ["---"] * len(MISSED_COLUMNS), *misses))
     if options.write:
         kept = FittedProtocols(
             gpus=(cluster.gpu.name, *(options.serves or ())),

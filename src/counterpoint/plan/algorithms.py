@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from counterpoint.plan.reach import Reach
 
-__all__ = ["ALGORITHMS", "Crossing", "Schedule", "offered", "schedule"]
+__all__ = ["ALGORITHMS", "Crossing", "Schedule", "offered", "own_share", "schedule"]
 
 PEERS_AT_ONCE = 8
 PAT_SINCE = (2, 23)  # NCCL: parallel aggregated trees for all_gather and reduce_scatter, one rank per node
@@ -150,6 +150,14 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
 def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
     """What an algorithm does for a group of two ranks or more; None: it does not offer this operation, or not here."""
     return ALGORITHMS[algorithm](operation, at)
+
+
+def own_share(operation: str, algorithm: str, at: Reach) -> float:
+    """Bytes, over S, that a rank handles in a step in which it sends nothing: round a ring, its own shard.
+
+    The chunk that has been round lies in the buffer of the last rank, which copies or adds it where it belongs.
+    """
+    return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 
 @lru_cache(maxsize=65536)

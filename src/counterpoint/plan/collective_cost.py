@@ -1,22 +1,22 @@
-"""How long a collective takes on a cluster: by the algorithm and the protocol that are fastest among those NCCL offers.
+"""How long a collective takes on a cluster: by the algorithm and the protocol that NCCL would take.
 
-    T = min over algorithms and protocols of L · φ(X / L)      L latency, X bandwidth (`network.py`, `algorithms.py`)
+    T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`network.py`)
 
-NCCL chooses so, too: by the least time in a model of its own (src/graph/tuning.cc). Here the figures are those of the
-network at hand: NCCL's own ones where nothing was measured, fitted ones where something was. Algorithms that NCCL does
-not offer are priced beside: `alternatives` says where another one would win.
+NCCL chooses by the least time in a model of its own (src/graph/tuning.cc), with j = 1 and neither O nor fill. Here each
+protocol is priced by the figures of the network at hand, fitted ones where something was measured, but chosen by NCCL's
+(`collective_choice.py`). Algorithms that NCCL does not offer are priced beside: `alternatives` says where another one
+would win.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import log2
-from operator import attrgetter
-from typing import NamedTuple
+from math import inf
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.algorithms import ALGORITHMS, Schedule, offered, schedule
+from counterpoint.plan.algorithms import ALGORITHMS, Schedule, offered, own_share, schedule
 from counterpoint.plan.cluster import Level
+from counterpoint.plan.collective_choice import Way, taken
 from counterpoint.plan.congestion import shares_gb_per_s
 from counterpoint.plan.groups import Group
 from counterpoint.plan.network import OPERATIONS, Network, Protocol
@@ -44,19 +44,21 @@ class Alternative(Record, frozen=True, kw_only=True):
     algorithm: str
     us: float
     offered: bool
-    """NCCL would take it, were it the fastest."""
+    """NCCL has it."""
 
 
 class CollectiveEstimate(Record, frozen=True, kw_only=True):
-    """One collective. us = latency_us + bandwidth_us + joint_us; latency_us = base_us + Σ of the terms'.
+    """One collective. us = latency_us + bandwidth_us + own_us + joint_us; latency_us = base_us + Σ of the terms'.
 
     Args:
         us: time of the collective.
         algorithm, protocol: by which; "" for one rank.
         base_us: to begin and to end.
-        latency_us: L.
+        latency_us: base + H.
         bandwidth_us: X; the sum over phases of their slowest level.
-        joint_us: T - L - X: what the fitted curve adds or spares; 0 without one.
+        own_us: O.
+        joint_us: the rest: what pipelines need to fill, less what hops and bytes hide of each other; what the way that
+            is taken for fewer bytes cost at its end, if that was more.
         bus_gb_per_s: as nccl-tests counts it.
         level: that has the largest part of X.
         terms: by phase and level.
@@ -75,6 +77,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     base_us: float
     latency_us: float
     bandwidth_us: float
+    own_us: float
     joint_us: float
     bus_gb_per_s: float
     level: str
@@ -93,7 +96,8 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
         """The figures behind `us`, line by line."""
         if not self.algorithm:
             return f"{self.operation} of one rank: nothing to do"
-        shape = f" {self.joint_us:+.1f} (curve)" if self.joint_us else ""
+        parts = ((self.own_us, "own shard"), (self.joint_us, "pipeline"))
+        shape = "".join(f" {us:+.1f} ({name})" for us, name in parts if us)
         head = f"{self.operation} of {self.num_bytes:.4g} bytes over {self.ranks} ranks: {self.us:.1f} µs"
         return "\n".join(
             [
@@ -107,17 +111,6 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
                 f"  figures: {self.source}; {self.validated}",
             ]
         )
-
-
-_us = attrgetter("us")
-
-
-class _Price(NamedTuple):
-    us: float
-    latency_us: float
-    bandwidth_us: float
-    algorithm: str
-    protocol: Protocol
 
 
 def estimate(
@@ -137,7 +130,7 @@ def estimate(
             broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
         group: its ranks.
         network: where.
-        algorithm: this one, as NCCL_ALGO would have it; None: the fastest that NCCL offers.
+        algorithm: this one, as NCCL_ALGO would have it; None: what NCCL believes to be the fastest that it offers.
         active: part of all GPUs that send through oversubscribed levels at once.
 
     Raises:
@@ -153,18 +146,19 @@ def estimate(
     kind = levels[at.crossed[-1]].kind
     nccl = offered(operation, at, network.nccl)
     chosen = (algorithm,) if algorithm else nccl
-    prices: dict[str, _Price] = {}
+    ways: dict[str, tuple[Way, ...]] = {}
     for name in ALGORITHMS:
         if plan := schedule(operation, name, at):
             protocols = network.protocols_for(operation, name, kind)
-            prices[name] = min(_prices(name, plan, protocols, num_bytes, at, levels, gb_per_s), key=_us)
-    if algorithm and algorithm not in prices:
+            own = own_share(operation, name, at) * num_bytes / 1e3
+            ways[name] = tuple(_ways(name, plan, protocols, num_bytes, own, at, levels, gb_per_s))
+    if algorithm and algorithm not in ways:
         raise Misconfigured(
             f"algorithm = {algorithm!r} does not offer {operation} to {at.ranks} ranks "
-            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(prices)}"
+            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(ways)}"
         )
-    best = min((prices[name] for name in chosen), key=_us)
-    others = sorted((price.us, name) for name, price in prices.items() if name != best.algorithm)
+    best = taken([way for name in chosen for way in ways[name]])
+    others = sorted((taken(ways[name]).us, name) for name in ways if name != best.algorithm)
     alternatives = tuple(Alternative(algorithm=name, us=us, offered=name in nccl) for us, name in others)
     return _explained(operation, num_bytes, at, best, network, gb_per_s, alternatives)
 
@@ -178,26 +172,52 @@ def _check(operation: str, num_bytes: float, algorithm: str | None) -> None:
         raise Misconfigured(f"algorithm = {printable(algorithm)!r}: choose from: {', '.join(ALGORITHMS)}")
 
 
-def _prices(
+def _ways(
     name: str,
     plan: Schedule,
-    protocols: tuple[Protocol, ...],
+    protocols: tuple[tuple[Protocol, Protocol], ...],
+    num_bytes: float,
+    own: float,
+    at: Reach,
+    levels: tuple[Level, ...],
+    gb_per_s: tuple[float, ...],
+) -> Iterator[Way]:
+    """One algorithm, by each protocol; `own` is in KB."""
+    for protocol, believed in protocols:
+        hops, bandwidth = figures = _hops_and_bandwidth(protocol, plan, num_bytes, at, levels, gb_per_s)
+        own_us = own / protocol.own_gb_per_s if protocol.own_gb_per_s else 0.0
+        if believed is not protocol:
+            figures = _hops_and_bandwidth(believed, plan, num_bytes, at, levels, gb_per_s)
+        yield Way(
+            us=protocol.time_us(hops, bandwidth, own_us),
+            hops_us=hops,
+            bandwidth_us=bandwidth,
+            own_us=own_us,
+            believed_latency_us=believed.base_us + figures[0],
+            believed_bandwidth_us=figures[1],
+            most=believed.most_bytes / num_bytes if believed.most_bytes and num_bytes else inf,
+            algorithm=name,
+            protocol=protocol,
+        )
+
+
+def _hops_and_bandwidth(
+    protocol: Protocol,
+    plan: Schedule,
     num_bytes: float,
     at: Reach,
     levels: tuple[Level, ...],
     gb_per_s: tuple[float, ...],
-) -> Iterator[_Price]:
-    """One algorithm, by each protocol."""
-    for protocol in protocols:
-        latency, bandwidth = protocol.base_us, 0.0
-        for phase in plan:
-            slowest = 0.0
-            for i, hops, share in phase:
-                latency += hops * hop_us(protocol, levels[i])
-                slowest = max(slowest, share / reached_gb_per_s(protocol, levels[i], gb_per_s[i], at, i))
-            bandwidth += slowest
-        bandwidth *= num_bytes / 1e3
-        yield _Price(protocol.time_us(latency, bandwidth), latency, bandwidth, name, protocol)
+) -> tuple[float, float]:
+    """H and X in µs."""
+    hops, bandwidth = 0.0, 0.0
+    for phase in plan:
+        slowest = 0.0
+        for i, steps, share in phase:
+            hops += steps * hop_us(protocol, levels[i])
+            slowest = max(slowest, share / reached_gb_per_s(protocol, levels[i], gb_per_s[i], at, i))
+        bandwidth += slowest
+    return hops, bandwidth * num_bytes / 1e3
 
 
 def hop_us(protocol: Protocol, level: Level) -> float:
@@ -208,8 +228,6 @@ def hop_us(protocol: Protocol, level: Level) -> float:
 def reached_gb_per_s(protocol: Protocol, level: Level, gb_per_s: float, at: Reach, index: int) -> float:
     """Of one GPU in the limit of much to move."""
     reached = gb_per_s * protocol.efficiency[level.kind]
-    if protocol.lost_per_doubling:
-        reached *= (1 - protocol.lost_per_doubling) ** (log2(at.ranks) - 1)
     ceiling = protocol.ceiling_gb_per_s.get(level.kind)
     return reached if ceiling is None else min(reached, ceiling / at.members(index))
 
@@ -225,7 +243,7 @@ def _explained(
     operation: str,
     num_bytes: float,
     at: Reach,
-    best: _Price,
+    best: Way,
     network: Network,
     gb_per_s: tuple[float, ...],
     alternatives: tuple[Alternative, ...],
@@ -233,6 +251,7 @@ def _explained(
     protocol, terms = best.protocol, _terms(operation, num_bytes, at, best, network.cluster.levels, gb_per_s)
     outside = _outside(operation, num_bytes, at, best, network)
     fit = None if outside else protocol.fit
+    error = fit.worst(at.ranks, num_bytes) if fit else None
     return CollectiveEstimate(
         operation=operation,
         num_bytes=num_bytes,
@@ -241,21 +260,31 @@ def _explained(
         algorithm=best.algorithm,
         protocol=protocol.name,
         base_us=protocol.base_us,
-        latency_us=best.latency_us,
+        latency_us=protocol.base_us + best.hops_us,
         bandwidth_us=best.bandwidth_us,
-        joint_us=best.us - best.latency_us - best.bandwidth_us,
+        own_us=best.own_us,
+        joint_us=_joint_us(best),
         bus_gb_per_s=num_bytes / best.us / 1e3 * bus_factor(operation, at.ranks) if best.us else 0.0,
         level=max(terms, key=lambda term: term.bandwidth_us).level,
         terms=terms,
         alternatives=alternatives,
-        error=fit.error_max if fit else None,
-        validated=f"validated: {fit.summary()}" if fit else f"not validated: {outside}",
+        error=error,
+        validated=f"validated: {error:.1%} at most on rows held out of {fit.source}"
+        if fit and error is not None
+        else f"not validated: {outside}",
         source=protocol.source or (protocol.fit.source if protocol.fit else ""),
     )
 
 
+def _joint_us(way: Way) -> float:
+    """What T has beyond its parts; exactly 0 where it is their sum."""
+    if way.protocol.join == 1 and not way.protocol.fill and way.protocol.fit is None:
+        return 0.0
+    return way.us - way.protocol.base_us - way.hops_us - way.bandwidth_us - way.own_us
+
+
 def _terms(
-    operation: str, num_bytes: float, at: Reach, best: _Price, levels: tuple[Level, ...], gb_per_s: tuple[float, ...]
+    operation: str, num_bytes: float, at: Reach, best: Way, levels: tuple[Level, ...], gb_per_s: tuple[float, ...]
 ) -> tuple[LevelTerm, ...]:
     """The parts of a price, by phase and level."""
     terms = []
@@ -275,7 +304,7 @@ def _terms(
     return tuple(terms)
 
 
-def _outside(operation: str, num_bytes: float, at: Reach, best: _Price, network: Network) -> str:
+def _outside(operation: str, num_bytes: float, at: Reach, best: Way, network: Network) -> str:
     """Why this is not validated; "" if it is."""
     if best.protocol.fit is None:
         return "nothing like it was measured"
@@ -297,6 +326,7 @@ def _nothing(operation: str, num_bytes: float) -> CollectiveEstimate:
         base_us=0.0,
         latency_us=0.0,
         bandwidth_us=0.0,
+        own_us=0.0,
         joint_us=0.0,
         bus_gb_per_s=0.0,
         level="",

@@ -14,7 +14,7 @@ from counterpoint.plan.collective_cost import CollectiveEstimate, bus_factor, es
 from counterpoint.plan.gpus import find_gpu
 from counterpoint.plan.groups import Group
 from counterpoint.plan.network import OPERATIONS, Network, Protocol
-from counterpoint.plan.networks import levels, network_of
+from counterpoint.plan.networks import levels, nccl_protocols, network_of
 from counterpoint.plan.reach import reach
 
 H100 = find_gpu("H100")
@@ -37,6 +37,7 @@ def network(name: str = "h100-roce-400", gpu: str = "H200", gpus: int = 4096) ->
 
 
 ROCE = network()
+NCCLS = msgspec.structs.replace(ROCE, protocols=nccl_protocols())
 
 
 def with_levels(base: Network, **changes: float) -> Network:
@@ -75,7 +76,7 @@ def test_less_bandwidth_never_helps(operation: str, ranks: int, stride: int, siz
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, more=st.floats(0.0, 100.0))
 def test_more_latency_never_helps(operation: str, ranks: int, stride: int, size: float, more: float) -> None:
-    """T does not fall where every level has more latency, fitted curve or not."""
+    """T does not fall where every level has more latency, fitted or not."""
     group = Group(ranks=ranks, stride=stride)
     later = tuple(msgspec.structs.replace(level, latency_us=level.latency_us + more) for level in ROCE.cluster.levels)
     late = msgspec.structs.replace(ROCE, cluster=msgspec.structs.replace(ROCE.cluster, levels=later))
@@ -90,18 +91,25 @@ def test_one_rank_communicates_nothing(operation: str, stride: int, size: float)
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes)
 def test_parts_are_the_whole(operation: str, ranks: int, stride: int, size: float) -> None:
-    """Latency, bandwidth and the curve's part sum to the time; base and hops to the latency."""
+    """Latency, bandwidth, own shard and pipeline sum to the time; base and hops to the latency."""
     found = estimate(operation, size, Group(ranks=ranks, stride=stride), ROCE)
     latency = found.base_us + sum(term.latency_us for term in found.terms)
-    whole = found.latency_us + found.bandwidth_us + found.joint_us
+    whole = found.latency_us + found.bandwidth_us + found.own_us + found.joint_us
     assert [whole, latency] == pytest.approx([found.us, found.latency_us])
 
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes)
 def test_the_pick_is_the_fastest_that_nccl_offers(operation: str, ranks: int, stride: int, size: float) -> None:
-    """No alternative that NCCL offers is faster than what was picked."""
-    found = estimate(operation, size, Group(ranks=ranks, stride=stride), ROCE)
+    """By NCCL's own figures, no alternative that it offers is faster than what was picked."""
+    found = estimate(operation, size, Group(ranks=ranks, stride=stride), NCCLS)
     assert found.us <= min((each.us for each in found.alternatives if each.offered), default=found.us)
+
+
+@given(operation=operations, ranks=rank_counts, stride=strides, size=sizes)
+def test_fitted_figures_do_not_change_the_pick(operation: str, ranks: int, stride: int, size: float) -> None:
+    """NCCL takes what it believes to be fastest, whatever was measured."""
+    picks = [estimate(operation, size, Group(ranks=ranks, stride=stride), where) for where in (ROCE, NCCLS)]
+    assert len({(found.algorithm, found.protocol) for found in picks}) == 1
 
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes)
@@ -219,7 +227,7 @@ def test_what_was_measured_is_validated() -> None:
     ("operation", "num_bytes", "group", "gpu", "why"),
     [
         ("all_reduce", 256 << 20, Group(ranks=16), "H200", "nothing like it was measured"),
-        ("all_reduce", 256 << 20, Group(ranks=4), "H200", "4 ranks, measured with"),
+        ("all_reduce", 1 << 20, Group(ranks=8), "H200", "bytes, measured from 6.983e+07"),
         ("all_reduce", 1 << 40, Group(ranks=8), "H200", "bytes, measured from"),
         ("broadcast", 256 << 20, Group(ranks=8), "H200", "broadcast was not measured"),
         ("all_reduce", 256 << 20, Group(ranks=8), "H100", "H100, measured on H200"),
@@ -234,6 +242,20 @@ def test_what_was_not_measured_is_not_validated(
     assert found.error is None
     assert found.validated.startswith("not validated: ")
     assert why in found.validated
+
+
+def test_a_group_size_that_was_not_measured_is_not_validated() -> None:
+    """3 ranks of a host lie between 2 and 4, and were not measured."""
+    found = estimate("all_reduce", 256 << 20, Group(ranks=3), network("nvlink-h100", gpus=8))
+    assert (found.error, found.validated) == (None, "not validated: 3 ranks, measured with 2, 4, 8")
+
+
+def test_the_error_is_that_of_sizes_like_it() -> None:
+    """Over 2 H200, 64 KiB is stated with an error of its own, larger than that of 256 MiB."""
+    small, large = (estimate("all_reduce", size, Group(ranks=2), ROCE).error for size in (64 << 10, 256 << 20))
+    assert small is not None
+    assert large is not None
+    assert small > large
 
 
 def test_a_forced_algorithm_is_not_validated() -> None:
