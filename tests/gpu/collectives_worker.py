@@ -120,15 +120,18 @@ def some_calls(world: int, unit: int) -> dict[str, Call]:
 
 
 def every_operation(world: World) -> dict[str, str]:
-    """Each operation, eagerly and as a graph, plain and in chunks."""
+    """Each operation, eagerly and as a graph, plain, in chunks, and in chunks that are pushed in turns."""
+    tunings = {
+        "whole": Tuning(),
+        "chunks": Tuning(chunk_bytes=1 << 16),
+        "turns": Tuning(chunk_bytes=1 << 16, turn_bytes=1),
+    }
     found = {}
     for graph in (False, True):
-        for chunk in (None, 1 << 16):
+        for how, tuning in tunings.items():
             for index, (name, call) in enumerate(some_calls(world.size, 200_000 * 4).items()):
-                label = f"{name}, {'graph' if graph else 'eager'}, {'chunks' if chunk else 'whole'}"
-                found[label] = world.run(
-                    call, "bfloat16", index, tuning=Tuning(chunk_bytes=chunk), graph=graph, times=3
-                )
+                label = f"{name}, {'graph' if graph else 'eager'}, {how}"
+                found[label] = world.run(call, "bfloat16", index, tuning=tuning, graph=graph, times=3)
     return found
 
 

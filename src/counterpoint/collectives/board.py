@@ -17,7 +17,7 @@ import ctypes
 from functools import lru_cache
 from typing import Any, Literal
 
-from counterpoint.collectives.program import Flag, flag_word
+from counterpoint.collectives.program import Flag, flag_word, flag_words
 
 __all__ = [
     "CLOSED",
@@ -60,7 +60,7 @@ def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
     staging was replaced. `early[b]` are the words of output block b with an early release, `early_regions[k]` is the
     k-th region of such blocks, -1 before there is one.
     """
-    half = (1 + MAX_CHUNKS) * world_size
+    half = flag_words(world_size, max_chunks=MAX_CHUNKS)
 
     class Record(ctypes.Structure):
         _fields_ = (
@@ -102,7 +102,7 @@ def board_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 def flag_index(flag: Flag, world_size: int) -> int:
     """Which of a channel's words it is: those of output, then those of staging."""
     half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
-    return half * (1 + MAX_CHUNKS) * world_size + flag_word(flag, world_size)
+    return half * flag_words(world_size, max_chunks=MAX_CHUNKS) + flag_word(flag, world_size)
 
 
 def new_board(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> Board:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from counterpoint.collectives.board import MAX_CHUNKS, MAX_EARLY_BLOCKS
+from counterpoint.collectives.program import flag_words
 from counterpoint.collectives.symmetric import Location, SymmetricMemory
 
 __all__ = ["Words"]
@@ -23,7 +24,7 @@ class Words:
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int) -> None:
-        words = (1 + MAX_CHUNKS) * memory.world_size
+        words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
         self._stride = -(-words * _WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
         self._channels = channels
         self.num_bytes = (2 * channels + MAX_EARLY_BLOCKS) * self._stride

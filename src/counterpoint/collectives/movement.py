@@ -25,6 +25,7 @@ from counterpoint.collectives.program import (
     Tuning,
     Wait,
 )
+from counterpoint.collectives.turns import Turns
 
 __all__ = [
     "arrival",
@@ -55,7 +56,7 @@ def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
         tuning=tuning,
         rank=rank,
         release=(grant("output", rank, senders),),
-        steps=(take("output", to), *pushes(rank, moves, tuning), *own_block(call, rank)),
+        steps=(take("output", to), *pushes(call, rank, moves, tuning), *own_block(call, rank)),
         finish=(arrivals(coming, tuning),),
     )
 
@@ -84,7 +85,7 @@ def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
     if rank == call.root:
         moves = {peer: (span, span) for peer, span in part.items()}
         return Program(
-            call=call, tuning=tuning, rank=rank, steps=(take("output", list(moves)), *pushes(rank, moves, tuning))
+            call=call, tuning=tuning, rank=rank, steps=(take("output", list(moves)), *pushes(call, rank, moves, tuning))
         )
     return _relay(call, rank, tuning, part)
 
@@ -165,23 +166,29 @@ def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
     )
 
 
-def pushes(rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
-    """Push every (source, target) to its peer, chunk by chunk in the order of `moves`, and signal as `tuning` asks."""
+def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
+    """Push every (source, target) to its peer, chunk by chunk in the order of `moves`; signal and take turns."""
     cut = {
         peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
         for peer, (source, target) in moves.items()
     }
-    for chunk in range(max(map(len, cut.values()), default=0)):
+    rounds = max(map(len, cut.values()), default=0)
+    buffer: Symmetric = "staging" if call.reduces else "output"
+    first = next(iter(cut.values()), [])
+    turns = Turns.of(call, rank, tuning, buffer=buffer, chunks=[source for source, _ in first])
+    for chunk in range(rounds):
         signals: list[Signal] = []
         for peer, spans in cut.items():
             if chunk < len(spans):
                 source, target = spans[chunk]
+                yield turns.before(peer, chunk)
                 if source.num_bytes:
                     yield Copy(peer, source, target)
                 signals.append(arrival(peer, target, rank, chunk))
-            if tuning.arrivals == "each":
+            if tuning.arrivals == "each" or turns.taken(chunk):
                 yield Batch(tuple(signals))
                 signals = []
+            yield turns.after(peer, chunk)
         yield Batch(tuple(signals))
 
 

@@ -60,6 +60,7 @@ __all__ = [
     "Tuning",
     "Wait",
     "flag_word",
+    "flag_words",
     "joined",
 ]
 
@@ -111,6 +112,8 @@ class Tuning:
         arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
             chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
+        turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
+            push to one receiver at once (`turns.py`), where every rank sends as much to every other; None: no chunk.
         algorithm: `direct`: every block goes straight to its place, a copy for each peer; `doubling`: ranks pass on
             what they have received, in log2 as many copies (`doubling.py`), whole and not in chunks.
 
@@ -122,6 +125,7 @@ class Tuning:
     last_bytes: int | None = None
     arrivals: Literal["each", "together"] = "each"
     relay_bytes: int = 1 << 18
+    turn_bytes: int | None = None
     algorithm: Literal["direct", "doubling"] = "direct"
 
     def __post_init__(self) -> None:
@@ -131,10 +135,10 @@ class Tuning:
                     f"{name}={size}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
                 )
         cut = self.chunk_bytes is not None or self.last_bytes is not None
-        if self.algorithm == "doubling" and (cut or self.arrivals != "each"):
+        if self.algorithm == "doubling" and (cut or self.turn_bytes is not None or self.arrivals != "each"):
             raise Misconfigured(
-                "algorithm='doubling' with chunk_bytes, last_bytes or arrivals: its rounds are its chunks; leave these "
-                "as they are, or take algorithm='direct'"
+                "algorithm='doubling' with chunk_bytes, last_bytes, turn_bytes or arrivals: its rounds are its chunks; "
+                "leave these as they are, or take algorithm='direct'"
             )
 
 
@@ -149,18 +153,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A word beside `buffer`, in the memory of the rank that waits for it; `peer` is the rank that writes 1 into it."""
+    """A word beside `buffer`, in the memory of the rank that waits for it.
+
+    `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
+    into `peer` is free, as whoever pushed before says (`turns.py`).
+    """
 
     buffer: Symmetric
-    kind: Literal["ready", "arrived"]
+    kind: Literal["ready", "turn", "arrived"]
     peer: int
     chunk: int = 0
 
 
 def flag_word(flag: Flag, world_size: int) -> int:
-    """Where the word is: `ready[peer]` first, then `arrived[chunk][peer]`. Times 4 for its byte offset."""
-    row = 0 if flag.kind == "ready" else 1 + flag.chunk
+    """Where the word is: rows `ready`, `turn`, then `arrived` by chunk, a word of each peer. Times 4 for its offset."""
+    row = {"ready": 0, "turn": 1, "arrived": 2 + flag.chunk}[flag.kind]
     return row * world_size + flag.peer
+
+
+def flag_words(world_size: int, *, max_chunks: int) -> int:
+    """How many words a buffer needs beside it for up to `max_chunks` arrivals of a block."""
+    return (2 + max_chunks) * world_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64,
     """`target[i] = source_0[i] op source_1[i] op ...`, `numel` elements, by as many programs as were launched.
 
     Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on: in order, or
-    `BACKWARDS` from the own one and around. `factor_bits` is a float64 (an argument of Triton would be rounded to float32).
-    Addresses are integers: peers' memory is no torch tensor.
+    `BACKWARDS` from the own one and around. `factor_bits` is a float64 (an argument of Triton would be rounded to
+    float32). Addresses are integers: peers' memory is no torch tensor.
     """
     factor = factor_bits.to(tl.float64, bitcast=True).to(ACC) if OP == "premul_sum" else 0
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)

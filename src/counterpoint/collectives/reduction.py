@@ -27,6 +27,7 @@ from counterpoint.collectives.program import (
     Tuning,
     Wait,
 )
+from counterpoint.collectives.turns import Turns
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -57,13 +58,17 @@ def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
         return _alone(call, rank, tuning)
     chunks, peers = _chunks(call, rank, tuning), rotation(rank, call.world_size)
     lane = REDUCE if len(chunks) > 1 else COPY
+    turns = Turns.of(call, rank, tuning, buffer="output", chunks=chunks)
     steps = [*_fork(lane), take("staging", peers), *_scatter(call, rank, tuning)]
     for chunk, span in enumerate(chunks):
         steps += _reduced(call, rank, tuning, chunk, lane)
         if chunk == len(chunks) - 1:
             steps.append(grant("staging", rank, peers, lane))
         steps += _after(1 + chunk, lane)
-        steps += [Copy(peer, span, span) for peer in peers if span.num_bytes]
+        for peer in peers:
+            steps.append(turns.before(peer, chunk))
+            steps += [Copy(peer, span, span)] if span.num_bytes else []
+            steps.append(turns.after(peer, chunk))
         steps.append(Batch(tuple(arrival(peer, span, rank, chunk) for peer in peers)))
     coming = {peer: target_span(call, peer, peer) for peer in reversed(peers)}
     return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=(arrivals(coming, tuning),))
@@ -96,7 +101,7 @@ def _scatter(call: Call, rank: int, tuning: Tuning) -> Iterator[Step]:
     moves = {
         peer: (source_span(call, rank, peer), _staged(call, rank, peer)) for peer in rotation(rank, call.world_size)
     }
-    return pushes(rank, moves, replace(tuning, arrivals="together"))
+    return pushes(call, rank, moves, replace(tuning, arrivals="together"))
 
 
 def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int) -> list[Step]:

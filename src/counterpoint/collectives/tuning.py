@@ -84,7 +84,7 @@ def _relays(call: Call) -> Iterator[Tuning]:
 def _num_chunks(call: Call, tuning: Tuning) -> int:
     """Arrivals of the block that has most: rows of flags, less the one of `ready`."""
     words = [number for program in plan_all(call, tuning) for number in program.num_flags.values()]
-    return -(-max(words, default=0) // call.world_size) - 1
+    return max(0, -(-max(words, default=0) // call.world_size) - 2)
 
 
 def _aligned(num_bytes: float) -> int:

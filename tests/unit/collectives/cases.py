@@ -21,6 +21,7 @@ PLAIN = Tuning()
 CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")
 DOUBLING = Tuning(algorithm="doubling")
+TURNS = Tuning(chunk_bytes=16, turn_bytes=16)
 TAPERED = Tuning(chunk_bytes=16, last_bytes=16)
 
 
@@ -32,6 +33,7 @@ def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
         "all_gather": (all_gather(world_size, 3), PLAIN),
         "all_gather, uneven": (all_gather(world_size, list(ranks)), PLAIN),
         "all_gather, chunks": (all_gather(world_size, 20), CHUNKS),
+        "all_gather, turns, chunks": (all_gather(world_size, 20), TURNS),
         "all_gather, out of place": (all_gather(world_size, 3, own="copy"), TOGETHER),
         "all_gather, own block left": (all_gather(world_size, 3, own="consumer"), TOGETHER),
         "all_gather, doubling": (all_gather(world_size, 3), DOUBLING),
@@ -40,6 +42,8 @@ def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
         "all_to_all, own block left": (all_to_all(uneven, own="consumer"), CHUNKS),
         "reduce_scatter": (reduce_scatter(world_size, 4), PLAIN),
         "reduce_scatter, chunks": (reduce_scatter(world_size, 36), CHUNKS),
+        "reduce_scatter, turns": (reduce_scatter(world_size, 4), Tuning(turn_bytes=1)),
+        "all_reduce, turns, chunks": (all_reduce(world_size, 32 * world_size), TURNS),
         "all_reduce": (all_reduce(world_size, 3, own="copy"), PLAIN),
         "all_reduce, chunks": (all_reduce(world_size, 40 * world_size), CHUNKS),
         "all_reduce, doubling": (all_reduce(world_size, 3), DOUBLING),

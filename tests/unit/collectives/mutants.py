@@ -54,13 +54,13 @@ def order_matters(first: Step, second: Step) -> bool:
     """Whether the second of two neighbours relies on the first.
 
     A signal may always come later, a wait for one rank may change places with a push to another, and what is on two
-    lanes is in no order.
+    lanes is in no order. Turns cost time and nothing else.
     """
     if first.lane != second.lane:
         return False
     match first, second:
-        case Copy(), Batch((Signal() as signal,)):
-            return first.peer == signal.peer
+        case Copy(), Batch((Signal(peer, flag),)):
+            return first.peer == peer and flag.kind == "arrived"
         case Batch((Wait(flag, brings),)), Copy():
             if flag.kind == "ready":
                 return flag.peer == second.peer

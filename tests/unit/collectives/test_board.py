@@ -7,26 +7,27 @@ import ctypes
 import pytest
 
 from counterpoint.collectives.board import MAX_CHUNKS, board_type, flag_index, new_board
-from counterpoint.collectives.program import Flag
+from counterpoint.collectives.program import Flag, flag_words
 
 
 def flags(world_size: int) -> list[Flag]:
     """All that a channel has."""
-    ready = [Flag(buffer, "ready", peer) for buffer in ("output", "staging") for peer in range(world_size)]
+    row = [(buffer, peer) for buffer in ("output", "staging") for peer in range(world_size)]
+    ready, turn = ([Flag(buffer, kind, peer) for buffer, peer in row] for kind in ("ready", "turn"))
     arrived = [
         Flag(buffer, "arrived", peer, chunk)
         for buffer in ("output", "staging")
         for peer in range(world_size)
         for chunk in range(MAX_CHUNKS)
     ]
-    return ready + arrived
+    return [*ready, *turn, *arrived]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_flag_has_its_word(world_size: int) -> None:
     """All words of a channel, each once."""
     indices = sorted(flag_index(flag, world_size) for flag in flags(world_size))
-    assert indices == list(range(2 * (1 + MAX_CHUNKS) * world_size))
+    assert indices == list(range(2 * flag_words(world_size, max_chunks=MAX_CHUNKS)))
 
 
 def test_only_staging_is_ready_at_rest() -> None:

@@ -189,9 +189,9 @@ def test_signals_go_to_the_peer_and_waits_stay_here() -> None:
         op for call in lower(program, addresses) if isinstance(call, MemoryOperations) for op in call.operations
     ]
     signalled = {op.address for op in operations if op.value == 1 and op.kind == "write"}
-    assert signalled == {addresses.output_flags[peer] + 4 * (row * 3 + 1) for peer in (0, 2) for row in (0, 1)}
+    assert signalled == {addresses.output_flags[peer] + 4 * (row * 3 + 1) for peer in (0, 2) for row in (0, 2)}
     assert set(awaited(lower(program, addresses))) == {
-        addresses.output_flags[1] + 4 * (row * 3 + peer) for peer in (0, 2) for row in (0, 1)
+        addresses.output_flags[1] + 4 * (row * 3 + peer) for peer in (0, 2) for row in (0, 2)
     }  # fmt: skip
 
 

@@ -14,11 +14,14 @@ from counterpoint.collectives.program import Batch, Program, Reduce
 
 
 def harmless(mutant: Mutant) -> bool:
-    """The one kind of mutant that is as right as the original: an all_reduce that gives staging back before it is read.
+    """The mutants that are as right as the original.
 
-    A peer pushes there again only after this all_reduce, which for it ends when the combined chunks of all ranks have
-    come: after every rank's last sum. (With doubling nothing comes after the sums.)
+    An all_reduce that gives staging back before it is read: a peer pushes there again only after this all_reduce, which
+    for it ends when the combined chunks of all ranks have come, after every rank's last sum. (With doubling nothing
+    comes after the sums.) And swaps in sums that are pushed in turns: the next in turn has waited for the copy, too.
     """
+    if mutant.kind == "swap" and mutant.program.world_size > 2 and mutant.program.tuning.turn_bytes is not None:
+        return mutant.program.call.reduces
     swapped = mutant.kind == "swap" and isinstance(mutant.steps[0], Reduce) and isinstance(mutant.steps[1], Batch)
     direct = mutant.program.tuning.algorithm == "direct"
     return swapped and direct and mutant.program.call.operation == "all_reduce"

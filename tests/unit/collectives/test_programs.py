@@ -27,6 +27,7 @@ TUNINGS = st.builds(
     arrivals=st.sampled_from(["each", "together"]),
     last_bytes=st.sampled_from([None, 16, 32]),
     relay_bytes=st.sampled_from([0, 40]),
+    turn_bytes=st.sampled_from([None, 1, 20]),
 )
 DOUBLES = Tuning(algorithm="doubling")
 

@@ -40,7 +40,7 @@ INTERPRETED: list[dict[str, Any]] = [
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "num_sms": 2},
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "programs": 7},
     {"op": "avg", "dtype": "float32", "numel": 100, "world_size": 1, "own": 0},
-    *({"op": "sum", "dtype": "float32", "numel": 70, "world_size": 5, "own": own, "backwards": True} for own in range(5)),
+    *({"op": "sum", "dtype": "float32", "numel": 70, "world_size": 5, "own": at, "backwards": True} for at in range(5)),
 ]  # fmt: skip
 COMPILED = [["bfloat16", 8, 0], ["float32", 8, 0], ["bfloat16", 8, 2]]
 

@@ -23,8 +23,8 @@ from counterpoint.errors import CounterpointError, Misconfigured
 MIB = 1 << 20
 TOGETHER = Tuning(arrivals="together")
 FREE = Rates(
-    push_gb_per_s=390, link_gb_per_s=390, hbm_gb_per_s=4200, copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0,
-    launch_us=0,
+    push_gb_per_s=390, link_gb_per_s=390, hbm_gb_per_s=4200, copy_us=0, kernel_us=0, batch_us=0, signal_us=0,
+    event_us=0, launch_us=0,
 )  # fmt: skip
 """Nothing but bytes costs time."""
 
@@ -88,6 +88,24 @@ def test_a_relayed_broadcast_is_faster_than_a_direct_one() -> None:
     call = broadcast(8, 1024 * MIB)
     direct = simulate(plan_all(call, Tuning(relay_bytes=1 << 40))).us
     assert simulate(plan_all(call, Tuning(chunk_bytes=16 * MIB))).us < direct / 3
+
+
+def skewed(turn_bytes: int | None) -> float:
+    """An all_gather of 8 ranks into released outputs, every second rank a copy late: µs after the last one came."""
+    late = [0.0, 150.0] * 4
+    programs = plan_all(all_gather(8, 54 * MIB), Tuning(arrivals="together", turn_bytes=turn_bytes))
+    return simulate(programs, early_release=True, arrive_us=late).us - max(late)
+
+
+def test_ranks_that_are_a_copy_apart_meet_without_turns() -> None:
+    """Half of the links stand idle while the others carry two copies: half as long again, or more."""
+    assert skewed(None) > 1.3 * skewed(1)
+
+
+def test_with_turns_the_others_do_not_hold_up_the_last() -> None:
+    """It takes what it would take alone on the links, and a signal for each copy."""
+    alone = 7 * (54 * MIB / 384e3 + H200.copy_us) + 2 * H200.signal_us + H200.launch_us
+    assert skewed(1) == pytest.approx(alone + 6 * H200.signal_us, rel=0.02)
 
 
 def test_everybody_waits_for_the_last() -> None:
