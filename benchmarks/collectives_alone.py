@@ -30,7 +30,7 @@ from counterpoint.collectives.tuning import best_tuning
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 
-SIZES = tuple(1 << power for power in (16, 20, 22, 24, 26, 28, 30))  # bytes of the full array
+SIZES = tuple(1 << power for power in (16, 20, 22, 24, 25, 26, 27, 28, 30))  # bytes of the full array
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 DOUBLED = 1 << 24  # bytes of an all_reduce whose inputs are all gathered everywhere
 SPIN_CYCLES = 500_000  # longer than the host needs to queue a trial

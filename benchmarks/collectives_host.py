@@ -12,17 +12,16 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from counterpoint.collectives.arguments import block_bytes
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda_transport import CudaTransport
 from counterpoint.collectives.fallback import Fallback
 from counterpoint.collectives.opening import Options
+from counterpoint.collectives.request import Here
 from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.submitter import Submitter
 from counterpoint.collectives.symmetric import Location
@@ -94,9 +93,9 @@ def communicator(world_size: int, *, graphs: bool) -> Communicator:
     made = Communicator.__new__(Communicator)
     made._transport = transport = CudaTransport(NoGpu(), memory, boards, watchdog, options)
     made.rank, made.world_size, made.channels, made.device = 0, world_size, 2, transport.device
-    made._block_bytes = partial(block_bytes, device=made.device)
     made._fallback = Fallback(None, None)
-    made._submitter = Submitter(transport, made._fallback, rank=0, world_size=world_size, channels=2, debug=False)
+    here = Here(rank=0, world_size=world_size, device=made.device, locate=transport.locate)
+    made._start = Submitter(transport, made._fallback, here, channels=2, debug=False).start
     made._close = transport.close  # type: ignore[assignment]
     return made
 

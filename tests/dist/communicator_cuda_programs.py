@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -10,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from collective_programs import CALLS, Case, Draws, all_right, said
 from software_gpu import SoftwareGpu
 
+from counterpoint.collectives import tuning
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda import Graph
 from counterpoint.measure.session import Session
 
 WAIT_S = 30.0
@@ -81,10 +85,16 @@ class GpuCase(Case):
 
 
 def random_collectives(session: Session, seed: int, count: int, max_bytes: int) -> int:
-    """How many of `count` random collectives came out right: up to four under way, on two channels and two streams."""
+    """How many of `count` random collectives came out right: up to four under way, on two channels and two streams.
+
+    Most chunks are pushed in turns, as large ones are.
+    """
     gpu = SoftwareGpu(delays(seed, session.rank))
     options: dict[str, Any] = {"debug": seed % 2 == 1, "graphs": seed % 3 != 2}
-    with Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator:
+    with (
+        patch.object(tuning, "TURN_BYTES", 64),
+        Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator,
+    ):
         return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
 
 
@@ -305,6 +315,28 @@ def a_long_kernel(session: Session, timeout_s: float, busy_s: float) -> str:
         return said(call)[0]
 
 
+def one_behind_the_other(session: Session, timeout_s: float, late_s: float) -> str:
+    """What is said when two calls are under way at once and rank 1's GPU comes late to each of them."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=timeout_s) as communicator:
+        tensor = communicator.empty(100).fill_(1)
+        communicator.all_reduce(tensor)  # makes staging
+
+        def call() -> None:
+            works = []
+            for _ in range(2):
+                if session.rank == 1:
+                    gpu.kernel(lambda: time.sleep(late_s))
+                works.append(communicator.all_reduce(tensor, async_op=True))
+            for work in works:
+                assert work is not None
+                work.wait()
+            gpu.synchronize()
+            communicator.check()
+
+        return said(call)[0]
+
+
 def reserved(session: Session) -> tuple[int, int, str]:
     """(regions with 1 MiB reserved, regions after tensors of so much); what is said to a hook on a GPU."""
     gpu = SoftwareGpu()
@@ -351,20 +383,21 @@ def channels_at_once(session: Session) -> tuple[bool, bool]:
         return waits, late.wait(WAIT_S) and bool((tensor == session.world_size).all())
 
 
-def shelf_of_two(session: Session, steps: int) -> tuple[int, int, int]:
-    """(right results, what is kept, what waits to go) of many programs where two may be kept."""
+def shelf_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
+    """(right results, what is kept, what waits to go, graphs that are open) of many programs where two may be kept."""
     gpu, right = SoftwareGpu(), 0
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         transport: Any = communicator._transport
         transport.channels[0].shelf._most = 2
         tensor = communicator.empty(1 << 12)
         for step in range(steps):
-            part = tensor[: 100 * (1 + step % 5)].fill_(1)
+            part = tensor[: 100 * (1 + step // 3 % 5)].fill_(1)
             communicator.all_reduce(part)
             gpu.synchronize()
             right += bool((part == session.world_size).all())
         shelf = transport.channels[0].shelf
-        return right, len(shelf), len(shelf._leaving)
+        graphs = sum(isinstance(each, Graph) and bool(each._executable) for each in gc.get_objects())
+        return right, len(shelf), len(shelf._leaving), graphs
 
 
 def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:

@@ -122,6 +122,11 @@ def test_a_call_behind_a_long_kernel_is_nobodys_fault(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.a_long_kernel, 0.4, 1.0) == [""] * 2
 
 
+def test_a_call_behind_another_has_not_begun(two_ranks: Ranks) -> None:
+    """Nor does the time-out count for it, although its own stream has come to it: each takes 0.8 s, both 1.6 s."""
+    assert two_ranks.run(programs.one_behind_the_other, 1.2, 0.8) == [""] * 2
+
+
 def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
     """Memory is made together; who waits for another in vain is told so."""
     (text, ranks), _ = two_ranks.run(programs.growth_alone)
@@ -145,8 +150,8 @@ def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
 
 
 def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -> None:
-    """Five programs in turn where two are kept: all right, and none waits for ever to be given back."""
-    assert two_ranks.run(programs.shelf_of_two, 40) == [(40, 2, 0)] * 2
+    """Five programs in turn, each three times, where two are kept: all right, the others are given back."""
+    assert two_ranks.run(programs.shelf_of_two, 45) == [(45, 2, 0, 2)] * 2
 
 
 def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:

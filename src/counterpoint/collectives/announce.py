@@ -18,7 +18,7 @@ from counterpoint.collectives.patience import Patience
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.watchdog import Doing, mismatch
 
-__all__ = ["Announcer"]
+__all__ = ["Announcer", "Notice"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +29,27 @@ class _Line:
     records: list[Any]
     peers: list[tuple[int, Board, list[Any]]]  # rank, its line, its records
     room: int = 0  # below this number a call's slot is of interest to nobody
+
+
+class Notice:
+    """What a call is announced as, each time that it is made.
+
+    Args:
+        text: equal on all ranks, or their calls do not belong together.
+        channel: that it runs on.
+        line: of the board.
+        at: where peers may write its output.
+        steps: that its record counts.
+    """
+
+    def __init__(self, text: str, channel: int, line: int, at: Location | None = None, steps: int = 1) -> None:
+        self.text, self.channel, self.line, self.steps = text, channel, line, steps
+        self.words = text.encode()[:159]
+        self.region, self.offset = (-1, 0) if at is None else (at.region, at.offset)
+
+    def doing(self, number: int) -> Doing:
+        """The `number`-th call of the line, which is this one."""
+        return Doing(text=self.text, channel=self.channel, line=self.line, number=number)
 
 
 class Announcer:
@@ -45,55 +66,53 @@ class Announcer:
         self._lines: dict[int, _Line] = {}
         self._fence = threading.Lock()
 
-    def announce(self, doing: Doing, row: tuple[int, ...] = (), at: Location | None = None) -> Board:
+    def announce(self, notice: Notice, number: int, row: tuple[int, ...] = ()) -> Board:
         """Shows the call, once the slot that it takes is of interest to nobody; its record.
 
         Args:
-            doing: the call.
+            notice: what is shown.
+            number: of the call on its line.
             row: bytes for each rank, if only this rank knows.
-            at: where peers may write its output.
         """
-        line, number = self._line(doing.line), doing.number
+        line = self._lines.get(notice.line) or self._line(notice.line)
         if number >= line.room:
             for peer, theirs, _ in line.peers:
-                self._patience.until(partial(_is_above, theirs, number - DEPTH), doing, peer)
+                self._patience.until(partial(_is_above, theirs, number - DEPTH), notice.doing(number), peer)
             line.room = min((theirs.latest for _, theirs, _ in line.peers), default=1 << 62) + DEPTH
         record = line.records[number % DEPTH]
-        record.text, record.step, record.steps = doing.text.encode()[:159], 0, 1
-        record.output_region, record.output_offset = (-1, 0) if at is None else (at.region, at.offset)
+        record.text, record.step, record.steps = notice.words, 0, notice.steps
+        record.output_region, record.output_offset = notice.region, notice.offset
         if row:
             record.row[: len(row)] = row
         record.number = number
-        self.board.line = doing.line
+        self.board.line = notice.line
         line.own.latest = number  # last: whoever sees it sees the record
         with self._fence:
             return record
 
-    def compare(self, doing: Doing) -> None:
+    def compare(self, notice: Notice, number: int) -> None:
         """Compares the call, which this rank has announced, with those of all peers that have announced theirs.
 
         Raises:
             Misconfigured: one has made another call.
         """
-        number, text = doing.number, doing.text.encode()[:159]
-        slot = number % DEPTH
-        for peer, theirs, records in self._line(doing.line).peers:
-            if theirs.latest >= number:  # and below number + DEPTH, as long as this rank has not gone on
-                told = records[slot].text
-                if told != text:
-                    raise mismatch(doing, peer, told.decode(errors="replace"))
+        words, slot = notice.words, number % DEPTH
+        for peer, theirs, records in self._lines[notice.line].peers:
+            # what is at or above number is below number + DEPTH, as long as this rank has not gone on
+            if theirs.latest >= number and records[slot].text != words:
+                raise mismatch(notice.doing(number), peer, records[slot].text.decode(errors="replace"))
 
-    def met(self, doing: Doing) -> dict[int, Board]:
+    def met(self, notice: Notice, number: int) -> dict[int, Board]:
         """Waits until every peer has announced this call, and compares; their records, by rank.
 
         Raises:
             PeerTimeout, Misconfigured: a peer does not come, or with another call.
         """
-        line, found = self._line(doing.line), {}
-        for peer, theirs, records in line.peers:
-            self._patience.until(partial(_is_above, theirs, doing.number - 1), doing, peer)
-            found[peer] = records[doing.number % DEPTH]
-        self.compare(doing)
+        doing, found = notice.doing(number), {}
+        for peer, theirs, records in self._line(notice.line).peers:
+            self._patience.until(partial(_is_above, theirs, number - 1), doing, peer)
+            found[peer] = records[number % DEPTH]
+        self.compare(notice, number)
         return found
 
     def _line(self, number: int) -> _Line:

@@ -19,7 +19,9 @@ __all__ = [
     "described",
     "dtype_name",
     "even_blocks",
+    "face",
     "overlap",
+    "reduction_name",
     "reduction_of",
     "sendable",
     "splits",
@@ -93,6 +95,25 @@ def sendable(tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def face(tensor: Any) -> tuple[Any, ...]:
+    """All that a call can see of a tensor: another one that looks the same is treated the same.
+
+    Raises:
+        RuntimeError: of torch, for what is not strided.
+    """
+    if tensor is None:
+        return (None,)
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+        tensor.is_contiguous(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
 def overlap(one: Any, other: Any) -> bool:
     """Whether two contiguous tensors share bytes."""
     first, second = one.data_ptr(), other.data_ptr()
@@ -105,8 +126,12 @@ def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
     Raises:
         Misconfigured: it is none, or none for this dtype.
     """
-    name = op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
-    return _reduction(name, dtype_name(tensor), float(factor))
+    return _reduction(reduction_name(op), dtype_name(tensor), float(factor))
+
+
+def reduction_name(op: Any) -> str:
+    """Of torch's ReduceOps, too: they are all equal to numbers, and some to each other."""
+    return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
 def described(tensor: Any, reduction: Reduction | None = None) -> str:

@@ -25,36 +25,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
-from counterpoint.collectives import calls
-from counterpoint.collectives.arguments import (
-    block_bytes,
-    check,
-    described,
-    dtype_name,
-    even_blocks,
-    overlap,
-    reduction_of,
-    splits,
-)
+from counterpoint.collectives import request
+from counterpoint.collectives.arguments import reduction_name
 from counterpoint.collectives.cpu_channel import BeforeStep
 from counterpoint.collectives.fallback import Fallback, Path
 from counterpoint.collectives.group import membership
 from counterpoint.collectives.opening import Options, available, open_transport
-from counterpoint.collectives.program import Call
 from counterpoint.collectives.submitter import Submitter
-from counterpoint.collectives.transport import Rows
 from counterpoint.collectives.work import Work
-from counterpoint.errors import Misconfigured
 
 __all__ = ["Communicator", "available"]
-
-_all_gather, _all_to_all, _reduce_scatter, _all_reduce, _broadcast = (  # the same call again costs a look into a table
-    lru_cache(maxsize=1024)(function)
-    for function in (calls.all_gather, calls.all_to_all, calls.reduce_scatter, calls.all_reduce, calls.broadcast)
-)
 
 
 class Communicator:
@@ -116,10 +98,10 @@ class Communicator:
         self.rank, self.world_size = membership(group)
         self.channels = channels
         self.device = self._transport.device
-        self._block_bytes = partial(block_bytes, device=self.device)
-        self._submitter = Submitter(
-            self._transport, self._fallback, rank=self.rank, world_size=self.world_size, channels=channels, debug=debug
+        here = request.Here(
+            rank=self.rank, world_size=self.world_size, device=self.device, locate=self._transport.locate
         )
+        self._start = Submitter(self._transport, self._fallback, here, channels=channels, debug=debug).start
         self._close = weakref.finalize(self, self._transport.close)
 
     def __enter__(self) -> Communicator:
@@ -186,12 +168,7 @@ class Communicator:
 
         Sends input.nbytes to each of the other ranks.
         """
-        num_bytes = self._block_bytes(output, input, outputs=self.world_size)
-        at = self._transport.locate(output)
-        in_place = at is not None and input.data_ptr() == output.data_ptr() + self.rank * num_bytes
-        call = _all_gather(self.world_size, num_bytes, own="in_place" if in_place else "copy")
-        text = f"all_gather of {described(input)} a rank"
-        return self._submitter.start(text, call, output, input, channel, async_op, at=at)
+        return self._start(request.all_gather, output, input, channel, async_op)
 
     def reduce_scatter(
         self,
@@ -218,10 +195,8 @@ class Communicator:
         Raises:
             Misconfigured: `op` is none of these, or has no meaning for this dtype.
         """
-        call = _reduce_scatter(self.world_size, self._block_bytes(output, input, inputs=self.world_size))
-        reduction = reduction_of(op, factor, output)
-        text = f"reduce_scatter of {described(output, reduction)} a rank"
-        return self._submitter.start(text, call, output, input, channel, async_op, reduction=reduction)
+        how = (op if type(op) is str else reduction_name(op)), factor
+        return self._start(request.reduce_scatter, output, input, channel, async_op, *how)
 
     def all_reduce(
         self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
@@ -230,11 +205,8 @@ class Communicator:
 
         `op`, `factor` and accumulation as in `reduce_scatter`. Sends 2 (n − 1) / n · tensor.nbytes.
         """
-        num_bytes, at = self._block_bytes(tensor), self._transport.locate(tensor)
-        call = _all_reduce(self.world_size, num_bytes, own="consumer" if at is None else "in_place")
-        reduction = reduction_of(op, factor, tensor)
-        text = f"all_reduce of {described(tensor, reduction)}"
-        return self._submitter.start(text, call, tensor, tensor, channel, async_op, reduction=reduction, at=at)
+        how = (op if type(op) is str else reduction_name(op)), factor
+        return self._start(request.all_reduce, tensor, tensor, channel, async_op, *how)
 
     def all_to_all(
         self,
@@ -265,92 +237,39 @@ class Communicator:
             Misconfigured: a rank sends more or fewer rows than are expected here, output overlaps input, or
                 `leave_own` without an output from `empty`.
         """
-        own: Literal["copy", "consumer"] = "consumer" if leave_own else "copy"
-        if leave_own and output.nbytes and not self._is_symmetric(output):
-            raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
-        if output.nbytes and overlap(output, input):
-            raise Misconfigured("all_to_all from a tensor to itself: its layouts differ; give another output")
         if input_split_sizes is None and output_split_sizes is None:
-            block = even_blocks(output, input, self.world_size, self.device)
-            call = _all_to_all(((block,) * self.world_size,) * self.world_size, own=own)
-            return self._submitter.start(
-                f"all_to_all of {described(input)} a rank", call, output, input, channel, async_op
-            )
-        if input_split_sizes is None or output_split_sizes is None:
-            raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
-        check(output, input, self.device)
-        coming = splits(output, output_split_sizes, self.world_size)
-        row = splits(input, input_split_sizes, self.world_size)
-
-        def call_of(rows: Rows) -> Call:
-            there = tuple(theirs[self.rank] for theirs in rows)
-            if there != coming:
-                raise Misconfigured(
-                    f"all_to_all: ranks send {there} bytes to rank {self.rank}, which expects {coming}; "
-                    "make output_split_sizes what the others send"
-                )
-            return calls.all_to_all(rows, own=own)
-
-        text = f"all_to_all with split sizes of {dtype_name(input)}"
-        return self._submitter.start(text, call_of, output, input, channel, async_op, row=row)
+            return self._start(request.all_to_all, output, input, channel, async_op, leave_own)
+        sizes = output_split_sizes, input_split_sizes
+        return self._start(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def broadcast(self, tensor: Any, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """tensor of rank `src` to that of every rank. A large one it sends once, in parts, which the others pass on."""
-        call = _broadcast(self.world_size, self._block_bytes(tensor), root=src)
-        return self._submitter.start(
-            f"broadcast of {described(tensor)} from rank {src}", call, tensor, None, channel, async_op
-        )
+        return self._start(request.broadcast, tensor, None, channel, async_op, src)
 
     def scatter(
         self, tensor: Any, input: Any = None, src: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
         """tensor = input[rank] of rank `src`, the only one that gives input: one tensor, its blocks by rank."""
-        self._check_root(input, "input", src)
-        call = calls.scatter(self.world_size, self._block_bytes(tensor, input, inputs=self.world_size), root=src)
-        text = f"scatter of {described(tensor)} a rank from {src}"
-        return self._submitter.start(text, call, tensor, input, channel, async_op)
+        return self._start(request.scatter, tensor, input, channel, async_op, src)
 
     def gather(
         self, tensor: Any, output: Any = None, dst: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
         """output[r] = tensor of rank r, on rank `dst`, the only one that gives output: one tensor."""
-        self._check_root(output, "output", dst)
-        call = calls.gather(self.world_size, self._block_bytes(output, tensor, outputs=self.world_size), root=dst)
-        text = f"gather of {described(tensor)} a rank to {dst}"
-        return self._submitter.start(text, call, output, tensor, channel, async_op)
+        return self._start(request.gather, output, tensor, channel, async_op, dst)
 
     def send(self, tensor: Any, dst: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """tensor to rank `dst`, which calls `recv`. Ends when it may be overwritten."""
-        return self._pair(None, tensor, dst, channel, async_op)
+        return self._start(request.send_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Any, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """tensor = what rank `src` sends."""
-        return self._pair(tensor, None, src, channel, async_op)
+        return self._start(request.send_recv, tensor, None, channel, async_op, src)
 
     def send_recv(self, output: Any, input: Any, peer: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """input to rank `peer`, and its input to output, both at once; `peer` calls `send_recv`, too."""
-        return self._pair(output, input, peer, channel, async_op)
+        return self._start(request.send_recv, output, input, channel, async_op, peer)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Ends when every rank has come to it."""
-        return self._submitter.start("barrier", calls.barrier(self.world_size), None, None, channel, async_op)
-
-    def _pair(self, output: Any, input: Any, peer: int, channel: int, async_op: bool) -> Work | None:
-        if not 0 <= peer < self.world_size or peer == self.rank:
-            raise Misconfigured(f"rank {self.rank} with rank {peer}: allowed are the others of {self.world_size} ranks")
-        check(output, input, self.device)
-        sizes = [[0] * self.world_size for _ in range(self.world_size)]
-        sizes[self.rank][peer] = 0 if input is None else input.nbytes
-        sizes[peer][self.rank] = 0 if output is None else output.nbytes
-        low, high = sorted((self.rank, peer))
-        both = f"{sizes[low][high]} bytes to rank {high} and {sizes[high][low]} to rank {low}"
-        text = f"send_recv of {both} of {dtype_name(input if output is None else output)}"
-        return self._submitter.start(text, calls.send_recv(sizes), output, input, channel, async_op, line=peer)
-
-    def _is_symmetric(self, tensor: Any) -> bool:
-        return self._transport.locate(tensor) is not None
-
-    def _check_root(self, tensor: Any, what: str, root: int) -> None:
-        if (tensor is not None) != (self.rank == root):
-            given = "was given" if tensor is not None else "is missing"
-            raise Misconfigured(f"{what} {given} on rank {self.rank}: rank {root} gives it, and no other")
+        return self._start(request.barrier, None, None, channel, async_op)

@@ -6,8 +6,10 @@ A channel runs one call after another; channels run at the same time.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
+from counterpoint.collectives.announce import Notice
 from counterpoint.collectives.arguments import CPU
 from counterpoint.collectives.board import MAX_CHUNKS
 from counterpoint.collectives.cpu_channel import BeforeStep, Channel
@@ -17,7 +19,7 @@ from counterpoint.collectives.patience import Patience
 from counterpoint.collectives.program import ALIGNMENT, COPY, Call, Flag, Tuning, flag_word
 from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.symmetric import Location, Pool
-from counterpoint.collectives.transport import Job
+from counterpoint.collectives.transport import Job, Start
 from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
@@ -78,7 +80,16 @@ class CpuTransport:
         """Nothing: ranks read on the board where outputs are."""
         return ""
 
-    def submit(self, job: Job) -> Work:
+    @property
+    def epoch(self) -> int:
+        """Counts regions."""
+        return self.memory.created
+
+    def starter(self, job: Job) -> Start:
+        """What starts the job."""
+        return partial(self._start, job, Notice(job.text, job.channel, job.line))
+
+    def _start(self, job: Job, notice: Notice, number: int, tensors: tuple[Any, ...]) -> Work:
         """Queues the job behind the others of its channel; returns at once.
 
         Raises:
@@ -86,11 +97,12 @@ class CpuTransport:
         """
         self.check()
         self.early.collect()
+        handshake = job.early is None or job.early.handshake
         if job.early is not None:
             job.early.block.ready = False
-        work, job.keep = Work(str(job.doing), keep=job.keep), ()
-        channel = self._channels[job.doing.channel]
-        channel.lanes[COPY].put(lambda: self._run(channel, job, work))
+        channel = self._channels[job.channel]
+        run, work = Run(channel, job, notice, number, handshake), Work(str(notice.doing(number)), keep=tensors)
+        channel.lanes[COPY].put(lambda: self._run(run, work))
         return work
 
     def check(self) -> None:
@@ -120,19 +132,16 @@ class CpuTransport:
         self.watchdog.close()
         self.memory.close()
 
-    def _run(self, channel: Channel, job: Job, work: Work) -> None:
+    def _run(self, run: Run, work: Work) -> None:
         """The whole call, in the thread of lane `COPY`."""
-        run = None
         try:
             self.check()
-            run = Run(channel, job)
             run.do()
             work.end()
         except BaseException as error:
             work.end(self.fail(error))
         finally:
-            if run is not None:
-                run.wait_for_lanes()  # they still use the tensors
+            run.wait_for_lanes()  # they still use the tensors
 
     def _early_region(self, num_bytes: int) -> int:
         region = self.memory.create(num_bytes)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from counterpoint.collectives.announce import Notice
 from counterpoint.collectives.board import flag_index
 from counterpoint.collectives.cpu_channel import Channel
 from counterpoint.collectives.early import EarlyUse
@@ -45,10 +46,19 @@ _DYING_S = 1.0  # from the moment when a process gives up its memory to that whe
 
 
 class Run:
-    """One program on its way."""
+    """One program on its way.
 
-    def __init__(self, channel: Channel, job: Job) -> None:
-        self.channel, self.job, self.doing = channel, job, job.doing
+    Args:
+        channel: that it runs on.
+        job: the call.
+        notice: what it is announced as.
+        number: of the call on its line.
+        handshake: it begins with telling the peers that its output is free.
+    """
+
+    def __init__(self, channel: Channel, job: Job, notice: Notice, number: int, handshake: bool) -> None:
+        self.channel, self.job, self.notice, self.handshake = channel, job, notice, handshake
+        self.doing = notice.doing(number)
         self.memory, self.watchdog, self.rank = channel.memory, channel.watchdog, channel.rank
         self.peers = self.watchdog.peers(self.doing.line)
         self.early = job.early
@@ -60,9 +70,9 @@ class Run:
     def do(self) -> None:
         """Announces the call, plans it, runs its lanes, and compares it with what the others did."""
         job, channel = self.job, self.channel
-        self.record = channel.announcer.announce(self.doing, job.row)
+        self.record = channel.announcer.announce(self.notice, self.doing.number, job.row)
         self.program = job.program(self._met() if job.meet else ())
-        self.steps = self.program.cycle(early_release=self.early is not None and not self.early.handshake)
+        self.steps = self.program.cycle(early_release=not self.handshake)
         self.record.steps = len(self.steps) + 1
         self._place_output()
         self._grow_staging()
@@ -85,7 +95,7 @@ class Run:
     def _met(self) -> list[list[int]]:
         """Waits until every rank has announced this call; their rows."""
         rows: list[list[int]] = [list(self.job.row)] * self.memory.world_size
-        for peer, record in self.channel.announcer.met(self.doing).items():
+        for peer, record in self.channel.announcer.met(self.notice, self.doing.number).items():
             rows[peer] = list(record.row)
         return rows
 

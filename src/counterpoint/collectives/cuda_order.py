@@ -29,6 +29,7 @@ class StreamOrder:
     def __init__(self, moments: Moments, gpu: Any) -> None:
         self._moments, self._gpu = moments, gpu
         self._uses: dict[Location, set[int]] = {}
+        self.epoch = 0  # changes when something is taken back: until then what was told need not be told again
         self._lock = threading.Lock()
 
     def used(self, at: Location, stream: int, capture: int = 0) -> None:
@@ -49,6 +50,7 @@ class StreamOrder:
             streams = set[int]().union(*(self._uses[place] for place in places))
             if _IN_A_GRAPH in streams or any(self._gpu.capture_of(self._moments.handle(stream)) for stream in streams):
                 return None
+            self.epoch += 1
             for place in places:
                 del self._uses[place]
         return tuple(self._moments.record(stream) for stream in sorted(streams))

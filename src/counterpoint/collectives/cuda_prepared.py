@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from counterpoint.collectives.cuda import BindReduction, Bound, Executor, Graph
@@ -42,6 +41,7 @@ class Prepared:
         self._graph: Graph | None = None
         self._begun = False
         self.captured = False
+        self.left = False  # the shelf, and will be closed
         self.last: Moment | None = None
 
     def start(self, stream: int, moments: Moments, capture: int) -> None:
@@ -50,10 +50,12 @@ class Prepared:
         Raises:
             CounterpointError: the driver refused; the peers may wait for what was not issued.
         """
+        if self._graph is not None and not capture:
+            self._graph.launch(moments.handle(stream))
+            return
         self.captured |= bool(capture)
         if self._graphs and self._begun and not capture and self.calls:
-            if self._graph is None:
-                self._graph = self._executor.graph(self.calls, bind_reduction=self._bind_reduction)
+            self._graph = self._executor.graph(self.calls, bind_reduction=self._bind_reduction)
             self._graph.launch(moments.handle(stream))
             return
         bound = self._bounds.get(stream)
@@ -82,7 +84,7 @@ class Shelf:
 
     def __init__(self, moments: Moments, *, most: int = 512) -> None:
         self._moments, self._most = moments, most
-        self._kept: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._kept: dict[Hashable, Prepared] = {}
         self._leaving: list[Prepared] = []  # until their last issue has run; for ever, if that is in a graph
 
     def __len__(self) -> int:
@@ -92,13 +94,16 @@ class Shelf:
         """What was made for `key`, now or before."""
         prepared = self._kept.get(key)
         if prepared is None:
+            if len(self._kept) >= self._most:
+                self._drop()
             prepared = self._kept[key] = make()
-            if len(self._kept) > self._most:
-                self._leaving.append(self._kept.popitem(last=False)[1])
-                self._let_leave()
-        else:
-            self._kept.move_to_end(key)
         return prepared
+
+    def _drop(self) -> None:
+        oldest = min(self._kept, key=lambda key: _last_used(self._kept[key]))
+        self._leaving.append(self._kept.pop(oldest))
+        self._leaving[-1].left = True
+        self._let_leave()
 
     def close(self) -> None:
         """Only when everything has run."""
@@ -113,3 +118,7 @@ class Shelf:
                 prepared.close()
                 self._leaving.remove(prepared)
                 return  # one comes, one goes
+
+
+def _last_used(prepared: Prepared) -> int:
+    return 0 if prepared.last is None else prepared.last.serial

@@ -11,13 +11,14 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from counterpoint.collectives.announce import Announcer
+from counterpoint.collectives.announce import Announcer, Notice
 from counterpoint.collectives.board import MAX_CHUNKS
 from counterpoint.collectives.cuda import Bound, Executor
+from counterpoint.collectives.cuda_call import CudaCall
 from counterpoint.collectives.cuda_channel import PLACED, CudaChannel
 from counterpoint.collectives.cuda_moments import Moments
 from counterpoint.collectives.cuda_order import StreamOrder
-from counterpoint.collectives.cuda_watch import UnderWay, Watch
+from counterpoint.collectives.cuda_watch import Watch
 from counterpoint.collectives.cuda_words import Words
 from counterpoint.collectives.cuda_work import CudaWork
 from counterpoint.collectives.early import EarlyBlock, EarlyPool
@@ -27,9 +28,9 @@ from counterpoint.collectives.patience import Patience
 from counterpoint.collectives.program import ALIGNMENT, COPY, Call, Flag, Tuning, flag_word
 from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.symmetric import Location, Pool, SymmetricMemory
-from counterpoint.collectives.transport import Job
-from counterpoint.collectives.tuning import best_tuning
-from counterpoint.collectives.watchdog import Doing, Watchdog
+from counterpoint.collectives.transport import Job, Start
+from counterpoint.collectives.tuning import best_tuning, in_turns
+from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.errors import Misconfigured, Unsupported
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class CudaTransport:
         self._side = Executor(driver=gpu.driver)  # its streams never wait for a peer
         self._releases = int(self._side.stream())
         self._released: dict[int, Bound] = {}
-        self._grower, self._growths = Announcer(self.patience, options.channels), 0
+        self._grower, self._growths, self.epoch = Announcer(self.patience, options.channels), 0, 0
         reserve = options.reserve_bytes
         self.pool = Pool(
             memory, region_bytes=reserve or 1 << 25, create=partial(self.grow, "empty()"), order=self.order
@@ -89,6 +90,7 @@ class CudaTransport:
         self.watch = Watch(
             watchdog,
             self.moments,
+            [channel.under_way for channel in self.channels],
             enter_thread=gpu.enter_thread,
             failure=lambda: self.failure,
             fail=self.fail,
@@ -97,17 +99,17 @@ class CudaTransport:
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
         """The fastest on the clock of simulate.py, for calls whose sizes tend to come again; one signal for each peer
-        for all others. With an early release every rank has to send to every other, which is the direct way."""
-        if (
-            early_release
-            or call.operation not in CROSSOVER_BYTES
-            or len({size for row in call.sizes for size in row}) > 2
-        ):
-            return Tuning(arrivals="together")
-        if self._chunk_bytes is None:
-            return best_tuning(call, max_chunks=MAX_CHUNKS)
-        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
-        return Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
+        for all others. With an early release every rank has to send to every other, which is the direct way. Where no
+        handshake keeps the ranks in step, large chunks are pushed in turns."""
+        varied = call.operation not in CROSSOVER_BYTES or len({size for row in call.sizes for size in row}) > 2
+        if early_release or varied:
+            found = Tuning(arrivals="together")
+        elif self._chunk_bytes is None:
+            found = best_tuning(call, max_chunks=MAX_CHUNKS)
+        else:
+            units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
+            found = Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
+        return in_turns(found) if early_release or call.reduces else found
 
     def locate(self, tensor: Any) -> Location | None:
         """Where a contiguous tensor lies in own symmetric memory; None if it does not."""
@@ -119,15 +121,15 @@ class CudaTransport:
             return ""
         return " into the landing" if at is None else f" into region {at.region} + {at.offset}"
 
-    def submit(self, job: Job) -> CudaWork:
-        """Queues the call on a stream, behind the others of its channel; returns at once, as a rule.
+    def starter(self, job: Job) -> Start:
+        """What starts the job.
 
         Raises:
-            PeerTimeout, Misconfigured: an earlier call failed, and how; or this one cannot be done.
+            Misconfigured: it cannot be done.
+            CounterpointError: this communicator has failed, and how.
         """
         self.check()
-        self.early.collect()
-        return self.channels[job.doing.channel].submit(job)
+        return CudaCall(self, self.channels[job.channel], job).start
 
     def check(self) -> None:
         """Raises what ended this communicator, if something did."""
@@ -164,10 +166,11 @@ class CudaTransport:
         self._growths += 1
         channel, line = len(self.watchdog.boards[0].channels) - 1, self.memory.world_size
         text = f"growing {what} by {num_bytes} bytes"
-        doing = Doing(text=text, channel=channel, line=line, number=self._growths)
-        record = self._grower.announce(doing)
-        self._grower.met(doing)
+        notice = Notice(text, channel, line)
+        record = self._grower.announce(notice, self._growths)
+        self._grower.met(notice, self._growths)
         region = self.memory.create(num_bytes)
+        self.epoch += 1
         self._bytes += num_bytes
         record.step = record.steps
         return region
@@ -239,7 +242,7 @@ class CudaTransport:
         peers = [self.memory.address(peer, at, _WORD_BYTES) for peer in ranks if peer != rank]
         return MemoryOperations(tuple(MemoryOperation("write", address, 1) for address in peers), COPY)
 
-    def _let_go(self, going: list[UnderWay]) -> None:
+    def _let_go(self, going: list[CudaWork]) -> None:
         """Sets the words that these calls wait for; if there are graphs, those of all channels."""
         for call in going:
             self._side.let_go(call.calls)

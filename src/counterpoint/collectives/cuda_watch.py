@@ -10,35 +10,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from counterpoint.collectives.board import Board
-from counterpoint.collectives.cuda_moments import Moment, Moments
+from counterpoint.collectives.cuda_moments import Moments
 from counterpoint.collectives.cuda_work import CudaWork
-from counterpoint.collectives.lower import DriverCall
 from counterpoint.collectives.watchdog import Doing, Watchdog
 from counterpoint.errors import CounterpointError, PeerTimeout
 
-__all__ = ["GRACE_S", "STEPS", "UnderWay", "Watch"]
+__all__ = ["GRACE_S", "STEPS", "Watch"]
 
 STEPS = 2  # of a record: announced is step 0 of them, begun 1, ended 2
 GRACE_S = 0.25  # of a call that has begun: the part of a rank that has died or left meanwhile may be done
 _LOOK_S, _CLOSING_S = 0.05, 0.002
 _MOST_S = 10.0  # until streams that were let go have to be at their ends
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class UnderWay:
-    """A call that was issued."""
-
-    doing: Doing
-    record: Board
-    begin: Moment
-    end: Moment
-    calls: tuple[DriverCall, ...]
-    work: CudaWork
-    begun_s: float | None = None
 
 
 class Watch:
@@ -47,6 +32,7 @@ class Watch:
     Args:
         watchdog: of the same ranks.
         moments: of the device.
+        under_way: calls that were issued, of each channel in their order; those that have ended are taken out.
         enter_thread: makes a thread one of the device's.
         failure: why this rank has given up; None while it has not.
         fail: called with the reason when a call will not end; must be there from any thread.
@@ -57,37 +43,29 @@ class Watch:
         self,
         watchdog: Watchdog,
         moments: Moments,
+        under_way: Sequence[deque[CudaWork]],
         *,
         enter_thread: Callable[[], None],
         failure: Callable[[], BaseException | None],
         fail: Callable[[BaseException], BaseException],
-        let_go: Callable[[list[UnderWay]], None],
+        let_go: Callable[[list[CudaWork]], None],
     ) -> None:
         self._watchdog, self._moments, self._enter_thread = watchdog, moments, enter_thread
         self._failure, self._fail, self._let_go = failure, fail, let_go
-        self._under_way: list[UnderWay] = []
-        self._lock = threading.Lock()
-        self._idle, self._wake = threading.Event(), threading.Event()
-        self._idle.set()
+        self._under_way, self._wake = under_way, threading.Event()
         self._pause_s = _LOOK_S
         self._stopped = False
         self.captured = False  # calls are in graphs of the caller's, which are replayed unseen
         self._thread = threading.Thread(target=self._serve, name="counterpoint watch", daemon=True)
         self._thread.start()
 
-    def add(self, call: UnderWay) -> None:
-        """One more to look at."""
-        with self._lock:
-            self._under_way.append(call)
-            if self._idle.is_set():
-                self._idle.clear()
-
     def drain(self, timeout_s: float = _MOST_S) -> bool:
         """Waits until no call is under way: without a failure as long as that takes, after one for `timeout_s`."""
         self._pause_s = _CLOSING_S
         self._wake.set()
         deadline = None
-        while not self._idle.wait(_LOOK_S):
+        while any(self._under_way):
+            time.sleep(_CLOSING_S)
             if self._failure() is not None:
                 deadline = deadline or time.monotonic() + timeout_s
                 if time.monotonic() > deadline:
@@ -112,44 +90,37 @@ class Watch:
             self._wake.clear()
 
     def _look(self) -> None:
-        with self._lock:
-            calls = list(self._under_way)
-        ended = [call for call in calls if self._ended(call)]
-        with self._lock:
-            for call in ended:
-                self._under_way.remove(call)
-            going = list(self._under_way)
-            if not going:
-                self._idle.set()
+        for calls in self._under_way:
+            while calls and self._ended(calls[0]):
+                calls.popleft()
         if self._failure() is None:
-            self._judge_all(going)
+            self._judge_all([calls[0] for calls in self._under_way if calls])
+        going = [call for calls in self._under_way for call in tuple(calls)]
         if self._failure() is not None and (going or self.captured):
             self._let_go(going)
 
-    def _ended(self, call: UnderWay) -> bool:
-        """Whether it has; what the board shows about it is brought up to date."""
-        step = 2 if self._moments.passed(call.end) else int(self._moments.passed(call.begin))
+    def _ended(self, call: CudaWork) -> bool:
+        """Whether the first call of a channel has; what the board shows about it is brought up to date."""
+        step = 2 if self._moments.passed(call.ended) else int(self._moments.passed(call.began))
         if step and call.begun_s is None:
             call.begun_s = time.monotonic()
-        if call.record.number == call.doing.number:
+        if call.record.number == call.number:
             call.record.step = step
         return step == STEPS
 
-    def _judge_all(self, going: list[UnderWay]) -> None:
-        channels = set[int]()
-        for call in going:
-            if call.doing.channel not in channels:  # those behind it wait for it
-                channels.add(call.doing.channel)
-                error = self._judge(call)
-                if error is not None and not self._moments.passed(call.end):
-                    self._fail(error)
-                    return
+    def _judge_all(self, first: list[CudaWork]) -> None:
+        """Looks at the first call of each channel; those behind it wait for it."""
+        for call in first:
+            error = self._judge(call)
+            if error is not None and not self._moments.passed(call.ended):
+                self._fail(error)
+                return
         dead = self._watchdog.dead() if self.captured else ()
         if dead:
             text = f"rank {dead[0]} is dead, and calls of its group are in graphs, which would hang; end the processes"
             self._fail(PeerTimeout(text, ranks=dead))
 
-    def _judge(self, call: UnderWay) -> CounterpointError | None:
+    def _judge(self, call: CudaWork) -> CounterpointError | None:
         """Why it will not end; None while it may."""
         waited_s = 0.0 if call.begun_s is None else time.monotonic() - call.begun_s
         if waited_s < GRACE_S:

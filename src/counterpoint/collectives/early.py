@@ -52,11 +52,15 @@ class EarlyBlock:
 
 @dataclass(frozen=True, slots=True)
 class EarlyUse:
-    """An output in a block. `handshake`: an earlier call has used it since it was released."""
+    """An output in a block."""
 
     block: EarlyBlock
     offset: int
-    handshake: bool
+
+    @property
+    def handshake(self) -> bool:
+        """Whether an earlier call has used the block since it was released: the next one says first that it is free."""
+        return not self.block.ready
 
     def __str__(self) -> str:
         """What has to be equal on all ranks."""
@@ -119,7 +123,7 @@ class EarlyPool:
         if at is None or found is None:
             return None
         block = found[1][bisect_right(found[0], at.offset) - 1]
-        return EarlyUse(block, at.offset - block.at.offset, handshake=not block.ready)
+        return EarlyUse(block, at.offset - block.at.offset)
 
     def collect(self) -> None:
         """Tells the peers about every tensor that has died. Called before each call and each `empty`."""

@@ -67,7 +67,7 @@ class Gpu:
             Unsupported: the driver refused.
         """
         error, status = self.driver.cuStreamIsCapturing(stream)
-        if error or int(status) == 0:
+        if error or not status:
             return 0
         error, _, number, *_ = self.driver.cuStreamGetCaptureInfo(stream)
         if error:

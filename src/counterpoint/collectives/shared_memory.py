@@ -97,7 +97,7 @@ class SharedMemory:
         self._own: dict[int, tuple[int, _Mapping]] = {}  # region -> descriptor, mapping
         self._peers: dict[tuple[int, int], tuple[int, _Mapping]] = {}  # rank, region -> serial, mapping
         self._pids = [os.getpid()] * world_size
-        self._serial = 0
+        self.created = 0  # regions so far; the serial of the last one
         self._lock = threading.Lock()  # channels and pools make regions at the same time
         self._mapping_lock = threading.Lock()
         name = f"counterpoint-{secrets.token_hex(8)}"  # of this rank's files; only the group learns it
@@ -141,10 +141,10 @@ class SharedMemory:
             )
         fd, mapping = _new_file(self._names[self.rank], num_bytes)
         self._own[region] = fd, mapping
-        self._serial += 1
+        self.created += 1
         shown = self.boards[self.rank].regions[region]
         shown.fd, shown.num_bytes = fd, num_bytes
-        shown.serial = self._serial  # last: whoever sees it sees the others
+        shown.serial = self.created  # last: whoever sees it sees the others
         return region
 
     def release(self, region: int) -> None:

@@ -13,21 +13,29 @@ from counterpoint.collectives.early import EarlyPool, EarlyUse
 from counterpoint.collectives.program import Call, Program, Tuning
 from counterpoint.collectives.reduce import Reduction
 from counterpoint.collectives.symmetric import Location, Pool
-from counterpoint.collectives.watchdog import Doing
 from counterpoint.collectives.work import Work
 
-__all__ = ["Job", "Rows", "Transport"]
+__all__ = ["Job", "Rows", "Start", "Transport"]
 
 Rows: TypeAlias = Sequence[Sequence[int]]
 """Bytes for each rank, of each rank; empty where the sizes follow from the call."""
+Start: TypeAlias = Callable[[int, tuple[Any, ...]], Work | None]
+"""Queues one call behind the others of its channel and returns at once: its number and the tensors that have to live
+until it ends in, its `Work` out; None if there is nothing to wait for.
+
+Raises:
+    PeerTimeout, Misconfigured: an earlier call failed, and how; or this one cannot be done.
+"""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One call of this rank.
+    """A call of this rank but for its number: what comes again is the same job.
 
     Args:
-        doing: what it is, and where it stands in the order of calls.
+        text: what it is, in words that are equal on all ranks.
+        channel: that it runs on.
+        line: of the board, that it is counted on.
         program: rows of all ranks (or none) to this rank's program.
         row: bytes for each rank, if only this rank knows; then all meet first, and `program` gets everyone's.
         meet: all ranks of the call compare it before it begins.
@@ -39,10 +47,11 @@ class Job:
         at: where the output lies in symmetric memory; None if it does not.
         early: how the output is released, if that is done early.
         reduction: of calls that reduce.
-        keep: tensors that have to live until the end.
     """
 
-    doing: Doing
+    text: str
+    channel: int
+    line: int
     program: Callable[[Rows], Program]
     row: tuple[int, ...] = ()
     meet: bool = False
@@ -54,7 +63,6 @@ class Job:
     at: Location | None = None
     early: EarlyUse | None = None
     reduction: Reduction | None = None
-    keep: tuple[Any, ...] = ()
 
 
 class Transport(Protocol):
@@ -76,11 +84,15 @@ class Transport(Protocol):
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
         """What has to be equal on all ranks about where the output of `call` lies, as words; "" if nothing has."""
 
-    def submit(self, job: Job) -> Work:
-        """Queues the job behind the others of its channel; returns at once.
+    @property
+    def epoch(self) -> int:
+        """Counts regions: after a new one an address may mean something else."""
+
+    def starter(self, job: Job) -> Start:
+        """What starts the job, any number of times as long as `epoch` stays what it is.
 
         Raises:
-            PeerTimeout, Misconfigured: an earlier call failed, and how.
+            Misconfigured: it cannot be done here.
         """
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ seen before costs the host some simulations of it, 3 to 80 ms in all (8 ranks, o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from counterpoint.collectives.calls import output_bytes
@@ -16,8 +17,9 @@ from counterpoint.collectives.program import ALIGNMENT, Call, Tuning
 from counterpoint.collectives.simulate import H200, Rates, simulate
 from counterpoint.errors import Misconfigured
 
-__all__ = ["best_tuning", "candidates"]
+__all__ = ["TURN_BYTES", "best_tuning", "candidates", "in_turns"]
 
+TURN_BYTES = 1 << 23  # a copy of 22 µs: a turn costs a fifth of it, a meeting all of it
 _TOGETHER = Tuning(arrivals="together")
 _NEVER = 1 << 62  # bytes: no broadcast is as large
 _CUT_BYTES = 1 << 20  # a copy costs as much as megabytes on the link: smaller shards are not tried in chunks
@@ -45,6 +47,11 @@ def best_tuning(call: Call, rates: Rates = H200, *, max_chunks: int = 16) -> Tun
     if len(found) == 1:
         return found[0]
     return min(found, key=lambda tuning: simulate(plan_all(call, tuning), rates).us)  # the first of equals
+
+
+def in_turns(tuning: Tuning) -> Tuning:
+    """The same with turns for large chunks: for calls that begin without a handshake, so that ranks may be apart."""
+    return tuning if tuning.algorithm == "doubling" else replace(tuning, turn_bytes=TURN_BYTES)
 
 
 def candidates(call: Call) -> tuple[Tuning, ...]:

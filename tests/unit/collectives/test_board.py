@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 import pytest
 
 from counterpoint.collectives.board import MAX_CHUNKS, board_type, flag_index, new_board
-from counterpoint.collectives.program import Flag, flag_words
+from counterpoint.collectives.program import Flag, Symmetric, flag_words
+
+KINDS: tuple[Literal["ready", "turn"], ...] = ("ready", "turn")
 
 
 def flags(world_size: int) -> list[Flag]:
     """All that a channel has."""
-    row = [(buffer, peer) for buffer in ("output", "staging") for peer in range(world_size)]
-    ready, turn = ([Flag(buffer, kind, peer) for buffer, peer in row] for kind in ("ready", "turn"))
-    arrived = [
-        Flag(buffer, "arrived", peer, chunk)
-        for buffer in ("output", "staging")
-        for peer in range(world_size)
-        for chunk in range(MAX_CHUNKS)
-    ]
+    buffers: tuple[Symmetric, ...] = ("output", "staging")
+    row = [(buffer, peer) for buffer in buffers for peer in range(world_size)]
+    ready, turn = ([Flag(buffer, kind, peer) for buffer, peer in row] for kind in KINDS)
+    arrived = [Flag(buffer, "arrived", peer, chunk) for buffer, peer in row for chunk in range(MAX_CHUNKS)]
     return [*ready, *turn, *arrived]
 
 

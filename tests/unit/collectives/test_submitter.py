@@ -1,0 +1,211 @@
+"""A call that comes again is looked up; whatever makes it another call is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from counterpoint.collectives import request
+from counterpoint.collectives.arguments import CPU, reduction_name
+from counterpoint.collectives.fallback import Fallback
+from counterpoint.collectives.program import Tuning
+from counterpoint.collectives.submitter import Submitter
+from counterpoint.collectives.symmetric import Location
+from counterpoint.collectives.transport import Job
+from counterpoint.errors import Misconfigured
+
+WORLD_SIZE = 2
+WHOLE = torch.zeros(64)
+
+
+class Noted:
+    """A transport that notes which jobs it is given, and which of them start with which number."""
+
+    def __init__(self) -> None:
+        self.epoch, self.early = 0, SimpleNamespace(use=lambda at: None)
+        self.jobs: list[Job] = []
+        self.started: list[tuple[Job, int]] = []
+        self.symmetric: dict[int, Location] = {}  # address: where that is
+        self.refuses = False
+        self.check = lambda: None
+
+    def tuning(self, call: Any, *, early_release: bool) -> Tuning:
+        return Tuning()
+
+    def locate(self, tensor: Any) -> Location | None:
+        return self.symmetric.get(tensor.data_ptr())
+
+    def place(self, call: Any, at: Location | None, num_bytes: int) -> str:
+        return f" at {at}"
+
+    def starter(self, job: Job) -> Callable[..., None]:
+        self.jobs.append(job)
+
+        def start(number: int, keep: tuple[Any, ...]) -> None:
+            if self.refuses:
+                raise Misconfigured("not now")
+            self.started.append((job, number))
+
+        return start
+
+
+class Ranks:
+    """Rank 0 of two, whose calls go to `Noted`."""
+
+    def __init__(self) -> None:
+        self.transport = Noted()
+        here = request.Here(rank=0, world_size=WORLD_SIZE, device=CPU, locate=self.transport.locate)
+        transport: Any = self.transport
+        self.submitter = Submitter(transport, Fallback(None, None), here, channels=2, debug=False)
+
+    def start(self, ask: Any, output: Any, input: Any, *options: Any, channel: int = 0) -> None:
+        self.submitter.start(ask, output, input, channel, False, *options)
+
+    @property
+    def made(self) -> int:
+        """Jobs so far."""
+        return len(self.transport.jobs)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_the_same_call_is_made_once(ranks: Ranks) -> None:
+    """With views made anew each time, too; each has the next number."""
+    shards = torch.zeros(WORLD_SIZE, 4)
+    for _ in range(3):
+        ranks.start(request.all_gather, shards, shards[0])
+    assert (ranks.made, [number for _, number in ranks.transport.started]) == (1, [1, 2, 3])
+
+
+def test_which_way_a_call_takes_is_remembered_too(ranks: Ranks) -> None:
+    """Below the crossover each goes to the process group, with its own tensors, and has no number."""
+    seen: list[Any] = []
+    taken: Any = ranks.submitter._fallback
+    taken.takes = lambda call, reduction: call.operation == "broadcast"
+    taken.start = lambda call, output, input, **options: seen.append(output)
+    for part in (WHOLE[:8], WHOLE[:8]):
+        ranks.start(request.broadcast, part, None, 0)
+    assert (len(seen), seen[0] is seen[1], len(ranks.submitter._known), ranks.transport.started) == (2, False, 1, [])
+
+
+def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:
+    """Numbers are those of a line of the board."""
+    one = torch.zeros(4)
+    ranks.start(request.barrier, None, None)
+    ranks.start(request.barrier, None, None, channel=1)
+    ranks.start(request.send_recv, None, one, 1)
+    ranks.start(request.barrier, None, None)
+    assert [number for _, number in ranks.transport.started] == [1, 1, 1, 2]
+
+
+def test_a_call_that_was_refused_has_no_number(ranks: Ranks) -> None:
+    """The next one takes it."""
+    ranks.transport.refuses = True
+    with pytest.raises(Misconfigured, match="not now"):
+        ranks.start(request.barrier, None, None)
+    ranks.transport.refuses = False
+    ranks.start(request.barrier, None, None)
+    assert [number for _, number in ranks.transport.started] == [1]
+
+
+OTHERS: dict[str, Callable[[Ranks], None]] = {
+    "dtype": lambda ranks: ranks.start(request.all_reduce, WHOLE.view(torch.int32), WHOLE.view(torch.int32), "sum", 1),
+    "size": lambda ranks: ranks.start(request.all_reduce, WHOLE[:32], WHOLE[:32], "sum", 1.0),
+    "shape": lambda ranks: ranks.start(request.all_reduce, WHOLE.view(8, 8), WHOLE.view(8, 8), "sum", 1.0),
+    "place": lambda ranks: ranks.start(request.all_reduce, WHOLE.clone(), WHOLE.clone(), "sum", 1.0),
+    "op": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "max", 1.0),
+    "factor": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "premul_sum", 2.0),
+    "operation": lambda ranks: ranks.start(request.broadcast, WHOLE, WHOLE, 0),
+    "channel": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "sum", 1.0, channel=1),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_call_is_another_job(ranks: Ranks, what: str) -> None:
+    """Each thing by which calls differ makes them differ, at the same address."""
+    ranks.start(request.all_reduce, WHOLE, WHOLE, "sum", 1.0)
+    OTHERS[what](ranks)
+    assert ranks.made == 2
+
+
+REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {
+    "dtype": lambda output, input: (output, input.view(torch.int32)),
+    "number of elements": lambda output, input: (output, input[:1]),
+    "strides of the output": lambda output, input: (output.t(), input),
+    "sign of the output": lambda output, input: (torch._neg_view(output), input),
+    "layout": lambda output, input: (output, input.to_sparse()),
+    "device": lambda output, input: (output, input.to("meta")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_is_refused_after_what_was_right(ranks: Ranks, what: str) -> None:
+    """The checks of a call that is known hold for tensors that look the same, and for no others."""
+    output, input = torch.zeros(WORLD_SIZE, 4), torch.zeros(4)
+    ranks.start(request.all_gather, output, input)
+    with pytest.raises(Misconfigured):
+        ranks.start(request.all_gather, *REFUSED[what](output, input))
+
+
+def test_rows_that_cannot_be_divided_are_refused_after_others_at_the_same_place(ranks: Ranks) -> None:
+    """The number of bytes is the same, only the shape is another one."""
+    output, input = torch.zeros(6), torch.zeros(6)
+    ranks.start(request.all_to_all, output, input, False)
+    with pytest.raises(Misconfigured, match="3 rows"):
+        ranks.start(request.all_to_all, output.view(3, 2), input.view(3, 2), False)
+
+
+def test_an_input_with_gaps_is_copied_each_time(ranks: Ranks) -> None:
+    """What is sent is another copy at each call, so the call is not remembered."""
+    output, wide = torch.zeros(WORLD_SIZE, 4), torch.zeros(4, 2)
+    for _ in range(2):
+        ranks.start(request.all_gather, output, wide[:, 0])
+    assert (ranks.made, [job.input == wide.data_ptr() for job in ranks.transport.jobs]) == (2, [False] * 2)
+
+
+def test_an_input_is_conjugated_each_time(ranks: Ranks) -> None:
+    """Its bytes are those of the tensor that it is the conjugate of, and are not what is meant."""
+    output, input = torch.zeros(WORLD_SIZE, 4, dtype=torch.complex64), torch.zeros(4, dtype=torch.complex64)
+    ranks.start(request.all_gather, output, input)
+    ranks.start(request.all_gather, output, input.conj())
+    assert [job.input == input.data_ptr() for job in ranks.transport.jobs] == [True, False]
+
+
+def test_a_new_region_makes_addresses_mean_something_else(ranks: Ranks) -> None:
+    """Plain memory that was given back may come again as symmetric memory: the call is located anew."""
+    output, input = torch.zeros(WORLD_SIZE, 4), torch.zeros(4)
+    ranks.start(request.all_gather, output, input)
+    ranks.transport.symmetric[output.data_ptr()] = Location(3, 512)
+    ranks.transport.epoch += 1
+    ranks.start(request.all_gather, output, input)
+    assert [job.at for job in ranks.transport.jobs] == [None, Location(3, 512)]
+
+
+def test_split_sizes_are_told_each_time(ranks: Ranks) -> None:
+    """Only this rank knows its row: no such call is remembered, be the sizes a list or a tuple."""
+    output, input = torch.zeros(4), torch.zeros(4)
+    for sizes in ([1, 3], (1, 3), (1, 3)):
+        ranks.start(request.uneven_all_to_all, output, input, False, sizes, sizes)
+    assert [job.row for job in ranks.transport.jobs] == [(4, 12)] * 3
+
+
+def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> None:
+    """ReduceOp.SUM == 0, and they would be the same key: by their names they are not."""
+    torchs, number = [dist.ReduceOp.SUM, 0], [reduction_name(op) for op in (dist.ReduceOp.SUM, 0)]
+    assert (torchs[0] == torchs[1], number) == (True, ["sum", "0"])
+
+
+def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs at ever new addresses do not add up."""
+    monkeypatch.setattr("counterpoint.collectives.submitter._MOST_KNOWN", 3)
+    for size in range(1, 10):
+        ranks.start(request.all_reduce, WHOLE[:size], WHOLE[:size], "sum", 1.0)
+    assert len(ranks.submitter._known) <= 3
