@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
-    """Machine, versions, commit, command and date of this run."""
+    """Machine, versions, commit, command and date of this run; COUNTERPOINT_COMMIT names that of an exported tree."""
+    exported = os.environ.get("COUNTERPOINT_COMMIT")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": ["python", *(_relative(argument) for argument in sys.argv)],
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": exported or _git("rev-parse", "HEAD"),
+        "uncommitted_changes": not exported and bool(_git("status", "--porcelain", "--untracked-files=no")),
         "gpu": None,  # a benchmark of what GPUs did says which, with driver and torch
         "driver": None,
         "torch": None,

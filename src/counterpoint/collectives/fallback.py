@@ -18,13 +18,15 @@ __all__ = ["CROSSOVER_BYTES", "Fallback", "Path", "TorchWork"]
 
 Path: TypeAlias = Literal["zero_sm", "torch"]
 
-CROSSOVER_BYTES: dict[str, int] = {  # to be measured: 0 bytes is no fallback
-    "all_gather": 0,
-    "reduce_scatter": 0,
-    "all_reduce": 0,
-    "all_to_all": 0,
-    "broadcast": 0,
+CROSSOVER_BYTES: dict[str, int] = {
+    "all_gather": 32 << 20,
+    "reduce_scatter": 128 << 20,
+    "all_reduce": 256 << 20,
+    "all_to_all": 32 << 20,
+    "broadcast": 0,  # not measured: never by torch
 }
+"""Below these sizes NCCL was faster **alone** (4 x H200, NCCL 2.28.9, 2026-11-21, results/collectives-alone-4xh200.md).
+Beside a GEMM it waits for SMs at any size."""
 _REDUCED = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")  # what NCCL can add up
 
 

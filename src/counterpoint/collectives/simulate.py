@@ -50,9 +50,9 @@ class Rates:
 
 H200 = Rates()
 """4 × H200, NV18, 2026-11-21, the host ahead: fitted to 95 times alone of four operations (64 KiB to 1 GiB, algorithms,
-up to two chunks and a last one; results/collectives-alone-4xh200.json), 3 % off on average, 19 % at most. More chunks
-take up to 30 % longer than it says. On 8 × H200 an all_gather of 1 MiB, 16 MiB, 1 GiB was measured at 67, 125, 2472 µs
-(2026-11-20), and comes out at 75, 111, 2519."""
+up to two chunks and a last one), 2.9 % off on average. On those of another run (results/collectives-alone-4xh200.json)
+it is 3.5 % off, 21 % at most; more chunks take up to 30 % longer than it says. On 8 × H200 an all_gather of 1 MiB, 16
+MiB, 1 GiB was measured at 67, 125, 2472 µs (2026-11-20), and comes out at 75, 111, 2519."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
