@@ -348,6 +348,16 @@ def reserved(session: Session) -> tuple[int, int, str]:
         return before, len(transport.memory._own) + 0 * len(tensors), told
 
 
+def sums_on(session: Session, sum_sms: int | None) -> tuple[set[int | None], float]:
+    """On how many SMs an all_reduce adds up, and what comes out."""
+    gpu = SoftwareGpu()
+    with Communicator(device=gpu, timeout_s=WAIT_S, sum_sms=sum_sms) as communicator:
+        total = communicator.empty(100).fill_(session.rank + 1.0)
+        communicator.all_reduce(total)
+        gpu.synchronize()
+        return gpu.summed_on, float(total.mean())
+
+
 def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
     """What rank 0 is told that alone asks for memory that has to be made by all."""
     communicator = Communicator(device=SoftwareGpu(), timeout_s=0.5)

@@ -94,6 +94,8 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
         ([{"chunk_bytes": 24}] * 2, "chunk_bytes=24"),
         ([{"max_bytes": 1 << 40}, {"max_bytes": 1 << 41}], ""),
         ([{"graphs": True}] * 2, "graphs=True on a CPU"),
+        ([{"sum_sms": 8}] * 2, "sum_sms=8 on a CPU"),
+        ([{"sum_sms": 0}] * 2, "sum_sms=0: give 1 or more"),
         ([{"reserve_bytes": 0}] * 2, "reserve_bytes=0"),
         ([{"crossover_bytes": {"all_gather": 5}}] * 2, "crossover_bytes without fallback"),
         ([{"crossover_bytes": {"send": 5}}] * 2, "crossover_bytes send=5: give 0 or more for all_gather"),

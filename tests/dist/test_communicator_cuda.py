@@ -139,6 +139,12 @@ def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
         assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
 
 
+@pytest.mark.parametrize("sum_sms", [None, 8])
+def test_sums_run_on_the_sms_they_were_given(two_ranks: Ranks, sum_sms: int | None) -> None:
+    """Or on all that are free."""
+    assert two_ranks.run(programs.sums_on, sum_sms) == [({sum_sms}, 3.0)] * 2
+
+
 def test_nothing_is_left_running(two_ranks: Ranks) -> None:
     """Closing ends every stream and thread that the communicator made, after the calls under way."""
     assert two_ranks.run(programs.left_behind) == [[]] * 2

@@ -57,6 +57,8 @@ class Communicator:
             None: what is best for the device.
         reserve_bytes: `empty` makes its first region now, of this size.
         graphs: on GPUs, replay a call from a CUDA graph when it comes again; None: yes.
+        sum_sms: on GPUs, SMs that the sums of reductions run on, one large block each, so that they take no more from a
+            GEMM beside them; None: as many as are free, which is faster where a GEMM leaves some (`GemmSmLimit`).
         fallback: torch process group that takes calls below `crossover_bytes`; None: none is taken by torch.
         crossover_bytes: by operation, bytes of the full array; None: as measured.
         before_step: on CPUs, called before every step, in a thread of the channel; for tests.
@@ -78,6 +80,7 @@ class Communicator:
         chunk_bytes: int | None = None,
         reserve_bytes: int | None = None,
         graphs: bool | None = None,
+        sum_sms: int | None = None,
         fallback: Any = None,
         crossover_bytes: Mapping[str, int] | None = None,
         before_step: BeforeStep | None = None,
@@ -91,6 +94,7 @@ class Communicator:
             chunk_bytes=chunk_bytes,
             reserve_bytes=reserve_bytes,
             graphs=graphs,
+            sum_sms=sum_sms,
             crossover_bytes=self._fallback.crossover_bytes,
             before_step=before_step,
         )

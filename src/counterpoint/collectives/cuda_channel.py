@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +124,9 @@ class CudaChannel:
         return Prepared(needs.program, calls, self.executor, self._reducing(job), graphs=self.transport.graphs)
 
     def _reducing(self, job: Job) -> BindReduction | None:
-        gpu, reduction = self.transport.gpu, job.reduction
-        if reduction is None:
+        if job.reduction is None:
             return None
+        gpu, reduction = self.transport.gpu, replace(job.reduction, num_sms=self.transport.sum_sms)
 
         def bind_reduction(call: ReduceLaunch, stream: int) -> Any:
             return gpu.bind_reduction(call, stream, reduction)

@@ -60,7 +60,7 @@ class CudaTransport:
     ) -> None:
         self.gpu, self.memory, self.hosts, self.watchdog = gpu, memory, hosts, watchdog
         self.device = gpu.device
-        self.graphs = options.graphs is not False
+        self.graphs, self.sum_sms = options.graphs is not False, options.sum_sms
         self.failure: BaseException | None = None
         self._failing = threading.Lock()
         self._chunk_bytes, self._most_bytes, self._bytes = options.chunk_bytes, options.max_bytes, 0

@@ -35,6 +35,7 @@ class Options:
     chunk_bytes: int | None = None
     reserve_bytes: int | None = None
     graphs: bool | None = None
+    sum_sms: int | None = None
     crossover_bytes: Mapping[str, int] = field(default_factory=dict)
     before_step: BeforeStep | None = None
 
@@ -43,8 +44,9 @@ class Options:
             raise Misconfigured(
                 f"channels={self.channels}, timeout_s={self.timeout_s}: give one channel or more, and a time above 0"
             )
-        if self.reserve_bytes is not None and self.reserve_bytes < 1:
-            raise Misconfigured(f"reserve_bytes={self.reserve_bytes}: give 1 or more, or None")
+        for name, value in (("reserve_bytes", self.reserve_bytes), ("sum_sms", self.sum_sms)):
+            if value is not None and value < 1:
+                raise Misconfigured(f"{name}={value}: give 1 or more, or None")
         Tuning(chunk_bytes=self.chunk_bytes)  # raises if it cannot be one
 
     def shared(self, on_gpu: bool) -> dict[str, object]:
@@ -82,8 +84,9 @@ def open_transport(group: Any, device: Any, options: Options) -> Transport:
         Misconfigured: options that differ or cannot take effect, or this process is not in the group.
     """
     gpu = _gpu(group, device)
-    if gpu is None and options.graphs is not None:
-        raise Misconfigured(f"graphs={options.graphs} on a CPU: there are none; leave it out")
+    for name, value in (("graphs", options.graphs), ("sum_sms", options.sum_sms)):
+        if gpu is None and value is not None:
+            raise Misconfigured(f"{name}={value} on a CPU: there are none; leave it out")
     if gpu is not None and options.before_step is not None:
         raise Misconfigured("before_step on a GPU: its steps run without the host; leave it out")
     agree(group, options.shared(gpu is not None))

@@ -2,10 +2,12 @@
 
 matmul   us = max(math, memory) + launch
          math = waves · tile,   waves = ceil(batch · ceil(m / tile_m) · ceil(n / tile_n) / SMs)
-         tile = 2 · tile_m · tile_n · (k + depth) · (1 + edge · (1 / tile_m + 1 / tile_n)) / (peak · matmul / SMs)
-         of the tile sizes the fastest is taken, as cuBLAS does; where waves are few, also with k cut (split-k)
+         tile = 2 · tile_m · tile_n · (k + depth) · max(1 + edge · e, load · e) / (peak · matmul / SMs)
+         e = 1 / tile_m + 1 / tile_n, what is loaded over what is computed
          depth: filling and draining the pipeline of a tile, in elements of k; edge: loading operands costs more the
-         smaller the tile is
+         smaller the tile is; load: tiles that are smaller still wait for their operands
+         of the tile sizes the fastest is taken, as cuBLAS does; where waves are few, also with k cut (split-k): each
+         part writes its sums in float32, and a kernel more adds them up
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
 traffic  us = bytes / (bandwidth · memory) + kernels · launch
 """
@@ -24,8 +26,8 @@ from counterpoint.records.base import Record
 
 __all__ = ["Cost", "Machine", "cost", "total_us"]
 
-TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)
+SUM_BYTES = 8  # of an element in float32, written and read again
 
 
 class Machine(Record, frozen=True, kw_only=True):
@@ -133,14 +135,17 @@ def _matmul_us(operation: Matmul, machine: Machine) -> tuple[float, tuple[int, i
     """Math time, tile and waves of the fastest tile size."""
     known, sms = machine.efficiency, machine.sms
     per_sm = machine.peak * known.matmul / sms
-    best = (float("inf"), TILES[0], 0)
-    for tile in TILES:
+    sums_us = SUM_BYTES * operation.batch * operation.m * operation.n / machine.bandwidth
+    best = (float("inf"), known.tiles[0], 0)
+    for tile in known.tiles:
         high, wide = tile
         tiles = operation.batch * -(-operation.m // high) * -(-operation.n // wide)
-        edge = 1.0 + known.edge * (1.0 / high + 1.0 / wide)
+        loaded = 1.0 / high + 1.0 / wide
+        depth_us = 2.0 * high * wide * max(1.0 + known.edge * loaded, known.load * loaded) / per_sm
         for split in SPLITS if tiles < 2 * sms else SPLITS[:1]:
             waves = -(-tiles * split // sms)
-            us = waves * 2.0 * high * wide * (operation.k / split + known.depth) * edge / per_sm
+            us = waves * (operation.k / split + known.depth) * depth_us
+            us += split * sums_us + known.launch_us if split > 1 else 0.0
             if us < best[0]:
                 best = (us, tile, waves)
     return best

@@ -36,6 +36,8 @@ class Efficiency(Record, frozen=True, kw_only=True):
         matmul: part of the peak that a large tile reaches with endless k.
         depth: elements of k that filling and draining a tile costs.
         edge: elements of a tile's edge that loading operands costs.
+        load: loading is the limit where (1 / rows + 1 / columns) · load of a tile is above 1.
+        tiles: rows and columns that its matmuls come in, the likeliest first.
         memory: part of the bandwidth that streaming kernels reach; strided: of that, with a transposed view.
         flash_forward, flash_backward: part of the peak of flash attention, for endless sequences.
         flash_length: tokens at which it has half of that.
@@ -48,6 +50,8 @@ class Efficiency(Record, frozen=True, kw_only=True):
     matmul: float
     depth: float
     edge: float
+    load: float
+    tiles: tuple[tuple[int, int], ...]
     memory: float
     strided: float
     flash_forward: float
@@ -59,10 +63,19 @@ class Efficiency(Record, frozen=True, kw_only=True):
     source: str
 
 
+POWERS = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+STEPS = tuple(  # of 64, as many elements as the registers of two warp groups hold sums: 320 x 128
+    sorted(
+        ((64 * m, 64 * n) for m in range(1, 6) for n in range(1, 6) if m * n <= 10),
+        key=lambda tile: (-tile[0] * tile[1], abs(tile[0] / tile[1] - 2)),
+    )
+)
 AMPERE = Efficiency(
     matmul=0.95,
     depth=64,
     edge=12,
+    load=41,
+    tiles=POWERS,
     memory=0.64,
     strided=0.4,
     flash_forward=0.64,
@@ -77,6 +90,8 @@ HOPPER = Efficiency(
     matmul=0.945,
     depth=256,
     edge=8,
+    load=88,
+    tiles=STEPS,
     memory=0.82,
     strided=0.4,
     flash_forward=0.65,

@@ -288,6 +288,7 @@ class SoftwareGpu:
         self.driver = SoftwareDriver(before)
         self._main = self.new_stream()
         self._current = threading.local()
+        self.summed_on: set[int | None] = set()  # SMs that sums were asked to run on
 
     def why_not(self, group: Any) -> str | None:
         return None
@@ -310,6 +311,8 @@ class SoftwareGpu:
         return 0 if capture is None else capture.number
 
     def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Action:
+        self.summed_on.add(reduction.num_sms)
+
         def run() -> None:
             combine(call.sources, call.target, call.num_bytes, reduction)
 
