@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collectives_rig import Rig
-from provenance import provenance, write_result
+from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives import calls
 from counterpoint.collectives.lower import ReduceLaunch
@@ -190,13 +190,7 @@ def main() -> None:
         for name, *numbers in reduction_alone(bench, options.largest, options.rounds):
             rows.append(show(rank, "reduction kernel (memory GB/s)", options.largest, name, numbers))
     if rank == 0 and options.json is not None:
-        facts = provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"])
-        facts |= {
-            "gpu": f"{bench.size} x {torch.cuda.get_device_name()}",
-            "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        facts = gpu_provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=bench.size)
         record = {"provenance": facts, "columns": COLUMNS, "rows": rows}
         write_result(options.json, record, COLUMNS, rows)
     torch.cuda.synchronize()

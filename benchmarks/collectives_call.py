@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from provenance import provenance, write_result
+from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
 
@@ -155,13 +155,9 @@ def main() -> None:
         for row in rows:
             print(f"{row[0]:16} {row[1]:26} {row[2]:>7} µs ({row[3]} to {row[4]})", flush=True)
     if rank == 0 and options.json is not None:
-        facts = provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"])
-        facts |= {
-            "gpu": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-            "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        facts = gpu_provenance(
+            ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=dist.get_world_size()
+        )
         record = {"provenance": facts, "columns": COLUMNS, "rows": rows}
         write_result(options.json, record, COLUMNS, rows)
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import provenance, write_result
+from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.reduce import Reduction, ReductionOp, reference
@@ -240,13 +240,9 @@ def _show(asked: argparse.Namespace, counts: Counter[tuple[str, str]], wrong: li
         print(f"{row[0]:20}" + "".join(f"{cell:>14}" for cell in row[1:]))
     print("\n".join(wrong[:20]) or "no mismatch")
     if asked.json is not None:
-        facts = provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"])
-        facts |= {
-            "gpu": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-            "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        facts = gpu_provenance(
+            ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=dist.get_world_size()
+        )
         record = {"provenance": facts, "seed": asked.seed, "max_bytes": asked.max_bytes, "mismatches": wrong,
                   "columns": COLUMNS, "rows": table}  # fmt: skip
         write_result(asked.json, record, COLUMNS, table)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
-from provenance import provenance, write_result
+from provenance import gpu_provenance, provenance, write_result
 
 from counterpoint.parallel.fsdp import Options
 
@@ -225,14 +225,10 @@ def main() -> None:
 
 def write(path: Path, rows: list[dict[str, Any]], bench: Bench) -> None:
     """JSON with where it came from, and the table beside it."""
-    facts = provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"])
-    facts |= {"torch": torch.__version__, "world_size": dist.get_world_size(), "environment": NO_MULTICAST}
-    if bench.device.type == "cuda":
-        facts |= {
-            "gpu": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-            "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
+    on_gpus = bench.device.type == "cuda"
+    facts = gpu_provenance(packages, world_size=world_size) if on_gpus else provenance(packages)
+    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
     options = {name: value for name, value in vars(bench.args).items() if name != "out"}
     record = {"provenance": facts, "options": options, "rows": rows, "report": str(bench.handle).splitlines()}
     write_result(path, record, COLUMNS, [cells(row) for row in rows])

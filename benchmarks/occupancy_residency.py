@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 from occupancy_workloads import Workload, gemm
-from provenance import provenance, write_result
+from provenance import gpu_provenance, write_result
 
 from counterpoint.controls.driver import call
 from counterpoint.controls.occupancy import OccupancyShaping
@@ -213,11 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.zeros(1, device="cuda")
     rows = study(device_limits())
-    facts = provenance(["triton", "cuda-bindings"]) | {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-        "torch": torch.__version__,
-    }
+    facts = gpu_provenance(["triton", "cuda-bindings"], world_size=1)
     columns = ("guest", "GEMM", "order", "priority", "guest waited", "SMs shared", "GEMM blocks beside it", "predicted")
     table = [
         [

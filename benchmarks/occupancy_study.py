@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from occupancy_workloads import Workload, collective, cublas_fp64, elementwise, gemm
-from provenance import provenance, write_result
+from provenance import gpu_provenance, write_result
 
 from counterpoint.controls.occupancy import OccupancyShaping
 from counterpoint.controls.what_ran import observe
@@ -291,12 +291,7 @@ def study(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any
 
 def write(args: argparse.Namespace, rows: list[dict[str, Any]], evidence: dict[str, Any]) -> None:
     """One JSON for all runs, and beside it a table of the best setting of each pair."""
-    facts = provenance(["triton", "cuda-bindings"]) | {
-        "gpu": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-        "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
+    facts = gpu_provenance(["triton", "cuda-bindings"], world_size=dist.get_world_size())
     record = {"provenance": facts, "rounds": args.rounds, "evidence": evidence, "rows": rows}
     if args.out.exists():
         old = json.loads(args.out.read_text())

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["provenance", "write_result"]
+__all__ = ["gpu_provenance", "provenance", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +35,18 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
+    }
+
+
+def gpu_provenance(packages: Sequence[str], *, world_size: int) -> dict[str, Any]:
+    """The same of a run on `world_size` GPUs of this host."""
+    import torch
+
+    return provenance(packages) | {
+        "gpu": f"{world_size} x {torch.cuda.get_device_name()}",
+        "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 
