@@ -23,8 +23,9 @@ from itertools import accumulate
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 
-__all__ = ["REDUCTIONS", "GemmSms", "Machine", "Product", "choose_gemm_sms", "together_us"]
+__all__ = ["HOPPER_TILE", "REDUCTIONS", "GemmSms", "Machine", "Product", "choose_gemm_sms", "together_us"]
 
+HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
@@ -39,7 +40,7 @@ class Machine:
     sm_gb_per_s: float = 105.0
     memory_gb_per_s: float = 3800.0
     contention: float = 0.06  # what the GEMM loses of its speed while copies run
-    tile: tuple[int, int] = (128, 256)  # what cuBLAS takes on Hopper for large bf16 products
+    tile: tuple[int, int] = HOPPER_TILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.machine.occupancy import waves
+from counterpoint.machine.sums import HOPPER_TILE
 from counterpoint.measure.workloads import Matmul, find_workload
 from counterpoint.policy.choice import Choice
 from counterpoint.policy.layout import SmLayout
@@ -21,7 +22,6 @@ from counterpoint.records.measurement import BlockRow
 
 __all__ = ["CommCurve", "CommKey", "CommPoint", "Curves", "GemmCurve", "comm_key", "curves_from"]
 
-HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
 REACH = 2.0  # sizes up to this much beyond the measured ones are extrapolated
 
 
