@@ -254,7 +254,7 @@ def other_places(session: Session, late: int) -> tuple[str, int, float]:
 
 
 def one_is_killed(session: Session, operation: str, at_action: int) -> tuple[str, tuple[int, ...], float]:
-    """What the others are told when rank 1 is killed before that action of its streams."""
+    """What the others are told when rank 1 is killed before that action of its streams. Chunks are pushed in turns."""
     actions, lock = 0, threading.Lock()
 
     def kill(name: str) -> None:
@@ -274,7 +274,8 @@ def one_is_killed(session: Session, operation: str, at_action: int) -> tuple[str
             gpu.synchronize()
             communicator.check()
 
-    told = said(calls)
+    with patch.object(tuning, "TURN_BYTES", 64):
+        told = said(calls)
     communicator.close()
     return told
 

@@ -3,10 +3,13 @@
     constant         Ampere        where from
     matmul, memory   0.95, 0.64    fitted to 18 published steps (arXiv 2205.05198, table 5; 2104.04473, table 1)
     edge, depth      12, 64        chosen from 12 or 16 with the same rows; two stages of CUTLASS' k-loop to fill a tile
+    load, tiles      41, powers    5,120 bytes of L2 per clock (data sheet): no tile here is so small; CUTLASS' sizes
     flash_*          0.64, 0.58    arXiv 2307.08691, figures 4 to 6: 178 and 161 TFLOP/s at 2048 tokens, causal
     constant         Hopper        where from
-    matmul ...       0.945, 8, 256 least squares of 16 GEMMs on H200, 3 % mean error (8 layers' GEMMs of
+    matmul ...       0.945, 8, 256 least squares of 16 GEMMs on H200, 4 % mean error (8 layers' GEMMs of
                                    `samples/fsdp-healthy`, 8 of measured pairs; 2026-11-20 and 21)
+    load             88            chosen in steps of 8 with the thin ones of 30 other GEMMs (results/kernel-efficiency)
+    tiles            steps of 64   cuBLAS' names in the same profile end at 320 x 128; 192 x 192 by two of those GEMMs
     memory, strided  0.82, 0.4     elementwise kernels of the same profile: 3.8 to 4.6 TB/s; transposed 1.4 TB/s
     flash_*          0.65, 0.465   cuDNN's kernels of the same profile: 525 and 377 TFLOP/s at 4096 tokens; that longer
                                    sequences reach more (flash_length 768): arXiv 2407.08608, figure 5, by eye
@@ -36,8 +39,8 @@ class Efficiency(Record, frozen=True, kw_only=True):
         matmul: part of the peak that a large tile reaches with endless k.
         depth: elements of k that filling and draining a tile costs.
         edge: elements of a tile's edge that loading operands costs.
-        load: loading is the limit where (1 / rows + 1 / columns) · load of a tile is above 1.
-        tiles: rows and columns that its matmuls come in, the likeliest first.
+        load: elements of a tile's edge at which it would wait for its operands, had it no sum to compute.
+        tiles: rows and columns that matmuls are cut into; of two that take as long, the first.
         memory: part of the bandwidth that streaming kernels reach; strided: of that, with a transposed view.
         flash_forward, flash_backward: part of the peak of flash attention, for endless sequences.
         flash_length: tokens at which it has half of that.
@@ -64,12 +67,7 @@ class Efficiency(Record, frozen=True, kw_only=True):
 
 
 POWERS = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
-STEPS = tuple(  # of 64, as many elements as the registers of two warp groups hold sums: 320 x 128
-    sorted(
-        ((64 * m, 64 * n) for m in range(1, 6) for n in range(1, 6) if m * n <= 10),
-        key=lambda tile: (-tile[0] * tile[1], abs(tile[0] / tile[1] - 2)),
-    )
-)
+STEPS = tuple((64 * m, 64 * n) for m in range(5, 0, -1) for n in range(1, 6) if m * n <= 10)
 AMPERE = Efficiency(
     matmul=0.95,
     depth=64,
