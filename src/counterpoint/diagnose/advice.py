@@ -106,8 +106,8 @@ def launch_order(num_sms: int | None, ctas: int) -> str:
     )
 
 
-def exposed(account: Account) -> str:
-    """For communication that nothing hides."""
+def exposed(account: Account, *, by_copies: bool = False) -> str:
+    """For communication that nothing hides; `by_copies`: most of it needs no SM."""
     if account.wait_us > account.transfer_us:
         return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
     ratio = account.comm_to_compute or 0.0
@@ -116,6 +116,12 @@ def exposed(account: Account) -> str:
             f"communication takes {ratio:.1f} x as long as compute: more tokens per GPU or gradient accumulation, "
             "fewer ranks per group (HSDP, smaller TP), or a compressed dtype "
             "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+        )
+    if by_copies:
+        return (
+            "it takes no SM already, so no kernel holds it up: it begins too late, or nothing is left to run beside "
+            "it, as for the first gather and the last scatter of a step. Begin it earlier (prefetch), or make the "
+            "first and the last module smaller"
         )
     return (
         "there is enough compute to hide it behind. Collectives that take no SM start whatever runs and slow nothing "

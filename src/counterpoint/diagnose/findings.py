@@ -206,7 +206,7 @@ def _exposed(job: Job, account: Account, w: Waits, saved: dict[str, float], step
             title=f"{share:.0%} of the step is communication with no compute beside it",
             evidence=f"exposed a step and rank: {parts}; {waiting:.0%} of the time in collectives is waiting for the "
             "last rank",
-            advice=advice.exposed(account),
+            advice=advice.exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
         )
     ]
 
