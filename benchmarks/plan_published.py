@@ -10,6 +10,7 @@ a paper leaves open is set by what its software did at that time, for all of its
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed",
 WHOLE = 1 << 36  # one bucket: gradients are reduced at once, after the last micro-batch
 Recompute = Literal["none", "selective", "full"]
 KINDS: tuple[Recompute, Recompute] = ("full", "selective")
+VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 Read = Callable[[Job, Step], float]
 
 
@@ -222,9 +224,10 @@ def without_update(job: Job, found: Step) -> float:
     return (found.step_us - found.parts["optimizer_us"]) / 1e3
 
 
-def slowest_of_8(job: Job, found: Step) -> float:
-    """One GPU that waits for nobody, but of 8 the slowest was noted."""
-    return without_update(job, found) * expected_slowest(Jitter(spread=HOPPER.spread), 8)
+def slowest_of(ranks: int) -> Read:
+    """One GPU that waits for nobody, but of so many the slowest was noted."""
+    slowest = expected_slowest(Jitter(spread=HOPPER.spread), ranks)
+    return lambda job, found: without_update(job, found) * slowest
 
 
 def with_copies(job: Job, found: Step) -> float:
@@ -232,34 +235,60 @@ def with_copies(job: Job, found: Step) -> float:
     return without_update(job, found) - found.parts["shards_us"] / 1e3
 
 
-def fsdp_h200() -> list[Row]:
-    """This project's measurements, 2026-11-20: FSDP2, eager, 12 layers of Llama-3-8B's shape without its ends."""
+def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, times: dict[str, float]) -> list[Row]:
+    """Forward and backward under FSDP2, eager; `bound` has no communication, `floor` is not sharded."""
+    kinds: dict[str, tuple[str, Read]] = {
+        "stock": ("nccl", without_update),
+        "zero-SM": ("zero_sm", without_update),
+        "bound": ("nccl", with_copies),
+        "floor": ("nccl", slowest_of(ranks)),
+    }
     found = []
-    for tokens, times in ((2048, (91.0, 79.1, 62.3, 59.1)), (4096, (150.3, 138.2, 129.5, 117.6)),
-                          (8192, (274.3, 261.5, 251.4, 239.1))):  # fmt: skip
-        kinds = (
-            ("stock", "nccl", without_update),
-            ("zero-SM", "zero_sm", without_update),
-            ("bound", "nccl", with_copies),
-            ("floor", "nccl", slowest_of_8),
-        )
-        for (kind, mechanism, read), published in zip(kinds, times, strict=True):
-            ranks = 1 if kind == "floor" else 8
-            job = Job(
-                model=Model(layers=12, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=1),
-                parallel=Parallel(dp=ranks, zero=3 if ranks > 1 else 0),
-                training=Training(sequence=tokens, global_batch=ranks, grad_bytes=2, fused_kernels=False),
-                cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism,
-            )  # fmt: skip
-            found.append(Row(group="H200 FSDP2", name=f"{tokens} tokens, {kind}", job=job, published=published,
-                             unit="ms", read=read))  # fmt: skip
+    for kind, (mechanism, read) in kinds.items():
+        dp = 1 if kind == "floor" else ranks
+        job = Job(
+            model=model, parallel=Parallel(dp=dp, zero=3 if dp > 1 else 0),
+            training=Training(sequence=tokens, global_batch=dp, grad_bytes=2, fused_kernels=False),
+            cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism,
+        )  # fmt: skip
+        found.append(Row(group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind], unit="ms",
+                         read=read))  # fmt: skip
+    return found
+
+
+def fsdp_8xh200() -> list[Row]:
+    """This project's measurements, 2026-11-20: FSDP2, eager, 12 layers of Llama-3-8B's shape without its ends."""
+    model = Model(layers=12, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=1)
+    return [
+        row
+        for tokens, times in ((2048, (91.0, 79.1, 62.3, 59.1)), (4096, (150.3, 138.2, 129.5, 117.6)),
+                              (8192, (274.3, 261.5, 251.4, 239.1)))
+        for row in fsdp_step("H200 FSDP2", "", model, 8, tokens, dict(zip(VARIANTS.values(), times, strict=True)))
+    ]  # fmt: skip
+
+
+def fsdp_4xh200() -> list[Row]:
+    """This project's measurements, 2026-11-21, on another machine: layers of 8B's and of 70B's shape, small ends."""
+    found = []
+    for name, kind, (layers, hidden, heads, ffn) in (
+        ("8B", "layers", (12, 4096, 32, 14336)),
+        ("70B", "70b", (4, 8192, 64, 28672)),
+    ):
+        model = Model(layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, gated=True, vocab=1024)
+        measured: dict[int, dict[str, float]] = {}
+        for row in json.loads((ROOT / "results" / f"fsdp-step-{kind}-4xh200.json").read_text())["rows"]:
+            if row["variant"] in VARIANTS:
+                measured.setdefault(row["tokens"], {})[VARIANTS[row["variant"]]] = row["ms"]
+        for tokens, times in measured.items():
+            found += fsdp_step("4 x H200 FSDP2", f"{name}, ", model, 4, tokens, times)
     return found
 
 
 def rows() -> list[Row]:
     """All of them."""
     return [
-        *iteration_times(), *weak_scaling(), *strong_scaling(), *fsdp_a100(), *llama3(), *fsdp_h200()
+        *iteration_times(), *weak_scaling(), *strong_scaling(), *fsdp_a100(), *llama3(), *fsdp_8xh200(),
+        *fsdp_4xh200(),
     ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_thin_matmuls_come_out(m: int, n: int, k: int, us: float) -> None:
 def test_a_product_cut_along_k_pays_for_its_sums() -> None:
     """512 x 512 x 8192 is too small for 132 SMs whole; cut in parts it still takes longer than its parts' waves."""
     product, free = matmul(512, 512, 8192), msgspec.structs.replace(H200, memory=H200.memory * 1e6)
-    assert cost(product, H200).math_us > cost(product, free).math_us + H200.efficiency.launch_us / 2
+    assert cost(product, H200).math_us > cost(product, free).math_us + 1.0
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 64), (64, 4096)])
