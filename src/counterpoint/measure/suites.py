@@ -33,7 +33,9 @@ FORUM = (
     "nccl+order=comm_resident",
     "nccl+cga_cluster=2+gemm_sms=108",
     "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters: as many rounds of its tiles as 60 would take
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
     "nccl+max_ctas=12+cga_cluster=2+gemm_sms=114",
+    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
     "nccl+max_ctas=8+cga_cluster=2+gemm_sms=122",
     "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
     "nccl+gemm_sms=108+order=comm_resident",
