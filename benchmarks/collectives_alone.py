@@ -88,8 +88,8 @@ class Bench:
         if operation in ("all_gather", "all_to_all"):
             yield "nccl zero-CTA", self.nccl(operation, num_bytes, self.zero, self.zero_send, self.zero_recv)
         call = self.call(operation, num_bytes)
-        for name, tuning, graph, wide in self.tunings(call):
-            lowered = self.rig.lowered(call, tuning, input=self.send, wide=wide)
+        for name, tuning, graph in self.tunings(call):
+            lowered = self.rig.lowered(call, tuning, input=self.send)
             yield name, self.rig.launcher(lowered, graph=graph, reduction=SUM if call.reduces else None)
 
     def call(self, operation: str, num_bytes: int) -> Call:
@@ -103,22 +103,21 @@ class Bench:
                 return calls.reduce_scatter(self.size, shard)
         return calls.all_reduce(self.size, num_bytes)
 
-    def tunings(self, call: Call) -> Iterator[tuple[str, Tuning, bool, bool]]:
-        """How to do it: eagerly, as a graph, wide waits, one arrival for all; reductions in 1, 4 and 8 chunks; with few
+    def tunings(self, call: Call) -> Iterator[tuple[str, Tuning, bool]]:
+        """How to do it: eagerly, as a graph, with one arrival for all; reductions in 1, 4 and 8 chunks; with few
         copies; and what the clock takes for the best."""
         if call.operation in DOUBLING and (not call.reduces or sum(call.sizes[0]) <= DOUBLED):
-            yield "own, graph, doubling", Tuning(algorithm="doubling"), True, False
-        yield "own, graph, best by the clock", best_tuning(call), True, False
-        yield "own, eager", Tuning(), False, False
-        yield "own, graph", Tuning(), True, False
-        yield "own, graph, wide waits", Tuning(), True, True
+            yield "own, graph, doubling", Tuning(algorithm="doubling"), True
+        yield "own, graph, best by the clock", best_tuning(call), True
+        yield "own, eager", Tuning(), False
+        yield "own, graph", Tuning(), True
         if not call.reduces:
-            yield "own, graph, wide, one arrival", Tuning(arrivals="together"), True, True
+            yield "own, graph, one arrival", Tuning(arrivals="together"), True
             return
         for chunks in (4, 8):
             chunk_bytes = max(call.sizes[0]) // chunks // 16 * 16
             if chunk_bytes >= 1 << 18:
-                yield f"own, graph, {chunks} chunks", Tuning(chunk_bytes=chunk_bytes), True, False
+                yield f"own, graph, {chunks} chunks", Tuning(chunk_bytes=chunk_bytes), True
 
     def nccl(self, operation: str, num_bytes: int, group: Any, send: torch.Tensor, recv: torch.Tensor) -> Launch:
         """The same by NCCL, in place where it can be."""

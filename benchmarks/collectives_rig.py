@@ -68,10 +68,10 @@ class Rig:
         return self.bytes_of(self.output, skew, num_bytes)
 
     def lowered(
-        self, call: Call, tuning: Tuning, *, input: torch.Tensor | None = None, skew: int = 0, wide: bool = False
+        self, call: Call, tuning: Tuning, *, input: torch.Tensor | None = None, skew: int = 0
     ) -> tuple[DriverCall, ...]:
         """This rank's driver calls for `call`, its output `skew` bytes into the region."""
-        return lower(plan(call, self.rank, tuning), self.addresses(input, skew), wide=wide)
+        return lower(plan(call, self.rank, tuning), self.addresses(input, skew))
 
     def addresses(self, input: torch.Tensor | None = None, skew: int = 0) -> Addresses:
         """Where everything lies, the output `skew` bytes into its region."""

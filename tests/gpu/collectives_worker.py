@@ -56,7 +56,7 @@ class World:
 
     def run(
         self, call: Call, dtype: str, seed: int, *, tuning: Tuning, graph: bool = False, skew: int = 0, op: Any = "sum",
-        sms: int | None = None, times: int = 1, delay: int = 0, wide: bool = False,
+        sms: int | None = None, times: int = 1, delay: int = 0,
     ) -> str:  # fmt: skip
         """Do `call` `times` times back to back; `equal`, or what is wrong with the output."""
         size, inputs = getattr(torch, dtype).itemsize, input_bytes(call, self.rank)
@@ -68,7 +68,7 @@ class World:
         if own.buffer == "output" and (call.operation != "broadcast" or self.rank == call.root):
             start = 0 if call.operation in ("all_reduce", "broadcast") else own.offset
             out[start : start + source.numel()] = source
-        lowered = self.rig.lowered(call, tuning, input=source, skew=skew * size, wide=wide)
+        lowered = self.rig.lowered(call, tuning, input=source, skew=skew * size)
         how = Reduction(op=op, dtype=dtype, num_sms=sms, factor=0.3 if op == "premul_sum" else 1.0)
         launch = self.rig.launcher(lowered, graph=graph, reduction=how if call.reduces else None)
         if delay:
@@ -181,8 +181,8 @@ def random_calls(world: World) -> dict[str, str]:
         count += 1
         chunk = dice.choice([None, None, 16 * max(1, unit // 64)])
         skew, graph, late = dice.randrange(16), dice.random() < 0.3, dice.randrange(world.size)
-        tuning, times, wide = Tuning(chunk_bytes=chunk), dice.randrange(1, 4), dice.random() < 0.5
-        how: dict[str, Any] = {"graph": graph, "skew": skew, "times": times, "wide": wide}
+        tuning, times = Tuning(chunk_bytes=chunk), dice.randrange(1, 4)
+        how: dict[str, Any] = {"graph": graph, "skew": skew, "times": times}
         how["delay"] = 2_000_000 if late == world.rank else 0
         with torch.cuda.stream(torch.cuda.Stream() if dice.random() < 0.5 else torch.cuda.current_stream()):
             torch.cuda.synchronize()

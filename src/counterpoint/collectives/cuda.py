@@ -212,12 +212,10 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
     made = []
     for operation in call.operations:
         entry = driver.CUstreamBatchMemOpParams()
-        bits = 8 * operation.num_bytes
-        kind = getattr(kinds, f"CU_STREAM_MEM_OP_{operation.kind.upper()}_VALUE_{bits}")
+        kind = getattr(kinds, f"CU_STREAM_MEM_OP_{operation.kind.upper()}_VALUE_32")
         part = entry.waitValue if operation.kind == "wait" else entry.writeValue
         entry.operation = part.operation = kind
-        part.address, part.flags = operation.address, 0
-        setattr(part, "value" if bits == 32 else "value64", operation.value)
+        part.address, part.flags, part.value = operation.address, 0, operation.value
         made.append(entry)
     return made
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal, TypeAlias
 
 from counterpoint.collectives.program import (
@@ -55,7 +54,6 @@ __all__ = [
 
 MAX_OPERATIONS = 255  # of one cuStreamBatchMemOp
 WORD_BYTES = 4  # of a flag
-_BOTH = (1 << 32) + 1  # two neighbouring words that are 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +116,11 @@ class CopyAsync:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperation:
-    """Write `value` into `num_bytes` (4 or 8) at `address`, or wait until what is there is `value` or more."""
+    """Write `value` into the word at `address`, or wait until what is there is `value` or more."""
 
     kind: Literal["write", "wait"]
     address: int
     value: int
-    num_bytes: int = WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +160,7 @@ class StreamWait:
 DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecord | StreamWait
 
 
-def lower(
-    program: Program, addresses: Addresses, steps: Iterable[Step] | None = None, *, wide: bool = False
-) -> tuple[DriverCall, ...]:
+def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
     """The driver calls of `program`, in the order to issue them: one call for each step.
 
     Args:
@@ -173,24 +168,22 @@ def lower(
         addresses: as this rank has them mapped.
         steps: only these; None: the whole cycle. `program.release` alone serves an early release, single waits of
             `program.finish` a consumer that starts on the first shard.
-        wide: wait for two neighbouring words at once, and reset them at once, where a batch waits for both: fewer
-            operations and fences. Needs 64-bit stream memory operations (Volta and later).
 
     Raises:
         Misconfigured: a buffer that the program needs has no address, or it goes beyond one host (`flattened`).
     """
     chosen = program.cycle() if steps is None else steps
-    return tuple(call for step in chosen for call in _calls(step, program, addresses, wide))
+    return tuple(call for step in chosen for call in _calls(step, program, addresses))
 
 
 def awaited(calls: Iterable[DriverCall]) -> tuple[int, ...]:
     """The own words that these calls wait for, for a watchdog that has to let the streams go; ascending."""
     batches = (call.operations for call in calls if isinstance(call, MemoryOperations))
     waits = [operation for batch in batches for operation in batch if operation.kind == "wait"]
-    return tuple(sorted({w.address + offset for w in waits for offset in range(0, w.num_bytes, WORD_BYTES)}))
+    return tuple(sorted({wait.address for wait in waits}))
 
 
-def _calls(step: Step, program: Program, addresses: Addresses, wide: bool) -> Iterator[DriverCall]:
+def _calls(step: Step, program: Program, addresses: Addresses) -> Iterator[DriverCall]:
     me = program.rank
     if step.lane not in (COPY, REDUCE):
         raise Misconfigured(
@@ -203,7 +196,7 @@ def _calls(step: Step, program: Program, addresses: Addresses, wide: bool) -> It
             where = addresses.span(me, target, me)
             yield CopyAsync(where, addresses.span(me, source, me), source.num_bytes, lane, local=True)
         case Batch(operations, lane):
-            flat = list(_operations(operations, program, addresses, wide))
+            flat = list(_operations(operations, program, addresses))
             for start in range(0, len(flat), MAX_OPERATIONS):  # order holds across calls: it is one stream
                 yield MemoryOperations(tuple(flat[start : start + MAX_OPERATIONS]), lane)
         case Reduce(sources, target, lane):
@@ -216,26 +209,14 @@ def _calls(step: Step, program: Program, addresses: Addresses, wide: bool) -> It
 
 
 def _operations(
-    operations: Sequence[Signal | Wait], program: Program, addresses: Addresses, wide: bool
+    operations: Sequence[Signal | Wait], program: Program, addresses: Addresses
 ) -> Iterator[MemoryOperation]:
-    """In the order of the batch; `wide`: waits without a signal between them in the order of their words."""
-    for waits, group in groupby(operations, key=lambda operation: isinstance(operation, Wait)):
-        if waits:
-            words = [addresses.word(program.rank, operation.flag, program.world_size) for operation in group]
-            yield from _waits(sorted(words) if wide else words, wide)
-            continue
-        for operation in group:
-            assert isinstance(operation, Signal)
+    """In the order of the batch: each wait with its reset, which no peer's next signal can meet, since the peer learns
+    from a later signal that it may."""
+    for operation in operations:
+        if isinstance(operation, Signal):
             yield MemoryOperation("write", addresses.word(operation.peer, operation.flag, program.world_size), 1)
-
-
-def _waits(words: list[int], wide: bool) -> Iterator[MemoryOperation]:
-    """Each wait with its reset, which no peer's next signal can meet: it learns from a later signal that it may."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        pair = wide and word % (2 * WORD_BYTES) == 0 and words[index + 1 : index + 2] == [word + WORD_BYTES]
-        num_words, value = (2, _BOTH) if pair else (1, 1)
-        yield MemoryOperation("wait", word, value, num_words * WORD_BYTES)
-        yield MemoryOperation("write", word, 0, num_words * WORD_BYTES)
-        index += num_words
+            continue
+        word = addresses.word(program.rank, operation.flag, program.world_size)
+        yield MemoryOperation("wait", word, 1)
+        yield MemoryOperation("write", word, 0)

@@ -17,12 +17,7 @@ from counterpoint.collectives.lower import (
 
 __all__ = ["FakeDriver"]
 
-KINDS: dict[int, tuple[Literal["wait", "write"], int]] = {
-    1: ("wait", 4),
-    2: ("write", 4),
-    4: ("wait", 8),
-    5: ("write", 8),
-}
+KINDS: dict[int, Literal["wait", "write"]] = {1: "wait", 2: "write"}
 
 
 class FakeDriver:
@@ -36,8 +31,6 @@ class FakeDriver:
     CUstreamBatchMemOpType = SimpleNamespace(
         CU_STREAM_MEM_OP_WAIT_VALUE_32=1,
         CU_STREAM_MEM_OP_WRITE_VALUE_32=2,
-        CU_STREAM_MEM_OP_WAIT_VALUE_64=4,
-        CU_STREAM_MEM_OP_WRITE_VALUE_64=5,
     )
 
     def __init__(self) -> None:
@@ -92,5 +85,4 @@ class FakeDriver:
 def _operation(entry: Any) -> MemoryOperation:
     part = entry.waitValue
     assert (part.operation, part.flags) == (entry.operation, 0)  # a union: both tags are one; 0: geq, or with a fence
-    kind, num_bytes = KINDS[entry.operation]
-    return MemoryOperation(kind, part.address, part.value if num_bytes == 4 else part.value64, num_bytes)
+    return MemoryOperation(KINDS[entry.operation], part.address, part.value)

@@ -38,8 +38,8 @@ class Deadlock(AssertionError):
 class Machine:
     """All ranks' buffers for `programs`, at fake addresses."""
 
-    def __init__(self, programs: Sequence[Program], *, wide: bool = False, early_release: bool = False) -> None:
-        self.programs, self.wide, self.early_release = programs, wide, early_release
+    def __init__(self, programs: Sequence[Program], *, early_release: bool = False) -> None:
+        self.programs, self.early_release = programs, early_release
         self.memory: dict[int, Bytes] = {}
         self.bases: dict[tuple[str, int], int] = {}
         self.next_address = 1 << 20
@@ -74,8 +74,8 @@ class Machine:
     def store(self, address: int, data: bytes) -> None:
         self.view(address, len(data))[:] = np.frombuffer(data, np.uint8)
 
-    def word(self, address: int, num_bytes: int) -> int:
-        return int.from_bytes(self.view(address, num_bytes).tobytes(), "little")
+    def word(self, address: int) -> int:
+        return int.from_bytes(self.view(address, 4).tobytes(), "little")
 
     def addresses(self, rank: int) -> Addresses:
         ranks = range(len(self.programs))
@@ -90,8 +90,8 @@ class Machine:
     def calls(self, rank: int) -> tuple[tuple[DriverCall, ...], tuple[DriverCall, ...]]:
         """What `rank` does before and after its output is read."""
         program, addresses, early = self.programs[rank], self.addresses(rank), self.early_release
-        before = lower(program, addresses, program.cycle(early_release=early), wide=self.wide)
-        return before, lower(program, addresses, program.release if early else (), wide=self.wide)
+        before = lower(program, addresses, program.cycle(early_release=early))
+        return before, lower(program, addresses, program.release if early else ())
 
     def run(self, rounds: int, begin: Callable[[int, int], None], end: Callable[[int, int], None], *, seed: int,
             one_queue: bool = False) -> None:  # fmt: skip
@@ -142,12 +142,10 @@ class Machine:
             case MemoryOperations(operations):
                 assert 0 < len(operations) < 256
                 for operation in operations:
-                    while (
-                        operation.kind == "wait" and self.word(operation.address, operation.num_bytes) < operation.value
-                    ):
+                    while operation.kind == "wait" and self.word(operation.address) < operation.value:
                         yield False
                     if operation.kind == "write":
-                        self.store(operation.address, operation.value.to_bytes(operation.num_bytes, "little"))
+                        self.store(operation.address, operation.value.to_bytes(4, "little"))
                     yield True
             case EventRecord(event):
                 events.add((rank, number, event))

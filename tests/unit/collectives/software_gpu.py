@@ -31,7 +31,6 @@ __all__ = ["SoftwareDriver", "SoftwareGpu"]
 Action = Callable[[], object]
 Before = Callable[[str], None]
 NOT_READY, INVALID, CAPTURE_UNSUPPORTED = 600, 1, 900
-WORDS: dict[int, Any] = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
 class Stream:
@@ -94,10 +93,7 @@ class SoftwareDriver:
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
     CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WAIT_VALUE_32=("wait", 4),
-        CU_STREAM_MEM_OP_WRITE_VALUE_32=("write", 4),
-        CU_STREAM_MEM_OP_WAIT_VALUE_64=("wait", 8),
-        CU_STREAM_MEM_OP_WRITE_VALUE_64=("write", 8),
+        CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
     )
 
     def __init__(self, before: Before | None = None) -> None:
@@ -149,10 +145,9 @@ class SoftwareDriver:
     def cuStreamBatchMemOp(self, stream: int, count: int, parameters: list[Any], flags: int) -> tuple[int]:
         assert count == len(parameters) <= 255
         for entry in parameters:
-            kind, size = entry.operation
-            part = entry.waitValue
-            value = part.value if size == 4 else part.value64
-            self.enqueue(stream, kind, _memory_operation(kind, WORDS[size].from_address(part.address), value))
+            kind, part = entry.operation, entry.waitValue
+            word = ctypes.c_uint32.from_address(part.address)
+            self.enqueue(stream, kind, _memory_operation(kind, word, part.value))
         return (0,)
 
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[int]:

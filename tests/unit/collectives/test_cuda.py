@@ -172,7 +172,7 @@ def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
     address = 0x7F00_1234_5678
     made = _parameters(
         driver,
-        MemoryOperations((MemoryOperation("wait", address, 1), MemoryOperation("write", address, 7 << 32, 8)), 0),
+        MemoryOperations((MemoryOperation("wait", address, 1), MemoryOperation("write", address, 7)), 0),
     )
     raw = [ctypes.string_at(entry.getPtr(), 32) for entry in made]
-    assert [struct.unpack("<I4xQQI", each[:28]) for each in raw] == [(1, address, 1, 0), (5, address, 7 << 32, 0)]
+    assert [struct.unpack("<I4xQQI", each[:28]) for each in raw] == [(1, address, 1, 0), (2, address, 7, 0)]

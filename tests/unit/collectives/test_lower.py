@@ -30,15 +30,11 @@ from counterpoint.collectives.program import Batch, Flag, Program, Signal, Tunin
 from counterpoint.errors import Misconfigured
 
 ROUNDS = 3
-ANY_FLAGS = st.fixed_dictionaries({"wide": st.booleans(), "early": st.booleans()})
-PAIRS = ([1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0, 0, 0])  # little-endian words
 
 
-def replayed(
-    programs: tuple[Program, ...], *, seed: int, one_queue: bool = False, wide: bool = False, early: bool = False
-) -> bool:
+def replayed(programs: tuple[Program, ...], *, seed: int, one_queue: bool = False, early: bool = False) -> bool:
     """Run the programs in random order, `ROUNDS` times back to back, and compare every output; False: all is well."""
-    machine, call = Machine(programs, wide=wide, early_release=early), programs[0].call
+    machine, call = Machine(programs, early_release=early), programs[0].call
 
     def begin(number: int, rank: int) -> None:
         data = filled(call, number, rank)
@@ -71,41 +67,12 @@ def test_replayed_calls_give_what_the_operation_is(name: str, world_size: int) -
         replayed(plan_all(call, tuning), seed=seed)
 
 
-@given(name=st.sampled_from(NAMES), world_size=st.integers(1, 6), seed=st.integers(0, 1 << 30), flags=ANY_FLAGS)
+@given(name=st.sampled_from(NAMES), world_size=st.integers(1, 6), seed=st.integers(0, 1 << 30), early=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_any_order_of_any_world_size(name: str, world_size: int, seed: int, flags: dict[str, bool]) -> None:
-    """No order in which all lanes go on, wide waits or not, early release or not, changes an output or gets stuck."""
+def test_any_order_of_any_world_size(name: str, world_size: int, seed: int, early: bool) -> None:
+    """No order in which all lanes go on, early release or not, changes an output or gets stuck."""
     call, tuning = case(name, world_size)
-    replayed(plan_all(call, tuning), seed=seed, **flags)
-
-
-def test_wide_waits_are_fewer() -> None:
-    """Rank 3 of 8 waits for words 0 to 7 but its own: three pairs and a single one, twice, instead of seven, twice."""
-    program = plan(all_gather(8, 4096), 3)
-    waits = [
-        [op.num_bytes for call in lower(program, _addresses(8), wide=wide) if isinstance(call, MemoryOperations)
-         for op in call.operations if op.kind == "wait"]
-        for wide in (False, True)
-    ]  # fmt: skip
-    assert waits == [[4] * 14, [8, 4, 8, 8] * 2]
-
-
-def test_wide_waits_are_for_the_same_words() -> None:
-    """What is awaited, word by word, does not depend on how it is waited for."""
-    for name in NAMES:
-        call, tuning = case(name, 5)
-        for program in plan_all(call, tuning):
-            narrow, wide = (lower(program, _addresses(5), wide=wide) for wide in (False, True))
-            assert awaited(wide) == awaited(narrow)
-
-
-def test_a_pair_waits_for_both() -> None:
-    """A pair of words is awaited as one number that neither 1 alone reaches, and both together just do."""
-    (batch,) = lower(plan(barrier(3), 2), _addresses(3), wide=True)
-    assert isinstance(batch, MemoryOperations)
-    (value,) = {op.value for op in batch.operations if op.kind == "wait" and op.num_bytes == 8}
-    low_alone, high_alone, both = (int.from_bytes(bytes(words), "little") for words in PAIRS)
-    assert max(low_alone, high_alone) < value == both
+    replayed(plan_all(call, tuning), seed=seed, early=early)
 
 
 @pytest.mark.parametrize("name", NAMES)
