@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import find_gpu
@@ -307,11 +306,8 @@ def main() -> None:
     blocks = [block for each in measured for block in each.blocks]
     curves = curves_from(blocks, layout=SmLayout.even(gpu.num_sms), default_ctas=args.default_ctas)
     verdict = judge(rows_of(measured), curves, rows_of(unseen))
-    table = Table(*COLUMNS, title="budget rule")
     lines = [cells(each) for each in verdict["scores"]]
-    for line in lines:
-        table.add_row(*line)
-    Console(width=150).print(table)
+    print_table(COLUMNS, lines, title="budget rule")
     print(
         f"fitted {verdict['calibration']}; T predicted within {verdict['error_fitted']:.1%} (rms) where fitted, "
         f"{verdict['error_held_out']:.1%} held out; trials of one T lie within ±{verdict['noise']:.1%} (p10 to p90, "

@@ -24,8 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import markdown, print_table
 
 from counterpoint.plan.cluster import Cluster
 from counterpoint.plan.collective_cost import bus_factor, estimate
@@ -228,14 +227,6 @@ def unfitted() -> list[Unfitted]:
     return [Unfitted(row=row, predicted_us=each.us, by=f"{each.algorithm}, {each.protocol}") for row, each in found]
 
 
-def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table."""
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=160).print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", type=Path, default=ROWS)
@@ -251,9 +242,11 @@ def main() -> None:
     cluster = Cluster(gpu=find_gpu(options.gpu), levels=levels(options.network, size))
     ours, others = held_out(rows, cluster), unfitted()
     lines, misses = compare(ours, rows, cluster), missed(ours)
-    show(f"{len(rows)} rows: {options.source}", COLUMNS, [line.cells for line in lines])
-    show(f"{len(misses)} of {len(ours)} predictions are worse than asked", MISSED_COLUMNS, misses)
-    show("not fitted: 4 x DGX A100 (8 x HDR), NCCL of June 2020", UNFITTED_COLUMNS, [each.cells for each in others])
+    table, worse = [line.cells for line in lines], f"{len(misses)} of {len(ours)} predictions are worse than asked"
+    print_table(COLUMNS, table, title=f"{len(rows)} rows: {options.source}", width=160)
+    print_table(MISSED_COLUMNS, misses, title=worse, width=160)
+    unseen = "not fitted: 4 x DGX A100 (8 x HDR), NCCL of June 2020"
+    print_table(UNFITTED_COLUMNS, [each.cells for each in others], title=unseen, width=160)
     record = {
         "provenance": provenance(("numpy", "scipy")) | {"measured": options.source},
         "rows": len(rows),
@@ -261,10 +254,9 @@ def main() -> None:
         "missed": [dict(zip(MISSED_COLUMNS, cells, strict=True)) for cells in misses],
         "unfitted": [dict(zip(UNFITTED_COLUMNS, each.cells, strict=True)) for each in others],
     }
-    write_result(options.out, record, COLUMNS, [line.cells for line in lines])
+    write_result(options.out, record, COLUMNS, table)
     with options.out.with_suffix(".md").open("a") as page:
-        page.write(f"\n{len(misses)} of {len(ours)} predictions are worse than asked:\n\n")
-        page.writelines(f"| {' | '.join(row)} |\n" for row in (MISSED_COLUMNS, ["---"] * len(MISSED_COLUMNS), *misses))
+        page.write("\n".join(["", f"{worse}:", "", *markdown(MISSED_COLUMNS, misses), ""]))
     if options.write:
         kept = FittedProtocols(
             gpus=(cluster.gpu.name, *(options.serves or ())),

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.collectives.calls import all_gather, reduce_scatter
 from counterpoint.collectives.plan import plan_all
@@ -78,10 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "collectives-turns.json")
     asked = parser.parse_args()
     table = lines()
-    shown = Table(*COLUMNS)
-    for line in table:
-        shown.add_row(*line)
-    Console(width=120).print(shown)
+    print_table(COLUMNS, table, width=120)
     write_result(asked.out, {"provenance": provenance([]), "columns": COLUMNS, "rows": table}, COLUMNS, table)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.plan.compute_cost import Machine, cost
@@ -208,10 +207,7 @@ def main() -> None:
     machine, kept = Machine.of(gpu, efficiency=efficiency_of(gpu.name)), fitted_rows(rows)
     again = msgspec.structs.replace(machine, efficiency=fit(rows, machine))
     lines, errors = table_of(rows, kept, machine, again), summary(rows, kept, machine, again)
-    table = Table(*COLUMNS, title=facts["gpu"])
-    for line in lines:
-        table.add_row(*line)
-    Console(width=120).print(table)
+    print_table(COLUMNS, lines, title=facts["gpu"], width=120)
     names = ("matmul", "depth", "edge", "load", "memory")
     constants = {key: getattr(again.efficiency, key) for key in names}
     print(f"efficiency.py has { ({key: getattr(machine.efficiency, key) for key in names}) }, fitted: {constants}")

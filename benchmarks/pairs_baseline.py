@@ -16,8 +16,7 @@ from statistics import fmean
 
 import msgspec
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.measure.metrics import overlap
 from counterpoint.records.measurement import Measurement, Row
@@ -57,10 +56,7 @@ def main() -> None:
     asked = parser.parse_args()
     rows = msgspec.json.decode(asked.measured.read_bytes(), type=Measurement).rows
     table = list(lines([row for row in rows if row.marked is None]))
-    shown = Table(*COLUMNS)
-    for line in table:
-        shown.add_row(*line)
-    Console(width=100).print(shown)
+    print_table(COLUMNS, table, width=100)
     record = {"provenance": provenance([]), "measured": asked.measured.name, "columns": COLUMNS, "rows": table}
     write_result(asked.out, record, COLUMNS, table)
 

@@ -22,10 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from provenance import ROOT, provenance, write_result
-from rich.console import Console
-from rich.table import Table
 from scipy import sparse
 from scipy.optimize import quadratic_assignment
+from tables import print_table
 
 from counterpoint.plan.cluster import Cluster
 from counterpoint.plan.gpus import find_gpu
@@ -259,12 +258,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small cases only; nothing is kept unless --out is given")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    table = Table(*COLUMNS, title="placement: cost over the cost found")
     rows = all_rows(args.quick, lambda row: print(" | ".join(cells(row)), flush=True))
     brute, meshes = brute_force(12 if args.quick else 300), random_meshes(4 if args.quick else 60)
-    for row in rows:
-        table.add_row(*cells(row))
-    Console(width=170).print(table)
+    print_table(COLUMNS, map(cells, rows), title="placement: cost over the cost found", width=170)
     print(f"eight GPUs, all orders tried: worst {brute['worst']:.4f}, mean {brute['mean']:.4f} of {brute['cases']:.0f}")
     for name, ratios in meshes.items():
         print(f"random meshes, {name}: mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of {len(ratios)}")

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.plan.cluster import Cluster
 from counterpoint.plan.compute_cost import Machine
@@ -339,7 +338,7 @@ def main() -> None:
     parser.add_argument("--leave-out", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plan-published.json")
     args = parser.parse_args()
-    predictions, table = Predictions(), Table(*COLUMNS)
+    predictions = Predictions()
     lines, kept, errors = [], [], dict[str, list[float]]()
     for row in rows():
         found, error = predictions.step(row), predictions.error(row)
@@ -351,10 +350,9 @@ def main() -> None:
         ]  # fmt: skip
         errors.setdefault(line[0], []).append(error)
         lines.append(line)
-        table.add_row(*line)
         kept.append({"group": row.group, "row": row.name, "published": row.published, "unit": row.unit,
                      "predicted": value, "error": error, "parts_us": found.parts})  # fmt: skip
-    Console(width=140).print(table)
+    print_table(COLUMNS, lines, width=140)
     print("\n".join(summary(errors)))
     result: dict[str, Any] = {"provenance": provenance(("counterpoint",)), "rows": kept, "summary": summary(errors)}
     if args.leave_out:

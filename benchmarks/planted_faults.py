@@ -22,8 +22,7 @@ from typing import Any
 
 from peers import hta_python
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 import counterpoint
 
@@ -70,10 +69,7 @@ def main() -> None:
     python = hta_python(args.cache)
     rows = [row(folder, python) for folder in sets if (folder / "rank0.json.gz").exists()]
     cells = [table_row(r) for r in rows]
-    shown = Table(*COLUMNS, title="planted faults")
-    for line in cells:
-        shown.add_row(*line)
-    Console(width=150).print(shown)
+    print_table(COLUMNS, cells, title="planted faults")
     ours, peers = sum(r.right for r in rows), sum(r.peer_right for r in rows)
     failed = sum(r.peer_as_recorded is None for r in rows)
     print(

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tables import markdown
+
 __all__ = ["gpu_provenance", "provenance", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +79,6 @@ def write_result(path: Path, record: dict[str, Any], columns: Sequence[str], row
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     facts = record["provenance"]
-    lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
     origin = f"`{' '.join(facts['command'])}`, {facts['date']}, commit {(facts['commit'] or '?')[:12]}"
-    path.with_suffix(".md").write_text("\n".join([*lines, "", f"From [{path.name}]({path.name}): {origin}.", ""]))
+    lines = [*markdown(columns, rows), "", f"From [{path.name}]({path.name}): {origin}.", ""]
+    path.with_suffix(".md").write_text("\n".join(lines))

@@ -18,8 +18,7 @@ from statistics import fmean
 
 import msgspec
 from provenance import provenance, write_result
-from rich.console import Console
-from rich.table import Table
+from tables import print_table
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import find_gpu
@@ -123,10 +122,7 @@ def main() -> None:
         raise Misconfigured(f"nothing is known about the GPU {measured.environment.gpu!r}")
     pairs = pairs_of(measured, gpu.num_sms)
     table = list(lines(pairs))
-    shown = Table(*COLUMNS)
-    for line in table:
-        shown.add_row(*line)
-    Console(width=140).print(shown)
+    print_table(COLUMNS, table, width=140)
     picks = [{"scenario": pair.scenario, "pick": pair.pick, "regret": pair.regret(RULE)} for pair in pairs]
     record = {
         "provenance": provenance([]),
