@@ -199,8 +199,7 @@ class Communicator:
         Raises:
             Misconfigured: `op` is none of these, or has no meaning for this dtype.
         """
-        how = (op if type(op) is str else reduction_name(op)), factor
-        return self._start(request.reduce_scatter, output, input, channel, async_op, *how)
+        return self._start(request.reduce_scatter, output, input, channel, async_op, reduction_name(op), factor)
 
     def all_reduce(
         self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
@@ -209,8 +208,7 @@ class Communicator:
 
         `op`, `factor` and accumulation as in `reduce_scatter`. Sends 2 (n − 1) / n · tensor.nbytes.
         """
-        how = (op if type(op) is str else reduction_name(op)), factor
-        return self._start(request.all_reduce, tensor, tensor, channel, async_op, *how)
+        return self._start(request.all_reduce, tensor, tensor, channel, async_op, reduction_name(op), factor)
 
     def all_to_all(
         self,

@@ -70,8 +70,7 @@ class CudaCall:
             PeerTimeout: a rank that has to be met does not come; or an earlier call failed, and how.
         """
         transport = self._transport
-        if transport.failure is not None:
-            transport.check()
+        transport.check()
         transport.early.collect()
         current = transport.gpu.current_stream()
         capture = transport.gpu.capture_of(transport.moments.handle(current))

@@ -95,17 +95,13 @@ class Layout:
         Misconfigured: the addresses are not laid out so.
         """
         for index, own in enumerate(sources):
-            for backwards in (False, True):
-                slots = [*sources[:index][::-1], *sources[:index:-1]] if backwards else _without(sources, index)
+            before, after = list(sources[:index]), list(sources[index + 1 :])
+            for backwards, slots in ((False, before + after), (True, before[::-1] + after[::-1])):
                 stride = slots[1] - slots[0] if len(slots) > 1 else 0
                 if all(address == slots[0] + slot * stride for slot, address in enumerate(slots)):
                     staged = slots[0] if slots else own
                     return cls(own=own, own_index=index, staged=staged, stride=stride, backwards=backwards)
         raise Misconfigured(f"{len(sources)} sources at {list(map(hex, sources))}: all but one must be evenly spaced")
-
-
-def _without(sources: Sequence[int], index: int) -> list[int]:
-    return [*sources[:index], *sources[index + 1 :]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

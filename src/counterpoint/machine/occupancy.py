@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from counterpoint.errors import Misconfigured
 
 __all__ = [
+    "HOPPER_TILE",
     "Footprint",
     "SmLimits",
     "blocks_beside",
     "blocks_per_sm",
     "most_ctas_without_extra_wave",
     "smem_for_blocks_per_sm",
+    "tiles_of",
     "waves",
 ]
 
+HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
 _REGISTERS_ALLOCATED_BY = 256  # per warp
 _WARPS_ALLOCATED_BY = 4  # one for each of an SM's four register files
 
@@ -116,6 +119,11 @@ def blocks_beside(kernel: Footprint, guest: Footprint, *, sm: SmLimits) -> int:
 
 def _regs_per_warp(regs_per_thread: int) -> int:
     return -(-regs_per_thread * 32 // _REGISTERS_ALLOCATED_BY) * _REGISTERS_ALLOCATED_BY
+
+
+def tiles_of(m: int, n: int, tile: tuple[int, int] = HOPPER_TILE) -> int:
+    """Tiles into which a product of `m` rows and `n` columns is cut, each worked on by one block."""
+    return -(-m // tile[0]) * -(-n // tile[1])
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:

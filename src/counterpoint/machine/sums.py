@@ -15,17 +15,15 @@ Measured on 4 x H200 (2026-11-21): the rates of `Machine` from the sums alone an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.occupancy import waves
+from counterpoint.machine.occupancy import HOPPER_TILE, tiles_of, waves
 
-__all__ = ["HOPPER_TILE", "REDUCTIONS", "GemmSms", "Machine", "Product", "choose_gemm_sms", "together_us"]
+__all__ = ["REDUCTIONS", "GemmSms", "Machine", "Product", "choose_gemm_sms", "together_us"]
 
-HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
@@ -126,7 +124,7 @@ def _ends(
     gemms: Sequence[Product], gemm_sms: int, compute_us: float, num_sms: int, tile: tuple[int, int]
 ) -> list[float]:
     """When each GEMM ends, alone: its time follows its waves."""
-    tiles = [(math.ceil(m / tile[0]) * math.ceil(n / tile[1]), k) for m, n, k in gemms]
+    tiles = [(tiles_of(m, n, tile), k) for m, n, k in gemms]
     whole = sum(k * waves(count, num_sms=num_sms, blocks_per_sm=1) for count, k in tiles)
     return list(
         accumulate(compute_us * k * waves(count, num_sms=gemm_sms, blocks_per_sm=1) / whole for count, k in tiles)

@@ -19,9 +19,9 @@ from counterpoint.measure.names import BASES, Mechanism
 from counterpoint.measure.session import Session
 from counterpoint.measure.stage import Case, Trial
 
-Memory: TypeAlias = Literal["plain", "symmetric"]
+__all__ = ["Memory", "Opened", "OpenedAll", "memory_of", "offered", "open_all", "open_mechanism"]
 
-__all__ = ["Opened", "OpenedAll", "offered", "open_all", "open_mechanism"]
+Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,13 @@ def offered(
         tuple(mechanism for mechanism, reason in said if reason is None),
         {mechanism.name: reason for mechanism, reason in said if reason is not None},
     )
+
+
+def memory_of(mechanism: Mechanism) -> Memory:
+    """What its buffers lie in. Mechanisms in windows have each their own, all others share those of their memory."""
+    if mechanism.windows is not None:
+        return "windows"
+    return "symmetric" if mechanism.base == "zero_sm" else "plain"
 
 
 @contextmanager
@@ -104,10 +111,10 @@ def open_mechanism(
             empty=empty,
         )
 
-    memory: Memory = "plain" if communicator is None else "symmetric"
-    if windows is None and memory not in shared:
+    memory = memory_of(mechanism)
+    if memory != "windows" and memory not in shared:
         shared[memory] = make()
-    buffers = shared[memory] if windows is None else make()
+    buffers = make() if memory == "windows" else shared[memory]
     comm = Comm(buffers=buffers, group=group, communicator=communicator)
     with ExitStack() as stack:
         if windows is not None:

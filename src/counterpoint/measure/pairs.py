@@ -14,7 +14,7 @@ from counterpoint.machine.gpus import peak_tflops
 from counterpoint.machine.sums import REDUCTIONS, choose_gemm_sms
 from counterpoint.measure.comm import elements_of, memory_bytes
 from counterpoint.measure.device_state import combine, read_device
-from counterpoint.measure.mechanisms import Opened, OpenedAll, offered, open_all, open_mechanism
+from counterpoint.measure.mechanisms import Opened, OpenedAll, memory_of, offered, open_all, open_mechanism
 from counterpoint.measure.names import Mechanism, find_mechanism
 from counterpoint.measure.rounds import play_rounds
 from counterpoint.measure.rows import Watched, comm_time, compute_time, row, time_of
@@ -79,8 +79,8 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
     scenario = pair.scenario
     size = numel * session.dtype.itemsize
     needed = memory_bytes(scenario.collective, size, session.world_size)
-    kinds = {mechanism.base == "zero_sm" for mechanism in pair.mechanisms if mechanism.windows is None}
-    copies = len(kinds) + sum(mechanism.windows is not None for mechanism in pair.mechanisms)
+    memories = [memory_of(mechanism) for mechanism in pair.mechanisms]
+    copies = len({"plain", *memories} - {"windows"}) + memories.count("windows")  # plain ones to compare with, always
     session.require_memory(copies * needed, f"{scenario.collective} of {size / 1e9:.2f} GB")
     stock = session.lanes(pair.compute, lambda: None)
     mechanisms = _fitted(session, pair, size, calibration)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, product
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.sums import REDUCTIONS
 from counterpoint.measure.names import find_mechanism
 from counterpoint.records.measurement import Block, Scenario
 
@@ -20,7 +21,6 @@ __all__ = ["SUITES", "blocks_of", "scenarios_of"]
 
 STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm", "zero_sm+gemm_sms=fit")
 SUMS = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116, "fit")))
-REDUCING = ("all_reduce", "reduce_scatter")
 GEMM = "gemm 8192x8192x8192"
 LARGE_GEMM = "gemm 8192x57344x8192"
 LOADS = (GEMM, "llama-8b layer 4096", "llama-70b layer 2048", LARGE_GEMM)
@@ -74,7 +74,7 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
     """Without those that are not offered for this collective."""
-    reduces = collective in REDUCING
+    reduces = collective in REDUCTIONS
     without = {"nccl_zero_cta"} if reduces else {"zero_sm+gemm_sms=fit"}
     without |= {"zero_sm"} if collective == "send_recv" else set()
     return tuple(name for name in mechanisms if name not in without)
@@ -111,7 +111,7 @@ BUDGET_GEMMS = (
     GEMM,
     "gemm 2048x57344x8192",  # Llama-3 70B at 2048 tokens: gate and up
 )
-BUDGET_COLLECTIVES = ("all_gather", *REDUCING)
+BUDGET_COLLECTIVES = ("all_gather", *REDUCTIONS)
 BUDGET_SMS = (128, 124, 120, 116, 108, 100)  # those of the mechanisms, and one below
 BUDGET_SIZES = tuple(1 << power for power in (21, 23, 25, 27, 29, 31))  # 2 MiB to 2 GiB
 
@@ -156,8 +156,8 @@ def _blocks() -> tuple[Block, ...]:
 
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
-    "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCING), (0.25, 0.5, 1, 2)),
-    "reductions": lambda: _pairs(LOADS, REDUCING, (0.25, 0.5, 1, 2), SUMS),
+    "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
+    "reductions": lambda: _pairs(LOADS, REDUCTIONS, (0.25, 0.5, 1, 2), SUMS),
     "conccl": _conccl,
     "resource-aware": lambda: tuple(
         _sized(workload, collective, 896)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from counterpoint.errors import Misconfigured, Unsupported, printable
-from counterpoint.machine.occupancy import waves
-from counterpoint.machine.sums import HOPPER_TILE
+from counterpoint.machine.occupancy import HOPPER_TILE, tiles_of, waves
 from counterpoint.measure.workloads import Matmul, find_workload
 from counterpoint.policy.choice import Choice
 from counterpoint.policy.layout import SmLayout
@@ -59,8 +58,7 @@ class GemmCurve:
 
     def _tiles(self) -> list[tuple[int, int]]:
         """Tiles and K of each GEMM."""
-        high, wide = self.tile
-        return [(-(-op.m // high) * -(-op.n // wide), op.k) for op in _matmuls(self.workload)]
+        return [(tiles_of(op.m, op.n, self.tile), op.k) for op in _matmuls(self.workload)]
 
     def _steps(self, num_sms: int) -> int:
         """The sum of K over the tiles of the busiest SM: what its time is proportional to."""
