@@ -349,6 +349,14 @@ def reserved(session: Session) -> tuple[int, int, str]:
         return before, len(transport.memory._own) + 0 * len(tensors), told
 
 
+def nothing(session: Session) -> tuple[tuple[int, ...], str, int]:
+    """Shape and device of a tensor without elements, and the bytes of regions that it took."""
+    with Communicator(device=SoftwareGpu(), timeout_s=WAIT_S) as communicator:
+        tensor = communicator.empty(0, 5)
+        transport: Any = communicator._transport
+        return tuple(tensor.shape), tensor.device.type, transport.pool.free_bytes
+
+
 def sums_on(session: Session, sum_sms: int | None) -> tuple[set[int | None], float]:
     """On how many SMs an all_reduce adds up, and what comes out."""
     gpu = SoftwareGpu()

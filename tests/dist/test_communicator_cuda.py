@@ -139,6 +139,11 @@ def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
         assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
 
 
+def test_no_elements_need_no_memory(two_ranks: Ranks) -> None:
+    """No region is made for them; the tensor is where all others are."""
+    assert two_ranks.run(programs.nothing) == [((0, 5), "cpu", 0)] * 2
+
+
 @pytest.mark.parametrize("sum_sms", [None, 8])
 def test_sums_run_on_the_sms_they_were_given(two_ranks: Ranks, sum_sms: int | None) -> None:
     """Or on all that are free."""
