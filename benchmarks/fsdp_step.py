@@ -105,7 +105,7 @@ class Bench:
         seen = {variant.name: self.looked_at(variant, tokens) for variant in self.variants if "stock" in variant.name}
         if self.handle is None:
             self.before_gb = self.outside_gb()
-            self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0))
+            self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0, direct=not self.args.copied))
             self.variants += ours
         for variant in (variant for variant in self.variants if "overlap" in variant.name):
             seen[variant.name] = self.looked_at(variant, tokens)
@@ -188,6 +188,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--head-apart", action="store_true", help="embedding, and norm with head, are modules of their own (torchtitan)"
     )
+    parser.add_argument("--copied", action="store_true", help="ours with direct=False: FSDP2's own copies stay")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of a round")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from counterpoint.parallel.fsdp import Options, Overlap, overlap
+from counterpoint.parallel.fsdp_hooks import GatherHook
 from counterpoint.parallel.fsdp_modules import present_hooks, sharded_modules
 from counterpoint.parallel.fsdp_prefetch import ahead
 
@@ -104,6 +105,10 @@ class Sharded:
     def use(self, variant: Variant) -> None:
         """Sets its hooks and lists, between two steps."""
         for module, (gather, scatter) in zip(self.modules, variant.hooks, strict=True):
+            before, _ = present_hooks(module)
+            if isinstance(before, GatherHook) and before is not gather:
+                module.module.reshard()
+                before.leave()
             module.module.set_custom_all_gather(gather)
             module.module.set_custom_reduce_scatter(scatter)
         order = [module.module for module in self.modules]

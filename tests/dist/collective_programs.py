@@ -8,7 +8,8 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ DTYPES = (
 )  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOVEMENT = ("all_gather", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv", "barrier")
+WIDENED = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+MOVEMENT = ("all_gather", "all_gather_coalesced", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv", "barrier")
 SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
-OPERATIONS = (*MOVEMENT, "reduce_scatter", "all_reduce")
+REDUCTIONS = ("reduce_scatter", "reduce_scatter_coalesced", "all_reduce")
+OPERATIONS = (*MOVEMENT, *REDUCTIONS)
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Draws:
         """Draws one and starts it on a drawn channel."""
         name = self.random.choice([name for name in OPERATIONS if self.n > 1 or name != "send_recv"])
         self.options: dict[str, Any] = {"channel": self.random.randrange(self.comm.channels), "async_op": True}
-        dtype = self.random.choice(SUMMED if name in ("reduce_scatter", "all_reduce") else DTYPES)
+        dtype = self.random.choice(SUMMED if name in REDUCTIONS else DTYPES)
         numel = int(2 ** self.random.uniform(0, self.max_bytes.bit_length()) / dtype.itemsize / self.n)
         numel = self.random.choice([0, 1, numel, numel, numel])
         self.name, self.most = name, self.n * max(1, numel)  # elements of any output
@@ -88,6 +91,46 @@ class Draws:
         if self.random.random() < 0.5:
             mine = output[self.rank * numel : (self.rank + 1) * numel].copy_(mine)
         return self.comm.all_gather(output, mine, **self.options), output, torch.cat(inputs)
+
+    def symmetric(self, num_bytes: int) -> Any:
+        """Bytes of either pool."""
+        return self.comm.empty(num_bytes, dtype=torch.uint8, early_release=self.random.random() < 0.5)
+
+    def _all_gather_coalesced(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        """Of up to five tensors of any dtypes, with gaps between them, in any order; in place or not."""
+        dtypes = [dtype, *self.random.choices(DTYPES, k=self.random.randrange(5))]
+        numels = [numel, *(self.random.choice([0, 1, 7, numel // 3]) for _ in dtypes[1:])]
+        inputs = [self.inputs(one, count) for one, count in zip(dtypes, numels, strict=True)]
+        sizes = [-(-count * self.n * one.itemsize // 16) * 16 for one, count in zip(dtypes, numels, strict=True)]
+        starts = list(accumulate([0, *(size + self.random.choice([0, 16, 160]) for size in sizes)]))
+        room = self.symmetric(starts[-1] or 16)
+        outputs = [
+            room[start : start + count * self.n * one.itemsize].view(one)
+            for start, count, one in zip(starts[:-1], numels, dtypes, strict=True)
+        ]
+        mine, wanted = [each[self.rank] for each in inputs], [torch.cat(each) for each in inputs]
+        if self.random.random() < 0.5:
+            blocks = [whole.view(self.n, -1)[self.rank] if whole.numel() else whole for whole in outputs]
+            mine = [block.copy_(own) for block, own in zip(blocks, mine, strict=True)]
+        order = self.random.sample(range(len(outputs)), len(outputs))
+        work = self.comm.all_gather_coalesced([outputs[i] for i in order], [mine[i] for i in order], **self.options)
+        return work, outputs, wanted
+
+    def _reduce_scatter_coalesced(self, dtype: Any, numel: int) -> tuple[Any, ...]:
+        """Of up to five tensors that need not be shared equally, kept as they are added up or as they were sent."""
+        numels = [numel * self.n, *(self.random.choice([0, 1, 7, numel]) for _ in range(self.random.randrange(5)))]
+        inputs, how = [self.inputs(dtype, count) for count in numels], self._how(dtype)
+        kept = self.random.choice([dtype, WIDENED.get(dtype, dtype)])
+        how = replace(how, result=str(kept)[6:])
+        shares = [-(-count // self.n) for count in numels]
+        outputs = [torch.zeros(share, dtype=kept) for share in shares]
+        whole = [
+            torch.cat([reference(each, how), torch.zeros(share * self.n - count, dtype=kept)])
+            for each, count, share in zip(inputs, numels, shares, strict=True)
+        ]
+        wanted = [one[self.rank * share :][:share] for one, share in zip(whole, shares, strict=True)]
+        mine, options = [each[self.rank] for each in inputs], {"factor": how.factor, **self.options}
+        return self.comm.reduce_scatter_coalesced(outputs, mine, how.op, **options), outputs, wanted
 
     def _all_to_all(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         inputs, output = self.inputs(dtype, numel * self.n), self.room(dtype, numel * self.n)
@@ -153,6 +196,8 @@ class Draws:
 
 
 def _bits(tensor: Any) -> Any:
+    if isinstance(tensor, list):
+        return torch.cat(list(map(_bits, tensor)))
     return tensor.contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 

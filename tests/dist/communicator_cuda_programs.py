@@ -55,6 +55,10 @@ class GpuDraws(Draws):
         self.options["async_op"] = self.random.random() < 0.5
         return made
 
+    def symmetric(self, num_bytes: int) -> Any:
+        self.kept.append(super().symmetric(num_bytes))
+        return self.kept[-1]
+
     def room(self, dtype: Any, numel: int) -> Any:
         skipped, kind = self.random.randrange(4), self.random.choice(("symmetric", "early", "plain"))
         if kind == "plain" and self.name != "send_recv":

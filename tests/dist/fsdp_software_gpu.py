@@ -35,6 +35,12 @@ class OnSoftwareGpu(Communicator):
     def all_gather(self, *arguments: Any, **options: Any) -> Any:
         return self._waited("gather", super().all_gather, *arguments, **options)
 
+    def all_gather_coalesced(self, *arguments: Any, **options: Any) -> Any:
+        return self._waited("gather", super().all_gather_coalesced, *arguments, **options)
+
+    def reduce_scatter_coalesced(self, *arguments: Any, **options: Any) -> Any:
+        return self._waited("scatter", super().reduce_scatter_coalesced, *arguments, **options)
+
     def reduce_scatter(self, *arguments: Any, **options: Any) -> Any:
         return self._waited("scatter", super().reduce_scatter, *arguments, **options)
 

@@ -51,6 +51,7 @@ class Case:
         prepare: called with the sharded model before `overlap`.
         stock: called with the model that keeps torch's collectives, in place of `prepare`.
         device: of the model.
+        direct: hooks whose modules FSDP2 copies nothing for: gathers, and scatters.
     """
 
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -67,6 +68,7 @@ class Case:
     stock: Callable[[Any], object] | None = None
     steps: int = 3
     device: str = "cpu"
+    direct: tuple[bool, bool] = (True, True)
 
 
 def separate_groups(model: Any) -> None:
@@ -90,7 +92,21 @@ CASES = {
     "float32": Case(),
     "bfloat16 parameters": Case(policy=BF16),
     "float32 reduction": Case(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
-    "float16 reduction": Case(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)),
+    "float16 reduction": Case(
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16), direct=(True, False)
+    ),
+    "float16 sums": Case(
+        policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16), direct=(True, False)
+    ),
+    "bfloat16 in float64": Case(
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64), direct=(True, False)
+    ),
+    "copied": Case(policy=BF16, options=Options(direct=False), direct=(False, False)),
+    "copied, float32 reduction": Case(
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        options=Options(direct=False, prefetch=2),
+        direct=(False, False),
+    ),
     "bfloat16 model": Case(dtype=torch.bfloat16),
     "kept after forward": Case(reshard=False),
     "accumulated": Case(policy=BF16, microbatches=3),
@@ -200,8 +216,8 @@ def beside_stock(session: Session, case: Case) -> tuple[list[str], list[str]]:
     wrong = [
         f"{module.name}: {traffic}"
         for module in modules
-        for traffic in (module.all_gather, module.reduce_scatter)
-        if traffic is None or not traffic.calls or traffic.copied_bytes
+        for traffic, direct in zip((module.all_gather, module.reduce_scatter), case.direct, strict=True)
+        if traffic is None or not traffic.calls or traffic.copied_bytes or traffic.direct != direct
     ]
     return differences(expected, got), wrong
 

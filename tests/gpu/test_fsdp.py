@@ -19,8 +19,9 @@ pytestmark = pytest.mark.gpu(2)
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 TIMEOUT_S = 220
 NAMES = (
-    "float32", "bfloat16 parameters", "float32 reduction", "float16 reduction", "bfloat16 model", "kept after forward",
-    "accumulated", "checkpointed", "meta", "modules together", "separate groups", "prefetch", "one channel", "compiled",
+    "float32", "bfloat16 parameters", "float32 reduction", "float16 reduction", "float16 sums", "bfloat16 in float64",
+    "copied", "copied, float32 reduction", "bfloat16 model", "kept after forward", "accumulated", "checkpointed",
+    "meta", "modules together", "separate groups", "prefetch", "one channel", "compiled",
 )  # fmt: skip
 
 

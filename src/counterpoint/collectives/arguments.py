@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from counterpoint.errors import Misconfigured
 
 __all__ = [
     "CPU",
+    "Several",
     "block_bytes",
     "check",
     "described",
@@ -28,6 +30,34 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
+
+
+class Several:
+    """Tensors of one call taken for one: from the first byte of all of them to the last. Empty ones are nowhere.
+
+    Args:
+        tensors: one or more.
+
+    Raises:
+        Misconfigured: something else, or none.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = tuple(tensors)
+        if not self.tensors or not all(isinstance(tensor, torch.Tensor) for tensor in self.tensors):
+            raise Misconfigured(f"{tensors!r:.200}: give a list of tensors, one at least")
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in self.tensors if tensor.numel()]
+        self._base = min((start for start, _ in places), default=0)
+        self.nbytes = max((start + size for start, size in places), default=0) - self._base
+
+    def data_ptr(self) -> int:
+        """Where the first of them lies."""
+        return self._base
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Of each, counted from there; 0 of an empty one."""
+        return tuple(tensor.data_ptr() - self._base if tensor.numel() else 0 for tensor in self.tensors)
 
 
 def block_bytes(
@@ -90,19 +120,24 @@ def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...
 
 def sendable(tensor: Any) -> Any:
     """`tensor` if its bytes lie one after the other as they are meant, else a copy of which that is true."""
+    if isinstance(tensor, Several):
+        whole = [sendable(one) for one in tensor.tensors]
+        return tensor if all(map(is_, whole, tensor.tensors)) else Several(whole)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def face(tensor: Any) -> tuple[Any, ...]:
-    """All that a call can see of a tensor: another one that looks the same is treated the same.
+    """All that a call can see of a tensor, or of several: what looks the same is treated the same.
 
     Raises:
         RuntimeError: of torch, for what is not strided.
     """
     if tensor is None:
         return (None,)
+    if isinstance(tensor, Several):
+        return tuple(map(face, tensor.tensors))
     return (
         tensor.data_ptr(),
         tensor.shape,

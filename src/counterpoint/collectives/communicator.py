@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from counterpoint.collectives import request
-from counterpoint.collectives.arguments import reduction_name
+from counterpoint.collectives.arguments import Several, reduction_name
 from counterpoint.collectives.cpu_channel import BeforeStep
 from counterpoint.collectives.fallback import Fallback, Path
 from counterpoint.collectives.group import membership
@@ -200,6 +200,54 @@ class Communicator:
             Misconfigured: `op` is none of these, or has no meaning for this dtype.
         """
         return self._start(request.reduce_scatter, output, input, channel, async_op, reduction_name(op), factor)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], *, channel: int = 0, async_op: bool = False
+    ) -> Work | None:
+        """outputs[i][r] = inputs[i] of rank r: several all_gathers as one, with the handshakes and arrivals of one.
+
+        Outputs may be of different dtypes. In place if each input is this rank's block of its output.
+
+        Args:
+            outputs: contiguous parts of one tensor of `empty`, in any order.
+            inputs: as many.
+            channel: which runs it.
+            async_op: return a `Work` at once.
+
+        Raises:
+            Misconfigured: outputs elsewhere, or tensors that do not fit each other.
+        """
+        return self._start(request.all_gather_coalesced, Several(outputs), Several(inputs), channel, async_op)
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        op: Any = "sum",
+        *,
+        factor: float = 1.0,
+        channel: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """outputs[i] = the ranks' inputs[i][rank], combined: several reduce_scatters as one, from where inputs lie.
+
+        Args:
+            outputs: this rank's shards, of equal dtype: that of the inputs, or float32 for bfloat16 and float16, in
+                which they are added up: then nothing is rounded.
+            inputs: as many, in any memory, of equal dtype. One that the ranks cannot share equally is cut as
+                `torch.chunk` cuts dim 0: outputs are a share rounded up, of which what is beyond the input is not
+                written.
+            op: as in `reduce_scatter`.
+            factor: likewise.
+            channel: which runs it.
+            async_op: return a `Work` at once.
+
+        Raises:
+            Misconfigured: as in `reduce_scatter`, or tensors that do not fit each other.
+        """
+        op = reduction_name(op)
+        both = Several(outputs), Several(inputs)
+        return self._start(request.reduce_scatter_coalesced, *both, channel, async_op, op, factor)
 
     def all_reduce(
         self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False

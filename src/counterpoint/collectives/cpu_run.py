@@ -34,7 +34,7 @@ from counterpoint.collectives.program import (
     Wait,
     flag_word,
 )
-from counterpoint.collectives.reduce import Reduction, reference
+from counterpoint.collectives.reduce import DTYPES, Reduction, reference
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Job
 from counterpoint.collectives.watchdog import mismatch
@@ -228,9 +228,11 @@ def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Redu
     """Combines `num_bytes` at each address of `sources`, in this order, into `target`, which may be one of them."""
     import torch
 
-    dtype = getattr(torch, reduction.dtype)
+    count = num_bytes // reduction.item_bytes
 
-    def elements(address: int) -> Any:
-        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
+    def elements(address: int, dtype: str) -> Any:
+        size = count * DTYPES[dtype][0]
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=getattr(torch, dtype))
 
-    elements(target).copy_(reference([elements(source) for source in sources], reduction))
+    combined = reference([elements(source, reduction.dtype) for source in sources], reduction)
+    elements(target, reduction.result_dtype).copy_(combined)

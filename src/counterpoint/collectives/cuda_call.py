@@ -142,7 +142,7 @@ class CudaCall:
         told = order.epoch, stream
         if told == self._noted and not capture:
             return
-        for at in (self._job.at, self._job.input_at):
+        for at in (self._job.at, *self._job.input_at):
             if at is not None:
                 order.used(at, stream, capture)
         if not capture:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from counterpoint.collectives.lower import ReduceLaunch
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["DTYPES", "Launch", "Layout", "Reduction", "ReductionOp", "bind", "launch_of", "reference"]
+__all__ = ["DTYPES", "Launch", "Layout", "Reduction", "ReductionOp", "bind", "launch_of", "reference", "widened"]
 
 ReductionOp = Literal["sum", "avg", "max", "min", "premul_sum"]
 OPS: tuple[ReductionOp, ...] = ("sum", "avg", "max", "min", "premul_sum")
@@ -44,15 +44,18 @@ class Reduction:
         dtype: torch's name without `torch.`.
         factor: of `premul_sum`.
         num_sms: run on so many SMs, one large block each; None: on the whole GPU.
+        result: dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all.
 
     Raises:
-        Misconfigured: unknown op or dtype, `avg` or `premul_sum` of integers, a factor without `premul_sum`, no SM.
+        Misconfigured: unknown op or dtype, `avg` or `premul_sum` of integers, a factor without `premul_sum`, no SM, or
+            a result of another dtype.
     """
 
     op: ReductionOp
     dtype: str
     factor: float = 1.0
     num_sms: int | None = None
+    result: str = ""
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -65,15 +68,32 @@ class Reduction:
             raise Misconfigured(f"factor={self.factor} has no meaning for {self.op}; use op='premul_sum'")
         if self.num_sms is not None and self.num_sms < 1:
             raise Misconfigured(f"num_sms={self.num_sms}: give 1 or more, or None for the whole GPU")
+        if self.result not in ("", self.dtype, self.accumulator):
+            allowed = " or ".join(sorted({self.dtype, self.accumulator}))
+            raise Misconfigured(f"a reduction of {self.dtype} into {self.result}: allowed are {allowed}")
 
     @property
     def item_bytes(self) -> int:
         return DTYPES[self.dtype][0]
 
     @property
+    def result_dtype(self) -> str:
+        """Of what is combined."""
+        return self.result or self.dtype
+
+    @property
     def accumulator(self) -> str:
         """The dtype in which values are combined."""
         return DTYPES[self.dtype][1]
+
+
+def widened(reduction: Reduction, dtype: str) -> Reduction:
+    """`reduction` with results of `dtype`.
+
+    Raises:
+        Misconfigured: that is neither its own nor the one it adds up in.
+    """
+    return reduction if dtype == reduction.dtype else replace(reduction, result=dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +153,9 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
         Misconfigured: addresses or size cut an element, or lie in no way that the kernel knows.
     """
     item, layout = reduction.item_bytes, Layout.of(call.sources)
+    result_bytes = DTYPES[reduction.result_dtype][0]
     for what in (*call.sources, call.target, call.num_bytes):
-        if what % item:
+        if what % (result_bytes if what == call.target else item):
             raise Misconfigured(
                 f"a reduction of {reduction.dtype} at or over {what:#x} bytes cuts an element; align it"
             )
@@ -152,6 +173,8 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
             "DTYPE": reduction.dtype,
             "ACC": reduction.accumulator,
             "ITEM_BYTES": item,
+            "RESULT": reduction.result_dtype,
+            "RESULT_BYTES": result_bytes,
             "SOURCES": len(call.sources),
             "OWN": layout.own_index,
             "BACKWARDS": layout.backwards,
@@ -171,7 +194,7 @@ def with_types(constants: dict[str, Any]) -> dict[str, Any]:
 
     names = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "float64": tl.float64}
     types = names | {name: getattr(tl, name) for name in DTYPES if "int" in name}
-    return constants | {"DTYPE": types[constants["DTYPE"]], "ACC": types[constants["ACC"]]}
+    return constants | {name: types[constants[name]] for name in ("DTYPE", "ACC", "RESULT")}
 
 
 def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: int) -> Callable[[], None]:
@@ -218,4 +241,4 @@ def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
                 total = total + value
     if reduction.op == "avg":  # torch turns division by a number into a product on GPUs, which rounds differently
         total = total / torch.full_like(total, len(wide))
-    return total.to(sources[0].dtype)
+    return total.to(getattr(torch, reduction.result_dtype))

@@ -29,9 +29,9 @@ def _read(address, start, left, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYT
 
 @triton.jit
 def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-           ITEM_BYTES: tl.constexpr, SOURCES: tl.constexpr, OWN: tl.constexpr, BACKWARDS: tl.constexpr,
-           OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr,
-           BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+           ITEM_BYTES: tl.constexpr, RESULT: tl.constexpr, RESULT_BYTES: tl.constexpr, SOURCES: tl.constexpr,
+           OWN: tl.constexpr, BACKWARDS: tl.constexpr, OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr,
+           TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Combine one block of every source, the first source first."""
     for source in tl.static_range(SOURCES):
         if source == OWN:
@@ -53,18 +53,19 @@ def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, D
         count = tl.full([BLOCK], SOURCES, ACC)  # `/` of float32 is approximate, to 2 units in the last place
         total = tl.div_rn(total, count) if tl.float32 == ACC else total / count
     lanes = tl.arange(0, BLOCK)
-    pointers = _pointer(target, start, DTYPE, ITEM_BYTES, TARGET_ALIGNED) + lanes
+    pointers = _pointer(target, start, RESULT, RESULT_BYTES, TARGET_ALIGNED) + lanes
     if TAIL:
-        tl.store(pointers, total.to(DTYPE), mask=lanes < left)
+        tl.store(pointers, total.to(RESULT), mask=lanes < left)
     else:
-        tl.store(pointers, total.to(DTYPE))
+        tl.store(pointers, total.to(RESULT))
 
 
 @triton.jit(do_not_specialize=["own", "staged", "stride", "target", "numel", "factor_bits"])
 def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64, numel: tl.int64,
             factor_bits: tl.int64, OP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYTES: tl.constexpr,
-            SOURCES: tl.constexpr, OWN: tl.constexpr, BACKWARDS: tl.constexpr, OWN_ALIGNED: tl.constexpr,
-            STAGED_ALIGNED: tl.constexpr, TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+            RESULT: tl.constexpr, RESULT_BYTES: tl.constexpr, SOURCES: tl.constexpr, OWN: tl.constexpr,
+            BACKWARDS: tl.constexpr, OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr,
+            TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`target[i] = source_0[i] op source_1[i] op ...`, `numel` elements, by as many programs as were launched.
 
     Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on: in order, or
@@ -75,9 +76,11 @@ def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64,
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     full = numel // BLOCK
     for block in range(first, full, programs):
-        _block(own, staged, stride, target, block * BLOCK, BLOCK, factor, OP, DTYPE, ACC, ITEM_BYTES, SOURCES, OWN,
-               BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, False)  # fmt: skip
+        _block(own, staged, stride, target, block * BLOCK, BLOCK, factor, OP, DTYPE, ACC, ITEM_BYTES,
+               RESULT, RESULT_BYTES, SOURCES, OWN, BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED,
+               TARGET_ALIGNED, BLOCK, False)  # fmt: skip
     left = numel - full * BLOCK
     if left > 0 and first == full % programs:
-        _block(own, staged, stride, target, full * BLOCK, left, factor, OP, DTYPE, ACC, ITEM_BYTES, SOURCES, OWN,
-               BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED, TARGET_ALIGNED, BLOCK, True)  # fmt: skip
+        _block(own, staged, stride, target, full * BLOCK, left, factor, OP, DTYPE, ACC, ITEM_BYTES,
+               RESULT, RESULT_BYTES, SOURCES, OWN, BACKWARDS, OWN_ALIGNED, STAGED_ALIGNED,
+               TARGET_ALIGNED, BLOCK, True)  # fmt: skip

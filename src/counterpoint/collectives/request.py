@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Literal
 
 from counterpoint.collectives import calls
 from counterpoint.collectives.arguments import (
+    Several,
     block_bytes,
     check,
     described,
@@ -21,8 +23,9 @@ from counterpoint.collectives.arguments import (
     reduction_of,
     splits,
 )
-from counterpoint.collectives.program import Call
-from counterpoint.collectives.reduce import Reduction
+from counterpoint.collectives.program import Buffer, Call
+from counterpoint.collectives.reduce import Reduction, widened
+from counterpoint.collectives.spread import Parts
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Rows
 from counterpoint.errors import Misconfigured
@@ -32,12 +35,14 @@ __all__ = [
     "Here",
     "Request",
     "all_gather",
+    "all_gather_coalesced",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
     "gather",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "scatter",
     "send_recv",
     "uneven_all_to_all",
@@ -76,6 +81,7 @@ class Request:
         reduction: of calls that reduce.
         row: bytes for each rank, if only this rank knows.
         line: the rank that it is made with, if that is one.
+        layout: of calls with several tensors: where they lie.
     """
 
     text: str
@@ -83,6 +89,7 @@ class Request:
     reduction: Reduction | None = None
     row: tuple[int, ...] = ()
     line: int | None = None
+    layout: tuple[tuple[Buffer, Parts], ...] = ()
 
 
 Ask = Callable[..., Request]
@@ -104,6 +111,66 @@ def reduce_scatter(here: Here, output: Any, input: Any, op: str, factor: float) 
     call = _reduce_scatter(here.world_size, block_bytes(output, input, inputs=here.world_size, device=here.device))
     reduction = reduction_of(op, factor, output)
     return Request(text=f"reduce_scatter of {described(output, reduction)} a rank", call=call, reduction=reduction)
+
+
+def all_gather_coalesced(here: Here, outputs: Several, inputs: Several) -> Request:
+    pairs = _pairs(outputs, inputs)
+    shares = tuple(block_bytes(*pair, outputs=here.world_size, device=here.device) for pair in pairs)
+    if sum(shares) and here.locate(outputs) is None:
+        raise Misconfigured("all_gather_coalesced: its outputs have to be parts of one tensor of empty(); make one")
+    apart = Parts(starts=outputs.starts, shares=shares, sizes=tuple(one.nbytes for one in outputs.tensors))
+    own = all(
+        input.data_ptr() == output.data_ptr() + here.rank * share
+        for (output, input), share in zip(pairs, shares, strict=True)
+        if share
+    )
+    layout: tuple[tuple[Buffer, Parts], ...] = (("output", apart),)
+    if not own:
+        layout += (("input", Parts(starts=inputs.starts, shares=shares, sizes=shares)),)
+    text = f"all_gather_coalesced of {_summary(outputs, apart, places=True)}"
+    call = _all_gather(here.world_size, sum(shares), own="in_place" if own else "copy")
+    return Request(text=text, call=call, layout=layout if sum(shares) else ())
+
+
+def reduce_scatter_coalesced(here: Here, outputs: Several, inputs: Several, op: str, factor: float) -> Request:
+    pairs = _pairs(outputs, inputs)
+    for output, input in pairs:
+        check(output, None, here.device)
+        check(None, input, here.device)
+        if not 0 <= output.numel() * here.world_size - input.numel() < max(1, output.numel() * here.world_size):
+            raise Misconfigured(
+                f"reduce_scatter_coalesced of {input.numel()} elements to {output.numel()} on each of "
+                f"{here.world_size} ranks: give outputs that hold a share of their input, rounded up"
+            )
+    if len({(output.dtype, input.dtype) for output, input in pairs}) > 1:
+        raise Misconfigured("reduce_scatter_coalesced of several dtypes: make a call for each")
+    output, input = pairs[0]
+    reduction = widened(reduction_of(op, factor, input), dtype_name(output))
+    width = output.element_size() // input.element_size()
+    shares = tuple(one.nbytes // width for one in outputs.tensors)
+    sent = Parts(starts=inputs.starts, shares=shares, sizes=tuple(one.nbytes for one in inputs.tensors))
+    kept = Parts(starts=outputs.starts, shares=shares, sizes=shares, width=width)
+    text = f"reduce_scatter_coalesced of {_summary(inputs, sent, places=False)}, {op} {reduction.factor!r} as "
+    return Request(
+        text=text + dtype_name(output),
+        call=_reduce_scatter(here.world_size, sum(shares)),
+        reduction=reduction,
+        layout=(("input", sent), ("output", kept)) if sum(shares) else (),
+    )
+
+
+def _pairs(outputs: Several, inputs: Several) -> list[tuple[Any, Any]]:
+    if len(outputs.tensors) != len(inputs.tensors):
+        raise Misconfigured(f"{len(outputs.tensors)} outputs for {len(inputs.tensors)} inputs: give one for each")
+    return list(zip(outputs.tensors, inputs.tensors, strict=True))
+
+
+def _summary(tensors: Several, parts: Parts, *, places: bool) -> str:
+    """What has to be equal on all ranks, in a line: how many, of how many bytes, and a digest of the rest."""
+    dtypes = [dtype_name(tensor) for tensor in tensors.tensors]
+    rest = repr((dtypes, parts.shares, parts.sizes, parts.starts if places else ()))
+    digest = blake2b(rest.encode(), digest_size=8).hexdigest()
+    return f"{len(dtypes)} tensors, {sum(parts.shares)} bytes of {dtypes[0]} a rank, layout {digest}"
 
 
 def all_reduce(here: Here, output: Any, input: Any, op: str, factor: float) -> Request:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from counterpoint.collectives.arguments import face, sendable
+from counterpoint.collectives.arguments import Several, face, sendable
 from counterpoint.collectives.early import EarlyUse
 from counterpoint.collectives.fallback import Fallback
 from counterpoint.collectives.plan import plan, plan_all
-from counterpoint.collectives.program import Call, Program, Tuning
+from counterpoint.collectives.program import Buffer, Call, Program, Tuning
 from counterpoint.collectives.request import Ask, Here, Request
+from counterpoint.collectives.spread import Parts, spread
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Job, Rows, Transport
 from counterpoint.collectives.work import Work
@@ -105,7 +106,7 @@ class Submitter:
             most = self.channels
             raise Misconfigured(f"channel={channel}: allowed are 0 to {most - 1}, by channels={most}")
         call, reduction = request.call, request.reduction
-        if isinstance(call, Call) and self._fallback.takes(call, reduction):
+        if isinstance(call, Call) and not request.layout and self._fallback.takes(call, reduction):
             return _Known(partial(self._fallback.start, call, async_op=async_op, reduction=reduction), None, epoch)
         job = self._job(request, output, sent, channel, async_op)
         line = self._lines.setdefault((channel, job.line), _Line())
@@ -124,12 +125,12 @@ class Submitter:
             text=request.text + place,
             channel=channel,
             line=self._here.world_size if request.line is None else request.line,
-            program=self._programs(call, early is not None),
+            program=self._programs(call, early is not None, request.layout),
             row=request.row,
             meet=self.debug or bool(request.row),
             async_op=async_op,
             input=0 if sent is None else sent.data_ptr(),
-            input_at=None if sent is None or in_place else transport.locate(sent),
+            input_at=() if sent is None or in_place else _located(transport, sent),
             output=0 if output is None else output.data_ptr(),
             output_bytes=output_bytes,
             at=at,
@@ -142,8 +143,10 @@ class Submitter:
             self._known.clear()
         self._known[key] = known
 
-    def _programs(self, call: Call | Callable[[Rows], Call], early: bool) -> Callable[[Rows], Program]:
-        return lambda rows: self._program(call if isinstance(call, Call) else call(rows), early)
+    def _programs(
+        self, call: Call | Callable[[Rows], Call], early: bool, layout: tuple[tuple[Buffer, Parts], ...]
+    ) -> Callable[[Rows], Program]:
+        return lambda rows: self._program(call if isinstance(call, Call) else call(rows), early, layout)
 
     def _early(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
         """How the output is released, if early. A call that is not known yet is an all_to_all with split sizes.
@@ -168,10 +171,22 @@ class Submitter:
         return start(output, input)
 
 
+def _located(transport: Transport, sent: Any) -> tuple[Location, ...]:
+    tensors = sent.tensors if isinstance(sent, Several) else (sent,)
+    return tuple(at for at in map(transport.locate, tensors) if at is not None)
+
+
 @lru_cache(maxsize=1024)
 def _all_push_to_all(call: Call, tuning: Tuning) -> bool:
     return all(len(program.pushers) == call.world_size - 1 for program in plan_all(call, tuning))
 
 
-def _planned(tuning: Callable[..., Tuning], rank: int, call: Call, early_release: bool) -> Program:
-    return plan(call, rank, tuning(call, early_release=early_release))
+def _planned(
+    tuning: Callable[..., Tuning],
+    rank: int,
+    call: Call,
+    early_release: bool,
+    layout: tuple[tuple[Buffer, Parts], ...] = (),
+) -> Program:
+    program = plan(call, rank, tuning(call, early_release=early_release))
+    return spread(program, dict(layout)) if layout else program

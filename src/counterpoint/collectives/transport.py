@@ -41,7 +41,7 @@ class Job:
         meet: all ranks of the call compare it before it begins.
         async_op: the caller does not wait for it.
         input: address; 0 if there is none.
-        input_at: where the input lies in symmetric memory; None if it does not, or within the output.
+        input_at: where what is read lies in symmetric memory: each tensor that does, and not within the output.
         output: address; 0 if there is none.
         output_bytes: size of the output.
         at: where the output lies in symmetric memory; None if it does not.
@@ -57,7 +57,7 @@ class Job:
     meet: bool = False
     async_op: bool = False
     input: int = 0
-    input_at: Location | None = None
+    input_at: tuple[Location, ...] = ()
     output: int = 0
     output_bytes: int = 0
     at: Location | None = None

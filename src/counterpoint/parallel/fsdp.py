@@ -14,6 +14,7 @@ The hooks, streams and lifetimes of buffers are in fsdp_hooks.py, what is read f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.fsdp_modules import (
     ShardedModule,
+    copied_why,
     gather_group,
     present_hooks,
     sharded_modules,
@@ -32,6 +34,7 @@ from counterpoint.parallel.fsdp_report import ModuleReport, Report
 if TYPE_CHECKING:
     from counterpoint.collectives.communicator import Communicator
     from counterpoint.parallel.fsdp_hooks import Communicators
+    from counterpoint.parallel.fsdp_places import Places
 
 __all__ = ["Options", "Overlap", "overlap"]
 
@@ -43,6 +46,8 @@ class Options:
     Args:
         prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
             or as it was told. Each costs the memory of one module.
+        direct: gather parameters to where they are used, and scatter gradients from where autograd left them, so that
+            FSDP2 copies neither; False: it does, and only what it has copied is sent.
         gather_channel: of the communicators, for gathers.
         scatter_channel: for scatters; on one channel they run one after the other, on two at the same time.
         chunk_bytes: smallest piece in which gradients are sent and reduced; None: the communicator's own choice.
@@ -57,6 +62,7 @@ class Options:
     """
 
     prefetch: int | None = None
+    direct: bool = True
     gather_channel: int = 0
     scatter_channel: int = 1
     chunk_bytes: int | None = None
@@ -101,6 +107,7 @@ def overlap(model: Any, *, options: Options | None = None) -> Overlap:
         Unsupported: CPU offload, one rank alone, ranks that cannot share memory, or a torch without the hooks.
     """
     from counterpoint.parallel.fsdp_hooks import Communicators
+    from counterpoint.parallel.fsdp_places import Places
 
     options = options or Options()
     modules = sharded_modules(model)
@@ -113,8 +120,9 @@ def overlap(model: Any, *, options: Options | None = None) -> Overlap:
     prefetch = None if options.prefetch is None else Prefetch(options.prefetch, taken)
     groups = [group for module in taken for group in module.groups]
     communicators = Communicators(groups, partial(_communicator, device=taken[0].device, options=options))
+    places = {one: Places(one, ahead=options.prefetch or 1) for one in communicators.all()}
     return Overlap(
-        hooked={module: _Hooked(module, communicators, options, prefetch) for module in taken},
+        hooked={module: _Hooked(module, communicators, places, options, prefetch) for module in taken},
         torch_why=torch_why,
         communicators=communicators,
         prefetch=prefetch,
@@ -184,6 +192,7 @@ class Overlap:
             all_gather=None if hooked is None else hooked.gather.traffic(),
             reduce_scatter=None if hooked is None else hooked.scatter.traffic(),
             torch_why=self._torch_why[module],
+            copied_why="" if hooked is None else hooked.copied_why,
         )
 
 
@@ -191,26 +200,39 @@ class _Hooked:
     """One module with our hooks, and those that it had before."""
 
     def __init__(
-        self, module: ShardedModule, communicators: Communicators, options: Options, prefetch: Prefetch | None
+        self,
+        module: ShardedModule,
+        communicators: Communicators,
+        places: Mapping[Communicator, Places],
+        options: Options,
+        prefetch: Prefetch | None,
     ) -> None:
         from counterpoint.parallel.fsdp_hooks import GatherHook, ScatterHook
+        from counterpoint.parallel.fsdp_places import Home
 
         self._module, self._before = module, present_hooks(module)
+        self.copied_why = copied_why(module) if options.direct else "direct=False"
+        home = None if self.copied_why else Home(module, places[communicators.of(module.shard_group)])
         self.gather = GatherHook(
             communicators,
             next_group=partial(gather_group, module),
+            home=home,
             channel=options.gather_channel,
             seen=_nothing if prefetch is None else partial(prefetch.gathered, module),
         )
         self.scatter = ScatterHook(
             communicators,
+            ranks=module.shard_group.size(),
+            direct=options.direct,
             channel=options.scatter_channel,
             seen=_nothing if prefetch is None else prefetch.scattered,
         )
         self._set(self.gather, self.scatter)
 
     def undo(self) -> None:
-        """The hooks of before."""
+        """The hooks of before, and FSDP2's own memory for whole parameters."""
+        self._module.module.reshard()
+        self.gather.leave()
         self._set(*self._before)
 
     def _set(self, gather: Any, scatter: Any) -> None:

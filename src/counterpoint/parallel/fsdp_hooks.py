@@ -36,7 +36,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
+from counterpoint.parallel.fsdp_places import Home
 from counterpoint.parallel.fsdp_report import Traffic
+from counterpoint.parallel.fsdp_tensors import Gathering, Gradients, Sent
 
 __all__ = ["Communicators", "GatherHook", "ScatterHook", "op_and_factor"]
 
@@ -80,6 +82,10 @@ class Communicators:
             self._by_group[group] = known
         return known
 
+    def all(self) -> tuple[Communicator, ...]:
+        """Each of them once."""
+        return tuple(self._by_ranks.values())
+
     def check(self) -> None:
         """Raises what ended one of them, if something did."""
         for communicator in self._by_ranks.values():
@@ -97,6 +103,7 @@ class GatherHook(AllGather):
     Args:
         communicators: of all groups of the module.
         next_group: the group of the next call, which `allocate` is not told.
+        home: of the whole parameters, to which they are gathered; None: into a buffer that FSDP2 copies them out of.
         channel: on which the calls run.
         seen: called at each gather.
     """
@@ -106,16 +113,21 @@ class GatherHook(AllGather):
         communicators: Communicators,
         next_group: Callable[[], Any],
         *,
+        home: Home | None = None,
         channel: int,
         seen: Callable[[], None],
     ) -> None:
         self._communicators, self._next_group, self._channel, self._seen = communicators, next_group, channel, seen
+        self._home = home
         self._calls = 0
         self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)
         self._made: tuple[Communicator | None, int] = None, 0  # whose the latest output from here is, and its address
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An output in symmetric memory, on the model's device; peers learn that it is free when torch drops it."""
+        """An output in symmetric memory, on the model's device; peers learn that it is free when torch drops it. Of
+        parameters that have a home, nothing."""
+        if self._home is not None:
+            return Gathering(self._home, self._channel, size, dtype=dtype, device=device)
         communicator = self._communicators.of(self._next_group())
         output: torch.Tensor = communicator.empty(*size, dtype=dtype, early_release=True)
         self._made = communicator, output.data_ptr()
@@ -125,8 +137,13 @@ class GatherHook(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> TorchWork | None:
         """As `all_gather_into_tensor`, on the current stream; with `async_op` on the channel's own."""
-        communicator = self._communicators.of(group)
         self._seen()
+        if isinstance(output_tensor, Gathering):
+            work = output_tensor.home.gather(channel=self._channel, async_op=async_op)
+            self._calls += 1
+            self._latest = (output_tensor.numel() * output_tensor.dtype.itemsize, output_tensor.dtype, True)
+            return None if work is None else _Awaited(work)
+        communicator = self._communicators.of(group)
         work = communicator.all_gather(output_tensor, input_tensor, channel=self._channel, async_op=async_op)
         own_place = input_tensor.data_ptr() - communicator.rank * input_tensor.nbytes
         in_place = self._made == (communicator, output_tensor.data_ptr()) and own_place == output_tensor.data_ptr()
@@ -140,8 +157,17 @@ class GatherHook(AllGather):
             return Traffic()
         num_bytes, dtype, in_place = self._latest
         return Traffic(
-            calls=self._calls, num_bytes=num_bytes, dtype=_name(dtype), copied_bytes=0 if in_place else num_bytes
+            calls=self._calls,
+            num_bytes=num_bytes,
+            dtype=_name(dtype),
+            copied_bytes=0 if in_place else num_bytes,
+            direct=self._home is not None,
         )
+
+    def leave(self) -> None:
+        """FSDP2 has memory of its own for whole parameters again. Between two steps, while they are sharded."""
+        if self._home is not None:
+            self._home.leave()
 
 
 class ScatterHook(ReduceScatter):
@@ -149,18 +175,30 @@ class ScatterHook(ReduceScatter):
 
     Args:
         communicators: of all groups of the module.
+        ranks: that share the gradients.
+        direct: gradients are sent from where they are; False: from a buffer into which FSDP2 has copied them.
         channel: on which the calls run.
         seen: called at each call.
     """
 
-    def __init__(self, communicators: Communicators, *, channel: int, seen: Callable[[], None]) -> None:
+    def __init__(
+        self, communicators: Communicators, *, ranks: int, direct: bool, channel: int, seen: Callable[[], None]
+    ) -> None:
         self._communicators, self._channel, self._seen = communicators, channel, seen
+        self._ranks, self._direct = ranks, direct
+        self._input = 0  # elements of the one of which the output has not been asked for yet
         self._calls = 0
+        self._was_direct = False
         self._latest: tuple[int, torch.dtype, str, float] = (0, torch.float32, "", 1.0)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Input or output, in plain memory of the current stream."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Output, in plain memory of the current stream; of the input, which FSDP2 asks for first, nothing."""
+        numel, whole = int(size[0]), self._input
+        self._input = 0
+        if not self._direct or whole == self._ranks * numel:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._input = numel
+        return Gradients(Sent(numel, dtype=dtype, device=device, ranks=self._ranks), size)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -168,11 +206,21 @@ class ScatterHook(ReduceScatter):
         """As `reduce_scatter_tensor`, but for the sum, which is rounded once; on the current stream."""
         self._seen()
         name, factor = op_and_factor(op)
-        work = self._communicators.of(group).reduce_scatter(
-            output_tensor, input_tensor, name, factor=factor, channel=self._channel, async_op=async_op
-        )
+        communicator = self._communicators.of(group)
+        sent = input_tensor.sent if isinstance(input_tensor, Gradients) else None
+        self._was_direct = sent is not None and sent.gradients is not None
+        if sent is not None and sent.gradients is not None:
+            dtype, outputs = sent.gradients[0].dtype, output_tensor.split(sent.shares())
+            work = communicator.reduce_scatter_coalesced(
+                outputs, sent.gradients, name, factor=factor, channel=self._channel, async_op=async_op
+            )
+        else:
+            whole, dtype = input_tensor if sent is None else sent.buffer(), input_tensor.dtype
+            work = communicator.reduce_scatter(
+                output_tensor, whole, name, factor=factor, channel=self._channel, async_op=async_op
+            )
         self._calls += 1
-        self._latest = (input_tensor.nbytes, input_tensor.dtype, name, factor)
+        self._latest = (input_tensor.numel() * dtype.itemsize, dtype, name, factor)
         return None if work is None else _Awaited(work)
 
     def traffic(self) -> Traffic:
@@ -181,7 +229,7 @@ class ScatterHook(ReduceScatter):
             return Traffic()
         num_bytes, dtype, name, factor = self._latest
         op = f"{name} {factor:g}" if name == "premul_sum" else name
-        return Traffic(calls=self._calls, num_bytes=num_bytes, dtype=_name(dtype), op=op)
+        return Traffic(calls=self._calls, num_bytes=num_bytes, dtype=_name(dtype), op=op, direct=self._was_direct)
 
 
 def op_and_factor(op: Any) -> tuple[str, float]:

@@ -15,8 +15,13 @@ from counterpoint.errors import Misconfigured, Unsupported
 
 __all__ = [
     "HOOKS",
+    "Gathered",
     "ShardedModule",
+    "adopt",
+    "copied_why",
     "gather_group",
+    "gathered",
+    "give_back",
     "is_prefetching",
     "present_hooks",
     "sharded_modules",
@@ -63,6 +68,19 @@ class ShardedModule:
         """Those of several ranks, in which there is something to communicate."""
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """One parameter as it is gathered.
+
+    Args:
+        num_bytes: of all ranks' shares, padded.
+        dtype: torch.dtype of them.
+    """
+
+    num_bytes: int
+    dtype: Any
 
 
 def sharded_modules(model: Any) -> tuple[ShardedModule, ...]:
@@ -152,17 +170,64 @@ def _described(module: Any, parameters: Any, names: Mapping[Any, str]) -> Sharde
         device=_inside(parameters, "device"),
         shard_group=shard_group,
         post_forward_group=None if smaller is shard_group else smaller,
-        gather_bytes=0 if shard_group is None else shard_group.size() * sum(_shard_bytes(parameters)),
+        gather_bytes=0 if shard_group is None else shard_group.size() * sum(size for size, _ in _shards(parameters)),
         replicas=getattr(mesh, "replicate_mesh_size", 1),
     )
 
 
-def _shard_bytes(parameters: Any) -> Iterator[int]:
-    """Bytes of this rank's part of each parameter, padded as it is sent."""
-    dtype = _inside(parameters, "mp_policy").param_dtype
+def gathered(module: ShardedModule) -> tuple[Gathered, ...]:
+    """Its parameters, in the order in which FSDP2 gathers them."""
+    ranks = module.shard_group.size()
+    return tuple(Gathered(num_bytes=ranks * num_bytes, dtype=dtype) for num_bytes, dtype in _shards(module.parameters))
+
+
+def copied_why(module: ShardedModule) -> str:
+    """Why FSDP2 has to copy what it gathers of this module to its place; empty if it can be sent there."""
+    if module.post_forward_group is not None:
+        return "its parameters are gathered again over fewer ranks"
+    for parameter in _inside(module.parameters, "fsdp_params"):
+        if _inside(parameter, "fsdp_placement").dim != 0:
+            return f"a parameter is sharded along axis {parameter.fsdp_placement.dim}"
+        if hasattr(_inside(parameter, "_sharded_local_tensor"), "fsdp_pre_all_gather"):
+            return "a parameter has a way of its own to be gathered (fsdp_pre_all_gather)"
+    return ""
+
+
+def adopt(module: ShardedModule, outputs: Sequence[Any]) -> None:
+    """Whole parameters are from now on at `outputs`, flat tensors in the order of `gathered`. While it is sharded."""
+    for parameter, output in zip(_inside(module.parameters, "fsdp_params"), outputs, strict=True):
+        _made_anew(parameter, [output])
+
+
+def give_back(module: ShardedModule) -> None:
+    """FSDP2 makes the tensors of whole parameters by itself again. While it is sharded."""
+    for parameter in _inside(module.parameters, "fsdp_params"):
+        numel = _inside(parameter, "padded_sharded_param_size").numel()
+        dtype = parameter.all_gather_outputs[0].dtype
+        parameter.all_gather_outputs = []
+        parameter.init_all_gather_outputs([numel], [dtype], module.shard_group.size(), module.device)
+        _made_anew(parameter, parameter.all_gather_outputs)
+        parameter.free_unsharded_param()
+
+
+def _made_anew(parameter: Any, outputs: list[Any]) -> None:
+    """FSDP2's whole parameter, as views of `outputs`; its gradient of microbatches before stays."""
+    before = getattr(parameter, "_unsharded_param", None)
+    parameter.all_gather_outputs = outputs
+    if before is not None:
+        del parameter._unsharded_param
+    _inside(parameter, "init_unsharded_param")()
+    if before is not None:
+        parameter._unsharded_param.grad = before.grad
+
+
+def _shards(parameters: Any) -> Iterator[tuple[int, Any]]:
+    """Bytes of this rank's part of each parameter, padded as it is sent, and the dtype."""
+    policy = _inside(parameters, "mp_policy").param_dtype
     for parameter in _inside(parameters, "fsdp_params"):
-        sent = dtype or _inside(parameter, "sharded_param").dtype
-        yield _inside(parameter, "padded_sharded_param_size").numel() * sent.itemsize
+        own = _inside(parameter, "sharded_param").dtype
+        dtype = policy if policy is not None and own.is_floating_point else own
+        yield _inside(parameter, "padded_sharded_param_size").numel() * dtype.itemsize, dtype
 
 
 def _inside(owner: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ class Traffic(Record, frozen=True, kw_only=True):
         dtype: torch's name of it.
         op: how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather.
         copied_bytes: what the latest call copied besides sending it: 0 if it was in place.
+        direct: FSDP2 copied nothing either: parameters came to where they are used, gradients went from where they are.
     """
 
     calls: int = 0
@@ -25,11 +26,13 @@ class Traffic(Record, frozen=True, kw_only=True):
     dtype: str = ""
     op: str = ""
     copied_bytes: int = 0
+    direct: bool = False
 
     def __str__(self) -> str:
         if not self.calls:
             return "no call yet"
         how = f"{self.copied_bytes / 1e6:,.1f} MB copied" if self.copied_bytes else "in place"
+        how = "direct" if self.direct else how
         kind = " ".join(part for part in (self.dtype, self.op) if part)
         return f"{self.calls} x {self.num_bytes / 1e6:,.1f} MB {kind}, {how}"
 
@@ -45,6 +48,7 @@ class ModuleReport(Record, frozen=True, kw_only=True):
         all_gather: what the hook has done; None if torch's own collective is in use.
         reduce_scatter: likewise.
         torch_why: why torch's own collectives stay; empty if they do not.
+        copied_why: why FSDP2 copies what ours have gathered; empty if it does not.
     """
 
     name: str
@@ -54,6 +58,7 @@ class ModuleReport(Record, frozen=True, kw_only=True):
     all_gather: Traffic | None = None
     reduce_scatter: Traffic | None = None
     torch_why: str = ""
+    copied_why: str = ""
 
 
 class Report(Record, frozen=True, kw_only=True):
@@ -72,6 +77,7 @@ class Report(Record, frozen=True, kw_only=True):
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
         lines = _aligned(rows)
+        lines += [f"{module.name}: FSDP2 copies: {module.copied_why}" for module in self.modules if module.copied_why]
         if any(module.replicas > 1 for module in self.modules):
             lines.append("all_reduce between replicas: torch's")
         if self.prefetch:
