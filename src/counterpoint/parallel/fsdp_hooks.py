@@ -139,9 +139,10 @@ class GatherHook(AllGather):
         """As `all_gather_into_tensor`, on the current stream; with `async_op` on the channel's own."""
         self._seen()
         if isinstance(output_tensor, Gathering):
-            work = output_tensor.home.gather(channel=self._channel, async_op=async_op)
+            home = output_tensor.home
+            work = home.gather(channel=self._channel, async_op=async_op)
             self._calls += 1
-            self._latest = (output_tensor.numel() * output_tensor.dtype.itemsize, output_tensor.dtype, True)
+            self._latest = (sum(one.num_bytes for one in home.parameters), home.parameters[0].dtype, True)
             return None if work is None else _Awaited(work)
         communicator = self._communicators.of(group)
         work = communicator.all_gather(output_tensor, input_tensor, channel=self._channel, async_op=async_op)

@@ -7,7 +7,8 @@ one (`_fsdp_param_group`, then `_fsdp_param_groups`); where one is missing it sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,10 @@ __all__ = [
     "gathered",
     "give_back",
     "is_prefetching",
+    "leave_shards_alone",
     "present_hooks",
     "sharded_modules",
+    "shards",
     "unmanaged_bytes",
 ]
 
@@ -208,6 +211,48 @@ def give_back(module: ShardedModule) -> None:
         parameter.init_all_gather_outputs([numel], [dtype], module.shard_group.size(), module.device)
         _made_anew(parameter, parameter.all_gather_outputs)
         parameter.free_unsharded_param()
+
+
+def shards(module: ShardedModule) -> list[Any]:
+    """This rank's parts of its parameters as they are stored, flat and padded."""
+    return [_inside(parameter, "_sharded_param_data") for parameter in _inside(module.parameters, "fsdp_params")]
+
+
+def leave_shards_alone(module: ShardedModule, alone: bool = True) -> None:
+    """FSDP2 makes no copy of its shards, in the dtype in which they are gathered, before it asks for a buffer.
+
+    There is no hook for that, so a function of torch is replaced; for all other modules it does what it did.
+    """
+    _REPLACED.apply()
+    parameters = _inside(module.parameters, "fsdp_params")
+    (_REPLACED.alone.update if alone else _REPLACED.alone.difference_update)(parameters)
+
+
+class _Replaced:
+    """FSDP2's function that makes those copies."""
+
+    name = "_get_param_all_gather_inputs"
+
+    def __init__(self) -> None:
+        self.alone: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._original: Callable[[list[Any]], list[list[Any]]] | None = None
+
+    def apply(self) -> None:
+        """Once for all modules."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+        if self._original is None:
+            self._original = _inside(_fsdp_collectives, self.name)
+            setattr(_fsdp_collectives, self.name, self)
+
+    def __call__(self, parameters: list[Any]) -> list[list[Any]]:
+        assert self._original is not None
+        if all(parameter in self.alone for parameter in parameters):
+            return [[parameter._sharded_param_data] for parameter in parameters]
+        return self._original(parameters)
+
+
+_REPLACED = _Replaced()
 
 
 def _made_anew(parameter: Any, outputs: list[Any]) -> None:

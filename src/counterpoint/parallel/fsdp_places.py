@@ -17,7 +17,7 @@ views of its tensors: then its gather is made when FSDP2 needs it, not before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,15 @@ from torch.utils.dlpack import from_dlpack
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.fsdp_modules import Gathered, ShardedModule, adopt, gathered, give_back
+from counterpoint.parallel.fsdp_modules import (
+    Gathered,
+    ShardedModule,
+    adopt,
+    gathered,
+    give_back,
+    leave_shards_alone,
+    shards,
+)
 
 __all__ = ["Home", "Places"]
 
@@ -87,34 +95,21 @@ class Home:
         self._module, self._places = module, places
         self.ranks = places.communicator.world_size
         self._device = torch.get_device_module(module.device)
+        self.parameters: tuple[Gathered, ...] = ()
         self._place: Place | None = None
         self._outputs: list[Tensor] = []  # what FSDP2 takes for its own
         self._own: list[Tensor] = []  # this rank's shares of them
         self._views = 0  # of their storages, where autograd has none
         self._reading = False  # FSDP2 has been told that they are here
-        self._late: Sequence[Tensor] = ()  # shards that wait until the place is free
+        self._late = False  # the latest gather waits until the place is free
         self._sent: Any = None  # the latest gather: its work, or an event behind it
 
-    def fill(self, shards: Sequence[Tensor]) -> None:
-        """This rank's shards to their places, on the current stream; later, if there is a tenant whom we cannot avoid.
-
-        Raises:
-            Unsupported: other shards than FSDP2 said that there would be.
-        """
-        self._late = ()
-        if not self._moved_in():
-            self._late = shards
-            return
-        if [shard.nbytes for shard in shards] != [own.nbytes for own in self._own]:
-            raise Unsupported(
-                f"{self._module.name}: FSDP2 gathers shards of {[shard.nbytes for shard in shards]} bytes, foreseen "
-                f"were {[own.nbytes for own in self._own]}; use Options(direct=False)"
-            )
-        typed = [
-            shard if shard.dtype == own.dtype else shard.view(own.dtype)
-            for shard, own in zip(shards, self._own, strict=True)
-        ]
-        torch._foreach_copy_(self._own, typed)
+    def fill(self) -> None:
+        """This rank's shards to their places, in the dtype in which they are gathered, on the current stream; later, if
+        there is a tenant whom we cannot avoid."""
+        self._late = not self._moved_in()
+        if not self._late:
+            torch._foreach_copy_(self._own, shards(self._module))
 
     def gather(self, *, channel: int, async_op: bool) -> Work | None:
         """Everyone's shards to where they belong, on the current stream, or with `async_op` behind it."""
@@ -147,6 +142,7 @@ class Home:
     def leave(self) -> None:
         """FSDP2 makes tensors of its own again. Between two steps."""
         self.free()
+        leave_shards_alone(self._module, False)
         if self._outputs:
             give_back(self._module)
         if self._place is not None and self._place.tenant is self:
@@ -161,7 +157,7 @@ class Home:
                 return False
             place = None
         if place is None:
-            place = self._settle(self._places.vacant(self._num_bytes()))
+            place = self._settle()
         self._take(place)
         return True
 
@@ -175,12 +171,7 @@ class Home:
             tenant._wait_for_sent()  # gathered for nothing, or too early
             assert self._place is not None
             self._place.tenant = None
-        shards, self._late = self._late, ()
-        if not shards:
-            raise Unsupported(
-                f"{self._module.name} was gathered before another module of its place; use Options(direct=False)"
-            )
-        self.fill(shards)
+        self.fill()
 
     def _take(self, place: Place) -> None:
         if place.tenant is self:
@@ -200,24 +191,20 @@ class Home:
         event.record()
         return event
 
-    def _num_bytes(self) -> int:
-        return sum(map(_aligned, self._sizes()))
-
-    def _sizes(self) -> list[int]:
-        return [one.num_bytes for one in gathered(self._module)]
-
-    def _settle(self, place: Place) -> Place:
-        """Tensors at `place`, and FSDP2 uses them from now on."""
-        parameters, start = gathered(self._module), 0
+    def _settle(self) -> Place:
+        """Tensors at a vacant place, and FSDP2 uses them from now on."""
+        self.parameters, start = gathered(self._module), 0
+        place = self._places.vacant(sum(_aligned(one.num_bytes) for one in self.parameters))
         rank, ranks = self._places.communicator.rank, self.ranks
         self._place, self._outputs, self._own = place, [], []
         with torch.inference_mode(False), torch.no_grad():
-            for one in parameters:
+            for one in self.parameters:
                 part, share = place.room[start : start + one.num_bytes], one.num_bytes // ranks
                 self._outputs.append(_whole(part, one, self.free))
                 self._own.append(part[rank * share : (rank + 1) * share].view(one.dtype))
                 start += _aligned(one.num_bytes)
             adopt(self._module, self._outputs)
+        leave_shards_alone(self._module)
         self._views = self._storages()
         return place
 

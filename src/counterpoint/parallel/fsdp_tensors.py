@@ -51,8 +51,8 @@ class Gathering(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.fsdp.all_gather_copy_in.default:
-            shards, buffer = args[:2]
-            buffer.home.fill(shards)
+            buffer = args[1]
+            buffer.home.fill()
             return buffer.detached((len(buffer) // buffer.home.ranks,)), buffer.detached(buffer.shape)
         if function is _VIEW:
             return args[0].detached(_viewed(args[0], args[1]))
