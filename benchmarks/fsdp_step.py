@@ -100,16 +100,20 @@ class Bench:
         free, total = torch.cuda.mem_get_info(self.device)
         return (total - free - torch.cuda.memory_reserved(self.device)) / 1e9
 
-    def look(self, tokens: int) -> dict[str, dict[str, float]]:
-        """Of stock alone on the GPU, then of ours, whose symmetric memory counts."""
-        seen = {variant.name: self.looked_at(variant, tokens) for variant in self.variants if "stock" in variant.name}
-        if self.handle is None:
-            self.before_gb = self.outside_gb()
-            self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0, direct=not self.args.copied))
-            self.variants += ours
-        for variant in (variant for variant in self.variants if "overlap" in variant.name):
-            seen[variant.name] = self.looked_at(variant, tokens)
-            seen[variant.name]["peak_gb"] += self.outside_gb() - self.before_gb
+    def look(self) -> dict[int, dict[str, dict[str, float]]]:
+        """Of stock alone on the GPU, at every number of tokens, then of ours, whose symmetric memory counts: of each
+        variant before the next one, which may need more of it."""
+        seen: dict[int, dict[str, dict[str, float]]] = {tokens: {} for tokens in self.args.tokens}
+        for variant in self.variants:
+            for tokens in self.args.tokens:
+                seen[tokens][variant.name] = self.looked_at(variant, tokens)
+        self.before_gb = self.outside_gb()
+        self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0, direct=not self.args.copied))
+        self.variants += ours
+        for variant in ours:
+            for tokens in self.args.tokens:
+                seen[tokens][variant.name] = self.looked_at(variant, tokens)
+                seen[tokens][variant.name]["peak_gb"] += self.outside_gb() - self.before_gb
         return seen
 
     def block(self, step: Step) -> tuple[float, float]:
@@ -207,7 +211,7 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     bench = Bench(args)
-    looks = {tokens: bench.look(tokens) for tokens in args.tokens}
+    looks = bench.look()
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
         new = summary(tokens, bench.timed(tokens), looks[tokens])

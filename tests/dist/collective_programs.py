@@ -229,7 +229,12 @@ def all_right(draws: Draws, count: int) -> int:
 def random_collectives(session: Session, seed: int, count: int, max_bytes: int, chunk_bytes: int = 1024) -> int:
     """How many of `count` random collectives came out right: up to four under way on three channels."""
     with Communicator(
-        channels=3, timeout_s=40, chunk_bytes=chunk_bytes, debug=seed % 2 == 1, before_step=delays(seed, session.rank)
+        channels=3,
+        timeout_s=40,
+        chunk_bytes=chunk_bytes,
+        staging_bytes=(None, 5000)[seed % 2],
+        debug=seed % 2 == 1,
+        before_step=delays(seed, session.rank),
     ) as communicator:
         return all_right(Draws(communicator, seed, max_bytes), count)
 

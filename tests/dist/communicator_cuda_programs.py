@@ -94,7 +94,9 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int) 
     Most chunks are pushed in turns, as large ones are.
     """
     gpu = SoftwareGpu(delays(seed, session.rank))
-    options: dict[str, Any] = {"debug": seed % 2 == 1, "graphs": seed % 3 != 2}
+    options: dict[str, Any] = {
+        "debug": seed % 2 == 1, "graphs": seed % 3 != 2, "staging_bytes": (None, 5000)[seed % 2],
+    }  # fmt: skip
     with (
         patch.object(tuning, "TURN_BYTES", 64),
         Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator,

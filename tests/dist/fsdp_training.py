@@ -118,7 +118,9 @@ CASES = {
     "modules together": Case(policy=BF16, grouped=True),
     "separate groups": Case(policy=BF16, prepare=separate_groups),
     "prefetch": Case(policy=BF16, options=Options(prefetch=2)),
-    "one channel": Case(policy=BF16, options=Options(scatter_channel=0, debug=True, chunk_bytes=1024)),
+    "one channel": Case(
+        policy=BF16, options=Options(scatter_channel=0, debug=True, chunk_bytes=1024, staging_bytes=4096)
+    ),
 }
 
 

@@ -55,6 +55,8 @@ class Communicator:
         max_bytes: symmetric memory that this rank may take; None: an eighth of the machine's, on a GPU what it has.
         chunk_bytes: smallest piece in which blocks are sent and reduced, a multiple of 16; large blocks take larger.
             None: what is best for the device.
+        staging_bytes: most staging that a channel keeps for reduce_scatters, which come in slices if they need more;
+            None: as much as the largest needs, (n - 1) / n of its input.
         reserve_bytes: `empty` makes its first region now, of this size.
         graphs: on GPUs, replay a call from a CUDA graph when it comes again; None: yes.
         sum_sms: on GPUs, SMs that the sums of reductions run on, one large block each, so that they take no more from a
@@ -78,6 +80,7 @@ class Communicator:
         debug: bool = False,
         max_bytes: int | None = None,
         chunk_bytes: int | None = None,
+        staging_bytes: int | None = None,
         reserve_bytes: int | None = None,
         graphs: bool | None = None,
         sum_sms: int | None = None,
@@ -92,6 +95,7 @@ class Communicator:
             debug=debug,
             max_bytes=max_bytes,
             chunk_bytes=chunk_bytes,
+            staging_bytes=staging_bytes,
             reserve_bytes=reserve_bytes,
             graphs=graphs,
             sum_sms=sum_sms,

@@ -20,6 +20,7 @@ from counterpoint.collectives.program import ALIGNMENT, COPY, Call, Flag, Tuning
 from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.symmetric import Location, Pool
 from counterpoint.collectives.transport import Job, Start
+from counterpoint.collectives.tuning import in_slices
 from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
@@ -37,6 +38,7 @@ class CpuTransport:
         watchdog: of the same ranks.
         channels: how many calls may run at once.
         chunk_bytes: smallest piece of a block; None: what is best here.
+        staging_bytes: most staging of a reduce_scatter; None: what it needs.
         reserve_bytes: the first region for outputs has this size.
         before_step: called before every step.
     """
@@ -50,6 +52,7 @@ class CpuTransport:
         *,
         channels: int,
         chunk_bytes: int | None = None,
+        staging_bytes: int | None = None,
         reserve_bytes: int | None = None,
         before_step: BeforeStep | None = None,
     ) -> None:
@@ -60,7 +63,7 @@ class CpuTransport:
         self.early = EarlyPool(memory, create=self._early_region, release=self._release)
         if reserve_bytes:
             self.pool.reserve()
-        self._chunk_bytes = chunk_bytes or CHUNK_BYTES
+        self._chunk_bytes, self._staging_bytes = chunk_bytes or CHUNK_BYTES, staging_bytes
         self._lock = threading.Lock()
         self._channels = [
             Channel(memory, self.patience, index, fail=self.fail, before_step=before_step) for index in range(channels)
@@ -68,6 +71,9 @@ class CpuTransport:
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
         """Chunks of at least the size asked for, and no more of them than a channel has flags."""
+        return in_slices(self._tuned, call, self._staging_bytes)
+
+    def _tuned(self, call: Call) -> Tuning:
         units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
         chunk_bytes = max(self._chunk_bytes, units * ALIGNMENT)
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)

@@ -29,7 +29,7 @@ from counterpoint.collectives.program import ALIGNMENT, COPY, Call, Flag, Tuning
 from counterpoint.collectives.shared_memory import SharedMemory
 from counterpoint.collectives.symmetric import Location, Pool, SymmetricMemory
 from counterpoint.collectives.transport import Job, Start
-from counterpoint.collectives.tuning import best_tuning, in_turns
+from counterpoint.collectives.tuning import best_tuning, in_slices, in_turns
 from counterpoint.collectives.watchdog import Watchdog
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -63,7 +63,8 @@ class CudaTransport:
         self.graphs, self.sum_sms = options.graphs is not False, options.sum_sms
         self.failure: BaseException | None = None
         self._failing = threading.Lock()
-        self._chunk_bytes, self._most_bytes, self._bytes = options.chunk_bytes, options.max_bytes, 0
+        self._chunk_bytes, self._staging_bytes = options.chunk_bytes, options.staging_bytes
+        self._most_bytes, self._bytes = options.max_bytes, 0
         self.patience = Patience(watchdog, lambda: self.failure)
         self.moments = Moments(gpu.driver)
         self.order = StreamOrder(self.moments, gpu)
@@ -101,15 +102,17 @@ class CudaTransport:
         """The fastest on the clock of simulate.py, for calls whose sizes tend to come again; one signal for each peer
         for all others. With an early release every rank has to send to every other, which is the direct way. Where no
         handshake keeps the ranks in step, large chunks are pushed in turns."""
+        found = in_slices(partial(self._tuned, early_release=early_release), call, self._staging_bytes)
+        return in_turns(found) if early_release or call.reduces else found
+
+    def _tuned(self, call: Call, *, early_release: bool) -> Tuning:
         varied = call.operation not in CROSSOVER_BYTES or len({size for row in call.sizes for size in row}) > 2
         if early_release or varied:
-            found = Tuning(arrivals="together")
-        elif self._chunk_bytes is None:
-            found = best_tuning(call, max_chunks=MAX_CHUNKS)
-        else:
-            units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
-            found = Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
-        return in_turns(found) if early_release or call.reduces else found
+            return Tuning(arrivals="together")
+        if self._chunk_bytes is None:
+            return best_tuning(call, max_chunks=MAX_CHUNKS)
+        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
+        return Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
         """Where a contiguous tensor lies in own symmetric memory; None if it does not."""

@@ -33,6 +33,7 @@ class Options:
     debug: bool = False
     max_bytes: int | None = None
     chunk_bytes: int | None = None
+    staging_bytes: int | None = None
     reserve_bytes: int | None = None
     graphs: bool | None = None
     sum_sms: int | None = None
@@ -47,13 +48,14 @@ class Options:
         for name, value in (("reserve_bytes", self.reserve_bytes), ("sum_sms", self.sum_sms)):
             if value is not None and value < 1:
                 raise Misconfigured(f"{name}={value}: give 1 or more, or None")
-        Tuning(chunk_bytes=self.chunk_bytes)  # raises if it cannot be one
+        Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
 
     def shared(self, on_gpu: bool) -> dict[str, object]:
         """What has to be the same on all ranks: first what programs depend on, then what regions do."""
         same: dict[str, object] = {
             "channels": self.channels,
             "chunk_bytes": self.chunk_bytes,
+            "staging_bytes": self.staging_bytes,
             "debug": self.debug,
         }
         if any(self.crossover_bytes.values()):
@@ -128,6 +130,7 @@ def _on_cpu(group: Any, options: Options) -> Transport:
             watchdog,
             channels=options.channels,
             chunk_bytes=options.chunk_bytes,
+            staging_bytes=options.staging_bytes,
             reserve_bytes=options.reserve_bytes,
             before_step=options.before_step,
         )

@@ -49,6 +49,10 @@ def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
         raise Misconfigured(
             f"{call.operation} with algorithm={tuning.algorithm!r}: {', '.join(plans)} have it; take 'direct'"
         )
+    if tuning.staging_bytes is not None and call.operation != "reduce_scatter":
+        raise Misconfigured(
+            f"{call.operation} with staging_bytes={tuning.staging_bytes}: only reduce_scatter has slices"
+        )
     program = plans[call.operation](call, rank, tuning)
     return replace(program, release=joined(program.release), steps=joined(program.steps), finish=joined(program.finish))
 

@@ -114,6 +114,8 @@ class Tuning:
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
         turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
             push to one receiver at once (`turns.py`), where every rank sends as much to every other; None: no chunk.
+        staging_bytes: most staging that a reduce_scatter takes: what is more comes in slices, one when the last has
+            been added up everywhere; None: all of it at once.
         algorithm: `direct`: every block goes straight to its place, a copy for each peer; `doubling`: ranks pass on
             what they have received, in log2 as many copies (`doubling.py`), whole and not in chunks.
 
@@ -126,6 +128,7 @@ class Tuning:
     arrivals: Literal["each", "together"] = "each"
     relay_bytes: int = 1 << 18
     turn_bytes: int | None = None
+    staging_bytes: int | None = None
     algorithm: Literal["direct", "doubling"] = "direct"
 
     def __post_init__(self) -> None:
@@ -134,6 +137,8 @@ class Tuning:
                 raise Misconfigured(
                     f"{name}={size}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
                 )
+        if self.staging_bytes is not None and self.staging_bytes < 1:
+            raise Misconfigured(f"staging_bytes={self.staging_bytes}: give 1 or more, or None for what a call needs")
         cut = self.chunk_bytes is not None or self.last_bytes is not None
         if self.algorithm == "doubling" and (cut or self.turn_bytes is not None or self.arrivals != "each"):
             raise Misconfigured(

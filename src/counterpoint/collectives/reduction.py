@@ -6,7 +6,7 @@ A chunk is reduced as soon as it has come from every rank, on a lane of its own,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from counterpoint.collectives.calls import source_span, target_span
 from counterpoint.collectives.movement import arrival, arrivals, chunked, grant, pushes, rotation, take
@@ -29,21 +29,28 @@ from counterpoint.collectives.program import (
 )
 from counterpoint.collectives.turns import Turns
 
-__all__ = ["all_reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "reduce_scatter", "slice_bytes"]
 
 _BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Push slice t of the input to rank t's staging, chunk by chunk; add up what arrives."""
+    """Push slice t of the input to rank t's staging, chunk by chunk; add up what arrives.
+
+    With less staging than that needs, shards are cut, and each cut is done as if it were a call of its own: nobody
+    pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
+    behind each other in one queue of the hardware.
+    """
     if _trivial(call):
         return _alone(call, rank, tuning)
-    chunks = _chunks(call, rank, tuning)
-    lane = REDUCE if len(chunks) > 1 else COPY
-    steps = [*_fork(lane), take("staging", rotation(rank, call.world_size)), *_scatter(call, rank, tuning)]
-    for chunk in range(len(chunks)):
-        steps += _reduced(call, rank, tuning, chunk, lane)
-    steps.append(grant("staging", rank, rotation(rank, call.world_size), lane))
+    cuts, peers = _cuts(call, tuning), rotation(rank, call.world_size)
+    lane = REDUCE if len(cuts) > 1 or len(_chunks(call, rank, tuning, cuts[0])) > 1 else COPY
+    steps = _fork(lane)
+    for cut in cuts:
+        steps += [take("staging", peers), *_scatter(call, rank, tuning, cut)]
+        for chunk in range(len(_chunks(call, rank, tuning, cut))):
+            steps += _reduced(call, rank, tuning, chunk, lane, cut)
+        steps.append(grant("staging", rank, peers, lane))
     return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=tuple(_after(1, lane)))
 
 
@@ -85,32 +92,63 @@ def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
     return Program(call=call, tuning=tuning, rank=rank, steps=steps)
 
 
-def _chunks(call: Call, rank: int, tuning: Tuning) -> list[Span]:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Bytes of every shard; shards that end before have fewer, or none."""
+
+    offset: int = 0
+    num_bytes: int | None = None
+
+    def of(self, shard: Span) -> Span:
+        low = min(self.offset, shard.num_bytes)
+        high = shard.num_bytes if self.num_bytes is None else min(low + self.num_bytes, shard.num_bytes)
+        return Span(shard.buffer, shard.offset + low, high - low)
+
+
+_WHOLE = _Cut()
+
+
+def _cuts(call: Call, tuning: Tuning) -> list[_Cut]:
+    """Those that staging has room for, one after the other."""
+    if tuning.staging_bytes is None:
+        return [_WHOLE]
+    size = slice_bytes(call.world_size, tuning.staging_bytes)
+    return [_Cut(offset, size) for offset in range(0, max(map(max, call.sizes)), size)]
+
+
+def slice_bytes(world_size: int, staging_bytes: int) -> int:
+    """Of every shard, what a slice has, so that it needs no more staging than that; a multiple of 16, which is the
+    least."""
+    return max(1, staging_bytes // (world_size - 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _chunks(call: Call, rank: int, tuning: Tuning, cut: _Cut = _WHOLE) -> list[Span]:
     """Where the chunks of the own shard go."""
-    return chunked(target_span(call, rank, rank), tuning)
+    return chunked(cut.of(target_span(call, rank, rank)), tuning)
 
 
-def _staged(call: Call, source: int, target: int) -> Span:
+def _staged(call: Call, source: int, target: int, cut: _Cut = _WHOLE) -> Span:
     """Where in the staging of `target` the slice of `source` lies. Its own slice stays in input."""
-    size = call.sizes[source][target]
+    size = cut.of(source_span(call, source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)
 
 
-def _scatter(call: Call, rank: int, tuning: Tuning) -> Iterator[Step]:
+def _scatter(call: Call, rank: int, tuning: Tuning, cut: _Cut = _WHOLE) -> Iterator[Step]:
     moves = {
-        peer: (source_span(call, rank, peer), _staged(call, rank, peer)) for peer in rotation(rank, call.world_size)
+        peer: (cut.of(source_span(call, rank, peer)), _staged(call, rank, peer, cut))
+        for peer in rotation(rank, call.world_size)
     }
     return pushes(call, rank, moves, replace(tuning, arrivals="together"))
 
 
-def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int) -> list[Step]:
+def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, cut: _Cut = _WHOLE) -> list[Step]:
     """Wait until `chunk` of the own shard is here from every rank, and combine it, ranks ascending."""
     ranks = range(call.world_size)
-    spans = {peer: _staged(call, peer, rank) for peer in ranks} | {rank: source_span(call, rank, rank)}
+    spans = {peer: _staged(call, peer, rank, cut) for peer in ranks} | {rank: cut.of(source_span(call, rank, rank))}
     sources = tuple(chunked(spans[peer], tuning)[chunk] for peer in ranks)
     waits = tuple(Wait(Flag("staging", "arrived", peer, chunk)) for peer in ranks if peer != rank)
-    target = _chunks(call, rank, tuning)[chunk]
+    target = _chunks(call, rank, tuning, cut)[chunk]
     return [Batch(waits, lane), *([Reduce(sources, target, lane)] if target.num_bytes else [])]
 
 

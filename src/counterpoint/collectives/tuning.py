@@ -7,17 +7,18 @@ seen before costs the host some simulations of it, 3 to 80 ms in all (8 ranks, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from counterpoint.collectives.calls import output_bytes
+from counterpoint.collectives.calls import output_bytes, reduce_scatter
 from counterpoint.collectives.plan import DEFAULT, DOUBLING, plan_all
 from counterpoint.collectives.program import ALIGNMENT, Call, Tuning
+from counterpoint.collectives.reduction import slice_bytes
 from counterpoint.collectives.simulate import H200, Rates, simulate
 from counterpoint.errors import Misconfigured
 
-__all__ = ["TURN_BYTES", "best_tuning", "candidates", "in_turns"]
+__all__ = ["TURN_BYTES", "best_tuning", "candidates", "in_slices", "in_turns"]
 
 TURN_BYTES = 1 << 23  # a copy of 22 µs: a turn costs a fifth of it, a meeting all of it
 _TOGETHER = Tuning(arrivals="together")
@@ -52,6 +53,17 @@ def best_tuning(call: Call, rates: Rates = H200, *, max_chunks: int = 16) -> Tun
 def in_turns(tuning: Tuning) -> Tuning:
     """The same with turns for large chunks: for calls that begin without a handshake, so that ranks may be apart."""
     return tuning if tuning.algorithm == "doubling" else replace(tuning, turn_bytes=TURN_BYTES)
+
+
+def in_slices(tuned: Callable[[Call], Tuning], call: Call, staging_bytes: int | None) -> Tuning:
+    """What `tuned` says of `call`; of a reduce_scatter that needs more staging, what it says of one slice."""
+    if staging_bytes is None or call.operation != "reduce_scatter" or call.world_size == 1:
+        return tuned(call)
+    size = slice_bytes(call.world_size, staging_bytes)
+    if max(map(max, call.sizes)) <= size:
+        return tuned(call)
+    one = reduce_scatter(call.world_size, [min(size, shard) for shard in call.sizes[0]])
+    return replace(tuned(one), staging_bytes=staging_bytes)
 
 
 def candidates(call: Call) -> tuple[Tuning, ...]:

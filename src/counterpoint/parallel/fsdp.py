@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Overlap", "overlap"]
 
+STAGING_BYTES = 1 << 27  # a slice less costs a round trip, some 30 us of a call that computation hides
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -51,6 +53,8 @@ class Options:
         gather_channel: of the communicators, for gathers.
         scatter_channel: for scatters; on one channel they run one after the other, on two at the same time.
         chunk_bytes: smallest piece in which gradients are sent and reduced; None: the communicator's own choice.
+        staging_bytes: most memory into which peers send gradients before they are added up; what needs more comes in
+            slices. None: as much as the largest module needs, kept for good.
         max_bytes: symmetric memory that this rank may take for each group; None: the communicator's own choice.
         limit_bytes: modules that gather more keep torch's collectives; None: no limit. Buffers as large as the largest
             module stay in symmetric memory for good.
@@ -66,6 +70,7 @@ class Options:
     gather_channel: int = 0
     scatter_channel: int = 1
     chunk_bytes: int | None = None
+    staging_bytes: int | None = STAGING_BYTES
     max_bytes: int | None = None
     limit_bytes: int | None = None
     timeout_s: float = 600.0
@@ -87,6 +92,7 @@ class Options:
             "debug": self.debug,
             "max_bytes": self.max_bytes,
             "chunk_bytes": self.chunk_bytes,
+            "staging_bytes": self.staging_bytes,
         }
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "gather_group",
     "gathered",
     "give_back",
+    "is_done",
     "is_prefetching",
     "leave_shards_alone",
     "present_hooks",
@@ -194,6 +195,12 @@ def copied_why(module: ShardedModule) -> str:
         if hasattr(_inside(parameter, "_sharded_local_tensor"), "fsdp_pre_all_gather"):
             return "a parameter has a way of its own to be gathered (fsdp_pre_all_gather)"
     return ""
+
+
+def is_done(module: ShardedModule) -> bool:
+    """Whether its backward pass is over and it was not called since: its whole parameters are kept for the next call,
+    if they are, and not in use."""
+    return bool(_inside(module.parameters, "_training_state").name == "POST_BACKWARD")
 
 
 def adopt(module: ShardedModule, outputs: Sequence[Any]) -> None:

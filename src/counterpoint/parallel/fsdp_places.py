@@ -12,7 +12,8 @@ own waits: the call has a handshake.
 
 *Homes.* A module takes the place that was left longest ago when it is first gathered, and lives there. If it finds a
 tenant there later (modules are gathered in another order, or kept), it moves to another place, unless autograd has
-views of its tensors: then its gather is made when FSDP2 needs it, not before.
+views of its tensors: then its gather is made when FSDP2 needs it, not before; and a tenant whose parameters are only
+kept for its next call has to be gathered again then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from counterpoint.parallel.fsdp_modules import (
     adopt,
     gathered,
     give_back,
+    is_done,
     leave_shards_alone,
     shards,
 )
@@ -153,7 +155,7 @@ class Home:
         """Whether the place is ours; from here on the current stream may write there."""
         place = self._place
         if place is not None and place.tenant not in (None, self):
-            if self._storages() > self._views:
+            if self._is_seen():
                 return False
             place = None
         if place is None:
@@ -163,6 +165,8 @@ class Home:
 
     def _move_in_now(self, tenant: Home | None) -> None:
         if tenant is not None and tenant is not self:
+            if tenant._reading and is_done(tenant._module):
+                tenant._module.module.reshard()  # kept for its next call: then it is gathered again
             if tenant._reading:
                 raise Unsupported(
                     f"{self._module.name} and {tenant._module.name} are in use at the same time, and were not when "
@@ -208,8 +212,12 @@ class Home:
         self._views = self._storages()
         return place
 
+    def _is_seen(self) -> bool:
+        """Whether autograd has views of them."""
+        return self._storages() > self._views
+
     def _storages(self) -> int:
-        """References to their storages: more than at first, if autograd has views of them."""
+        """References to their storages."""
         return sum(torch._C._storage_Use_Count(Tensor.untyped_storage(one)._cdata) for one in self._outputs)
 
 

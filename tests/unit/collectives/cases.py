@@ -22,6 +22,7 @@ CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")
 DOUBLING = Tuning(algorithm="doubling")
 TURNS = Tuning(chunk_bytes=16, turn_bytes=16)
+SLICES = Tuning(chunk_bytes=16, turn_bytes=1, staging_bytes=100)
 TAPERED = Tuning(chunk_bytes=16, last_bytes=16)
 
 
@@ -42,6 +43,8 @@ def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
         "all_to_all, own block left": (all_to_all(uneven, own="consumer"), CHUNKS),
         "reduce_scatter": (reduce_scatter(world_size, 4), PLAIN),
         "reduce_scatter, chunks": (reduce_scatter(world_size, 36), CHUNKS),
+        "reduce_scatter, slices": (reduce_scatter(world_size, 36), Tuning(staging_bytes=16 * world_size)),
+        "reduce_scatter, slices, chunks": (reduce_scatter(world_size, [70, *[4] * last]), SLICES),
         "reduce_scatter, turns": (reduce_scatter(world_size, 4), Tuning(turn_bytes=1)),
         "all_reduce, turns, chunks": (all_reduce(world_size, 32 * world_size), TURNS),
         "all_reduce": (all_reduce(world_size, 3, own="copy"), PLAIN),

@@ -23,21 +23,20 @@ from counterpoint.collectives.reduce_kernel import combine
 GUARD = 64  # bytes on both sides of every array that must stay as they are
 
 
-def array(numel: int, reduction: Reduction, skew: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def array(numel: int, reduction: Reduction, skew: int, seed: int, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """`numel` random elements `skew` bytes after a multiple of 64, and all the memory around them."""
     generator = torch.Generator().manual_seed(seed)
-    around = torch.randint(0, 100, (numel * reduction.item_bytes + 2 * GUARD + 64,), generator=generator).to(
-        torch.uint8
-    )
+    dtype: torch.dtype = getattr(torch, name or reduction.dtype)
+    around = torch.randint(0, 100, (numel * dtype.itemsize + 2 * GUARD + 64,), generator=generator).to(torch.uint8)
     start = -around.data_ptr() % 64 + GUARD + skew
-    values = around[start : start + numel * reduction.item_bytes].view(getattr(torch, reduction.dtype))
+    values = around[start : start + numel * dtype.itemsize].view(dtype)
     values.copy_((torch.randn(numel, generator=generator) * 40).to(values.dtype))
     return values, around
 
 
 def combined(rows: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
     """`reference`, but bfloat16 cut and not rounded: so does the interpreter, unlike compiled code."""
-    if reduction.dtype != "bfloat16":
+    if reduction.result_dtype != "bfloat16":
         same: torch.Tensor = reference(rows, reduction)
         return same
     wide: torch.Tensor = reference([row.float() for row in rows], replace(reduction, dtype="float32"))
@@ -47,13 +46,14 @@ def combined(rows: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
 def run(case: dict[str, Any]) -> str:
     """`equal`, or what was not."""
     reduction = Reduction(
-        op=case["op"], dtype=case["dtype"], factor=case.get("factor", 1.0), num_sms=case.get("num_sms")
-    )
+        op=case["op"], dtype=case["dtype"], factor=case.get("factor", 1.0), num_sms=case.get("num_sms"),
+        result=case.get("result", ""),
+    )  # fmt: skip
     numel, world, own, skew = case["numel"], case["world_size"], case["own"], case.get("skew", 0)
     slot = -(-numel * reduction.item_bytes // 16) * 16
     mine, _ = array(numel, reduction, skew, 1)
     staging, _ = array(slot * max(1, world - 1) // reduction.item_bytes, reduction, 0, 2)
-    target, around = array(numel, reduction, case.get("target_skew", 0), 3)
+    target, around = array(numel, reduction, case.get("target_skew", 0), 3, reduction.result_dtype)
     if case.get("in_place"):
         target = mine
     slots = [staging.data_ptr() + slot * index for index in range(world - 1)]
@@ -73,7 +73,7 @@ def run(case: dict[str, Any]) -> str:
         different = (target.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()
         return f"{len(different)} bytes differ, the first at {int(different[0])}: {target[:4]} instead of {wanted[:4]}"
     changed = int((before != around).sum())
-    inside = 0 if case.get("in_place") else numel * reduction.item_bytes
+    inside = 0 if case.get("in_place") else target.nbytes
     return "equal" if changed <= inside and (before[:GUARD] == around[:GUARD]).all() else "wrote outside"
 
 

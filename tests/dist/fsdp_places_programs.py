@@ -1,0 +1,173 @@
+"""What ranks run to test where parameters are gathered to: layers of one size, called in any order, beside stock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from counterpoint.errors import Unsupported
+from counterpoint.measure.session import Session
+from counterpoint.parallel.fsdp import Options, Overlap, overlap
+
+Prepare = Callable[[Any, int], object]
+"""The model and the number of the step."""
+WIDTH, LAYERS = 16, 6
+
+
+class Layer(nn.Module):
+    """A linear layer that may call another one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, hidden: Tensor, inner: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        hidden = hidden @ self.weight
+        if inner is not None:
+            hidden = inner(hidden)
+        return torch.tanh(hidden) @ self.weight.t() + self.bias
+
+
+class Model(nn.Module):
+    """Layers in the order that is asked for; of a pair the second is called inside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, hidden: Tensor, order: Sequence[int | tuple[int, int]]) -> Tensor:
+        for one in order:
+            outer, inner = (one, None) if isinstance(one, int) else (one[0], self.layers[one[1]])
+            hidden = hidden + self.layers[outer](hidden, inner)
+        return hidden.square().mean()
+
+
+def model() -> Any:
+    """Sharded, the same weights every time."""
+    torch.manual_seed(3)
+    made = Model()
+    for layer in made.layers:
+        fully_shard(layer)
+    fully_shard(made)
+    return made
+
+
+def losses_and_gradients(made: Any, session: Session, orders: Sequence[Sequence[Any]], prepare: Prepare) -> list[Any]:
+    """Of a step in each of the orders; without gradients, and those kept, in every third."""
+    seen: list[Any] = []
+    shards = list(made.parameters())  # kept whole after backward, the model's parameters are others
+    for step, order in enumerate(orders):
+        prepare(made, step)
+        hidden = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + session.rank))
+        if step % 3 == 2:
+            with torch.no_grad():
+                seen.append(made(hidden, order).item())
+        loss = made(hidden, order)
+        loss.backward()
+        seen.append(loss.item())
+        seen += [one.grad.to_local().clone() for one in shards if one.grad is not None]
+        for one in shards:
+            one.grad = None
+    return seen
+
+
+def _nothing(made: Any, step: int) -> None:
+    pass
+
+
+def _kept_after_backward(made: Any, step: int) -> None:
+    for layer in made.layers:
+        layer.set_reshard_after_backward(step % 2 == 0)
+
+
+def _kept_after_forward(made: Any, step: int) -> None:
+    for layer in made.layers:
+        layer.set_reshard_after_forward(step % 2 == 0)
+
+
+def _all_at_once(made: Any, step: int) -> None:
+    if step == 1:
+        for layer in made.layers:
+            layer.unshard()
+
+
+def _prefetched_in_vain(made: Any, step: int) -> None:
+    for index, layer in enumerate(made.layers):
+        layer.set_modules_to_forward_prefetch(list(made.layers[index + 1 : index + 3]))
+        layer.set_modules_to_backward_prefetch(list(made.layers[index - 2 : index]) if index > 1 else [])
+
+
+PREPARED: dict[str, Prepare] = {
+    "as they come": _nothing,
+    "kept after backward": _kept_after_backward,
+    "kept after forward": _kept_after_forward,
+    "all at once": _all_at_once,
+    "prefetched in vain": _prefetched_in_vain,
+}
+ALL = list(range(LAYERS))
+ORDERS: dict[str, list[list[Any]]] = {
+    "the same": [ALL] * 5,
+    "backwards": [ALL, ALL[::-1], ALL],
+    "every other": [ALL, ALL[::2], ALL[1::2], ALL, ALL[::3]],
+    "again": [ALL, [*ALL, 0, 1], [0, 0, 0, 2, 2]],
+    "inside": [ALL, [0, (2, 4), 1, (5, 3)], ALL, [(0, 2), (1, 3)], [(4, 0), 2]],
+}
+
+
+def beside_stock(session: Session, orders: str, prepared: str, ahead: int | None) -> list[int]:
+    """Which of the losses and gradients differ from stock's."""
+    what = ORDERS[orders], PREPARED[prepared]
+    expected, made = losses_and_gradients(model(), session, *what), model()
+    with overlap(made, options=Options(prefetch=None if prepared == "prefetched in vain" else ahead)):
+        got = losses_and_gradients(made, session, *what)
+    assert len(got) == len(expected)
+    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def places(session: Session, ahead: int | None) -> list[int]:
+    """At how many places layers were after each of three steps."""
+    made, seen = model(), []
+    with overlap(made, options=Options(prefetch=ahead)) as handle:
+        for step in range(3):
+            losses_and_gradients(made, session, [ALL] * (step + 1), _nothing)
+            seen.append(len({id(home._place) for home in homes(handle) if home.parameters}))
+    return seen
+
+
+def homes(handle: Overlap) -> list[Any]:
+    """Of all modules."""
+    return [hooked.gather._home for hooked in handle._hooked.values()]
+
+
+def in_use_at_once(session: Session) -> str:
+    """What is said if a layer that autograd has views of is needed while another one is in use at its place."""
+    made = model()
+    with overlap(made):
+        losses_and_gradients(made, session, [ALL], _nothing)
+        try:
+            made(torch.ones(1, WIDTH), [0, (2, 0)])
+        except Unsupported as error:
+            return str(error)
+    return ""
+
+
+def left_in_use(session: Session) -> list[int]:
+    """Which losses and gradients differ from stock's after `restore`, with layers that were kept after forward."""
+    made = model()
+    handle = overlap(made)
+    _kept_after_forward(made, 1)
+    with torch.no_grad():
+        made(torch.ones(1, WIDTH), ALL)
+    handle.restore()
+    got = losses_and_gradients(made, session, [ALL] * 2, _nothing)
+    expected = losses_and_gradients(model(), session, [ALL] * 2, _nothing)
+    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]

@@ -1,0 +1,34 @@
+"""Modules that share the places to which their parameters are gathered, in orders that they were not given them for."""
+
+from __future__ import annotations
+
+import fsdp_places_programs as programs
+import pytest
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("orders", programs.ORDERS)
+@pytest.mark.parametrize("prepared", programs.PREPARED)
+def test_training_is_that_of_stock_in_any_order(two_ranks: Ranks, orders: str, prepared: str) -> None:
+    """Layers in other orders, twice, one inside the other; kept, gathered by hand, gathered for nothing: the same
+    bits."""
+    for ahead in (None, 2):
+        assert two_ranks.run(programs.beside_stock, orders, prepared, ahead) == [[], []]
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(None, 2), (1, 2), (2, 3), (3, 4)])
+def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahead: int | None, expected: int) -> None:
+    """The one that computes, and those ahead of it; and no more after further steps."""
+    assert two_ranks.run(programs.places, ahead) == [[expected] * 3] * 2
+
+
+def test_two_modules_in_use_at_one_place_are_an_error(two_ranks: Ranks) -> None:
+    """Named, with what to do; not wrong numbers."""
+    for said in two_ranks.run(programs.in_use_at_once):
+        assert said.startswith("layers.0 and layers.2 are in use at the same time")
+        assert "use Options(direct=False)" in said
+
+
+def test_restore_takes_parameters_back_that_are_in_use(two_ranks: Ranks) -> None:
+    """torch has memory of its own for them again."""
+    assert two_ranks.run(programs.left_in_use) == [[], []]
