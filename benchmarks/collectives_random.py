@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from provenance import gpu_provenance, write_result
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.reduce import Reduction, ReductionOp, reference
 
-OPERATIONS = ("all_gather", "all_to_all", "uneven all_to_all", "broadcast", "scatter", "gather", "send_recv",
-              "reduce_scatter", "all_reduce", "barrier")  # fmt: skip
-EARLY = ("all_gather", "all_to_all")
+OPERATIONS = ("all_gather", "all_gather coalesced", "all_to_all", "uneven all_to_all", "broadcast", "scatter", "gather",
+              "send_recv", "reduce_scatter", "reduce_scatter coalesced", "all_reduce", "barrier")  # fmt: skip
+EARLY = ("all_gather", "all_to_all", "all_gather coalesced")
 CAPTURED = ("all_gather", "reduce_scatter", "all_to_all")  # twice the same is once
-SUMMED = ("reduce_scatter", "all_reduce")
+SUMMED = ("reduce_scatter", "all_reduce", "reduce_scatter coalesced")
+PLACED = ("send_recv", "uneven all_to_all", "all_gather coalesced")  # outputs of empty() only
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 DTYPES = (*FLOATS, torch.float64, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64)
 MOST_CAPTURED_BYTES = 1 << 16  # what is captured keeps its memory
@@ -55,7 +57,9 @@ class Draws:
         size = dice.choice([0, 1, 17, 2 ** dice.uniform(0, self.max_bytes.bit_length() - 1)])
         self.numel = int(min(size, self.max_bytes) / self.dtype.itemsize / self.n)
         memory = ("symmetric", "symmetric", "plain", "early" if self.name in EARLY else "symmetric")
-        self.kind = dice.choice(memory if self.name not in ("send_recv", "uneven all_to_all") else ("symmetric",))
+        self.kind = dice.choice(memory)
+        if self.name in PLACED and (self.kind == "plain" or self.name not in EARLY):
+            self.kind = "symmetric"
         small = self.numel * self.dtype.itemsize * self.n <= MOST_CAPTURED_BYTES
         self.captured = small and self.kind != "early" and self.name in CAPTURED and dice.random() < 0.1
         self.options = {"channel": dice.randrange(self.comm.channels), "async_op": dice.random() < 0.5}
@@ -114,6 +118,32 @@ class Draws:
             mine = out[self.rank * self.numel : (self.rank + 1) * self.numel].copy_(mine)
         self.run(lambda **options: self.comm.all_gather(out, mine, **options))
         return out, self.gathered(mine.clone())
+
+    def _all_gather_coalesced(self) -> tuple[Any, Any]:
+        """Of three tensors with gaps between them, the last one first; in place or not."""
+        numels = [self.numel, self.dice.choice([0, 5]), self.numel // 3]
+        starts = [0, self.numel * self.n + 32, (self.numel + 5) * self.n + 64]
+        mine, out = [self.data(numel, salt) for salt, numel in enumerate(numels)], self.room(starts[2] * 2 + 64)
+        outs = [out[start : start + numel * self.n] for start, numel in zip(starts, numels, strict=True)]
+        if self.dice.random() < 0.5:
+            blocks = [one[self.rank * numel :][:numel] for one, numel in zip(outs, numels, strict=True)]
+            mine = [block.copy_(own) for block, own in zip(blocks, mine, strict=True)]
+        self.run(lambda **options: self.comm.all_gather_coalesced(outs[::-1], mine[::-1], **options))
+        return torch.cat(outs), torch.cat([self.gathered(own.clone()) for own in mine])
+
+    def _reduce_scatter_coalesced(self) -> tuple[Any, Any]:
+        """Of three tensors, two of which cannot be shared equally; half of the narrow ones kept in float32."""
+        how, numels = self.how(), [self.numel * self.n, self.dice.choice([0, 5]), self.numel]
+        wide = self.dtype.itemsize == 2 and self.dice.random() < 0.5
+        how = replace(how, result="float32" if wide else "")
+        kept, shares = getattr(torch, how.result_dtype), [-(-numel // self.n) for numel in numels]
+        mine = [self.data(numel, salt) for salt, numel in enumerate(numels)]
+        out = torch.zeros(sum(shares), dtype=kept, device=self.device)
+        outs = out.split(shares)
+        self.run(lambda **o: self.comm.reduce_scatter_coalesced(outs, mine, how.op, factor=how.factor, **o))
+        wanted = [self.combined(own, how) for own in mine]
+        padded = [torch.cat([one, one.new_zeros(s * self.n - len(one))]) for one, s in zip(wanted, shares, strict=True)]
+        return out, torch.cat([one[self.rank * share :][:share] for one, share in zip(padded, shares, strict=True)])
 
     def gathered(self, mine: torch.Tensor) -> torch.Tensor:
         """By NCCL."""
@@ -212,12 +242,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=256 << 20, help="of the full array")
+    parser.add_argument(
+        "--chunk-bytes", type=int, help="of the communicator; None: each new size is tuned, which takes"
+    )
+    parser.add_argument("--staging-bytes", type=int, help="of the communicator")
     asked = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
     started, wrong = time.monotonic(), list[str]()
-    with Communicator(timeout_s=60, reserve_bytes=2 * asked.max_bytes) as communicator:
+    options = {"chunk_bytes": asked.chunk_bytes, "staging_bytes": asked.staging_bytes}
+    with Communicator(timeout_s=60, reserve_bytes=2 * asked.max_bytes, **options) as communicator:
         draws = Draws(communicator, seed=asked.seed, max_bytes=asked.max_bytes)
         for index in range(asked.count):
             told = draws.one(index)

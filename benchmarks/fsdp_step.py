@@ -108,7 +108,10 @@ class Bench:
             for tokens in self.args.tokens:
                 seen[tokens][variant.name] = self.looked_at(variant, tokens)
         self.before_gb = self.outside_gb()
-        self.handle, ours = self.sharded.overlapped(Options(timeout_s=120.0, direct=not self.args.copied))
+        options = Options(timeout_s=120.0, direct=not self.args.copied)
+        if self.args.staging_bytes is not None:
+            options = replace(options, staging_bytes=self.args.staging_bytes)
+        self.handle, ours = self.sharded.overlapped(options)
         self.variants += ours
         for variant in ours:
             for tokens in self.args.tokens:
@@ -193,6 +196,7 @@ def parsed() -> argparse.Namespace:
         "--head-apart", action="store_true", help="embedding, and norm with head, are modules of their own (torchtitan)"
     )
     parser.add_argument("--copied", action="store_true", help="ours with direct=False: FSDP2's own copies stay")
+    parser.add_argument("--staging-bytes", type=int, help="of ours; default: the library's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of a round")
