@@ -41,6 +41,7 @@ WHOLE = 1 << 36  # one bucket: gradients are reduced at once, after the last mic
 Recompute = Literal["none", "selective", "full"]
 KINDS: tuple[Recompute, Recompute] = ("full", "selective")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
+PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
 Read = Callable[[Job, Step], float]
 
 
@@ -239,11 +240,13 @@ def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, time
     kinds: dict[str, tuple[str, Read]] = {
         "stock": ("nccl", without_update),
         "zero-SM": ("zero_sm", without_update),
+        "zero-SM, copied": ("zero_sm_copied", without_update),
         "bound": ("nccl", with_copies),
         "floor": ("nccl", slowest_of(ranks)),
     }
     found = []
-    for kind, (mechanism, read) in kinds.items():
+    for kind in times:
+        mechanism, read = kinds[kind]
         dp = 1 if kind == "floor" else ranks
         job = Job(
             model=model, parallel=Parallel(dp=dp, zero=3 if dp > 1 else 0),
@@ -262,12 +265,12 @@ def fsdp_8xh200() -> list[Row]:
         row
         for tokens, times in ((2048, (91.0, 79.1, 62.3, 59.1)), (4096, (150.3, 138.2, 129.5, 117.6)),
                               (8192, (274.3, 261.5, 251.4, 239.1)))
-        for row in fsdp_step("H200 FSDP2", "", model, 8, tokens, dict(zip(VARIANTS.values(), times, strict=True)))
+        for row in fsdp_step("H200 FSDP2", "", model, 8, tokens, dict(zip(PROTOTYPE.values(), times, strict=True)))
     ]  # fmt: skip
 
 
-def fsdp_4xh200() -> list[Row]:
-    """This project's measurements, 2026-11-21, on another machine: layers of 8B's and of 70B's shape, small ends."""
+def fsdp_fewer_h200(ranks: int) -> list[Row]:
+    """This project's measurements, 2026-11-21, on other machines: layers of 8B's and of 70B's shape, small ends."""
     found = []
     for name, kind, (layers, hidden, heads, ffn) in (
         ("8B", "layers", (12, 4096, 32, 14336)),
@@ -275,11 +278,11 @@ def fsdp_4xh200() -> list[Row]:
     ):
         model = Model(layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, gated=True, vocab=1024)
         measured: dict[int, dict[str, float]] = {}
-        for row in json.loads((ROOT / "results" / f"fsdp-step-{kind}-4xh200.json").read_text())["rows"]:
+        for row in json.loads((ROOT / "results" / f"fsdp-step-{kind}-{ranks}xh200.json").read_text())["rows"]:
             if row["variant"] in VARIANTS:
                 measured.setdefault(row["tokens"], {})[VARIANTS[row["variant"]]] = row["ms"]
         for tokens, times in measured.items():
-            found += fsdp_step("4 x H200 FSDP2", f"{name}, ", model, 4, tokens, times)
+            found += fsdp_step(f"{ranks} x H200 FSDP2", f"{name}, ", model, ranks, tokens, times)
     return found
 
 
@@ -287,7 +290,7 @@ def rows() -> list[Row]:
     """All of them."""
     return [
         *iteration_times(), *weak_scaling(), *strong_scaling(), *fsdp_a100(), *llama3(), *fsdp_8xh200(),
-        *fsdp_4xh200(),
+        *fsdp_fewer_h200(4), *fsdp_fewer_h200(2),
     ]  # fmt: skip
 
 

@@ -8,8 +8,9 @@ Compute is cut into n equal pieces, as many as buckets or layers, and a collecti
     asynchronous                  max(c - all compute of the step, 0)             nobody waits for anybody
 
 together: `overlap.py`. Copies of FSDP2, which run on SMs: the gathered buffer into parameters (2 bytes in and out
-each), gradients into the buffer that is reduced (`chunk_cat`), seen on H200 in `samples/fsdp-healthy`. Layers are
-gathered one ahead; more (`Parallel.prefetch`) takes memory and, on 8 × H200, saved no time that could be measured.
+each), gradients into the buffer that is reduced (`chunk_cat`: 1.9 TB/s where it makes float32 of bfloat16, as in
+`samples/fsdp-healthy`, 3.8 TB/s where it does not), shards from float32 and back. Layers are gathered one ahead; more
+(`Parallel.prefetch`) takes memory and, on 8 × H200, saved no time that could be measured.
 
     zero          sent per step                                           source
     0             all_reduce of gradients in buckets                      arXiv 2006.15704
@@ -76,12 +77,24 @@ def layer_collectives(job: Job, prices: MeshPrices, held: Held) -> tuple[list[Co
 
 
 def layer_copies_us(job: Job, machine: Machine, held: Held) -> tuple[float, float]:
-    """zero 3: copies of one layer, forward and backward; none where one rank has everything."""
-    element = 4 if job.training.precision == "fp32" else 2
-    out = Traffic(name="copy out", num_bytes=2.0 * element * held.total)
-    into = Traffic(name="copy in", num_bytes=(element + job.training.grad_bytes) * held.total, strided=True)
-    again = (out,) if job.parallel.reshard_after_forward else ()
-    return total_us((out,), machine), total_us((*again, into), machine)
+    """zero 3: copies of one layer, forward and backward; none where one rank has everything.
+
+    Of whole layers, unless every byte is sent from where it is to where it belongs: out of the gathered buffer, and
+    gradients into that which is reduced. Of the own shard: to the dtype in which it is gathered (and from there into
+    the buffer), and gradients back to float32.
+    """
+    element, gradient = 4 if job.training.precision == "fp32" else 2, job.training.grad_bytes
+    copies = find_mechanism(job.mechanism).copies
+    shard = held.total / (job.parallel.dp * job.parallel.cp)
+    gather = [Traffic(name="cast", num_bytes=(4.0 + element) * shard)] if element < 4 else []
+    scatter = [Traffic(name="cast back", num_bytes=(gradient + 4.0) * shard)] if gradient < 4 else []
+    if copies:
+        gather.append(Traffic(name="copy of the shard", num_bytes=2.0 * element * shard))
+        gather.append(Traffic(name="copy out", num_bytes=2.0 * element * held.total))
+        into = (element + gradient) * held.total
+        scatter.append(Traffic(name="copy in", num_bytes=into, strided=gradient != element))
+    again = gather if job.parallel.reshard_after_forward else []
+    return total_us(tuple(gather), machine), total_us((*again, *scatter), machine)
 
 
 def _collectives(

@@ -12,8 +12,8 @@ g compute alone, c communication alone. While both run, compute keeps `compute_k
 over launch orders: held = 1 - hidden / hidden of side by side. It is 0 where matmuls are not persistent: before Hopper
 their blocks come and go with every wave, and a collective gets in.
 
-Figures: 8 × H200, NCCL 2.28.9, 4 GEMM loads × 4 length ratios × 3 launch orders, 2026-11-20 and 21. Nothing else has
-been measured; on other GPUs they are assumptions.
+Figures: 8 × H200 (4 where that is said), NCCL 2.28.9, 4 GEMM loads × 4 length ratios × 3 launch orders, 2026-11-20 and
+21. Nothing else has been measured; on other GPUs they are assumptions.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Mechanism(Record, frozen=True, kw_only=True):
         compute_kept: speed of compute beside it, over its speed alone.
         comm_kept: the same of communication.
         hidden: mean over launch orders, by operation; what is missing counts as the mean of those given.
+        copies: FSDP2 copies between its buffers and parameters.
         source: of the figures.
     """
 
@@ -39,6 +40,7 @@ class Mechanism(Record, frozen=True, kw_only=True):
     comm_kept: float
     hidden: dict[str, float]
     source: str
+    copies: bool = True
 
     def held(self, operation: str) -> float:
         """Part of collectives that wait for a persistent matmul to end."""
@@ -76,12 +78,21 @@ MECHANISMS: dict[str, Mechanism] = {
         ),
         Mechanism(
             name="zero_sm",
+            compute_kept=0.965,
+            comm_kept=0.97,
+            hidden={"all_gather": 0.97, "all_to_all": 0.91, "reduce_scatter": 0.87, "all_reduce": 0.71},
+            copies=False,
+            source="counterpoint.collectives, under FSDP2 straight to parameters and from gradients: 4 × H200, "
+            "results/pairs-4xh200.md",
+        ),
+        Mechanism(
+            name="zero_sm_copied",
             compute_kept=0.955,
             comm_kept=0.97,
             hidden={"all_gather": 0.88, "all_to_all": 0.61, "reduce_scatter": 0.86, "all_reduce": 0.63},
-            source="copy engines and stream memory operations; reductions in a kernel of their own: GEMMs keep 94-97 %",
+            source="its prototype, with FSDP2's copies: GEMMs keep 94-97 %",
         ),
-        Mechanism(name="ideal", compute_kept=1.0, comm_kept=1.0, hidden={}, source="by definition"),
+        Mechanism(name="ideal", compute_kept=1.0, comm_kept=1.0, hidden={}, copies=False, source="by definition"),
         Mechanism(name="serial", compute_kept=0.0, comm_kept=1.0, hidden={}, source="by definition"),
     )
 }

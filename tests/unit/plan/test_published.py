@@ -31,10 +31,11 @@ def of(errors: dict[str, float], *groups: str) -> list[float]:
         ("A100 iteration times", 8, 0.025, 0.045),
         ("A100 weak scaling", 10, 0.02, 0.05),
         ("A100 strong scaling", 6, 0.025, 0.04),  # nothing was fitted to this group and those below
-        ("A100 FSDP", 7, 0.07, 0.12),
+        ("A100 FSDP", 7, 0.075, 0.12),
         ("H100 Llama 3 405B", 3, 0.06, 0.08),
-        ("H200 FSDP2", 12, 0.045, 0.1),
-        ("4 x H200 FSDP2", 16, 0.1, 0.155),  # a machine whose GEMMs were slower under load: docs/plan.md
+        ("H200 FSDP2", 12, 0.045, 0.07),
+        ("4 x H200 FSDP2", 16, 0.105, 0.155),  # machines whose GEMMs were slower under load: docs/plan.md
+        ("2 x H200 FSDP2", 16, 0.115, 0.165),
     ],
 )
 def test_published_steps_come_out(errors: dict[str, float], group: str, count: int, mean: float, worst: float) -> None:
@@ -55,7 +56,7 @@ def test_a_row_is_no_better_than_the_models_error_says() -> None:
         (("A100 iteration", "A100 weak", "A100 strong"), 0),
         (("A100 FSDP",), 1),
         (("H100",), 2),
-        (("H200", "4 x H200"), 3),
+        (("H200", "4 x H200", "2 x H200"), 3),
     ],
 )
 def test_the_stated_error_is_the_error(errors: dict[str, float], groups: tuple[str, ...], index: int) -> None:
@@ -64,10 +65,12 @@ def test_the_stated_error_is_the_error(errors: dict[str, float], groups: tuple[s
     assert [said.mean, said.worst] == pytest.approx([fmean(found), max(found)], abs=0.01)
 
 
-def test_what_sharding_adds_comes_out() -> None:
-    """4 x H200, 8B: copies (bound - floor) within 3 ms, communication that stock shows (stock - bound) within 5 ms."""
+@pytest.mark.parametrize("group", ["2 x H200 FSDP2", "4 x H200 FSDP2"])
+def test_what_sharding_adds_comes_out(group: str) -> None:
+    """8B: copies (bound - floor) within 3 ms, communication that stock shows (stock - bound) within 5 ms."""
     predictions, off = Predictions(), {}
-    steps = {row.name: (row.read(row.job, predictions.step(row)), row.published) for row in ROWS if "8B, " in row.name}
+    rows = [row for row in ROWS if row.group == group and "8B, " in row.name]
+    steps = {row.name: (row.read(row.job, predictions.step(row)), row.published) for row in rows}
     for tokens in (2048, 4096, 8192):
         for more, less in (("bound", "floor"), ("stock", "bound")):
             big, small = (steps[f"8B, {tokens} tokens, {kind}"] for kind in (more, less))
@@ -87,7 +90,7 @@ def fsdp() -> Row:
 def test_what_was_not_measured_says_so(field: str, value: str, says: str) -> None:
     """A job that differs in one respect names it."""
     said = validated(msgspec.structs.replace(fsdp().job, **{field: value}))
-    assert said.startswith(f"not validated: {says}; the closest measured are 28 steps of FSDP2")
+    assert said.startswith(f"not validated: {says}; the closest measured are 44 steps of FSDP2")
 
 
 def test_every_mechanism_of_a_validation_exists() -> None:

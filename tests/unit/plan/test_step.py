@@ -184,11 +184,11 @@ def test_replicas_of_shards_reduce_what_is_left() -> None:
 
 
 def test_a_step_says_how_far_to_trust_it() -> None:
-    """FSDP2 on 8 × H200 was measured, with a mean error of 6 %; a mixture of experts was not."""
+    """FSDP2 on 8 × H200 was measured, with a mean error of 8 %; a mixture of experts was not."""
     h200 = Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8))
     base = msgspec.structs.replace(job(gpus=8, dp=8, zero=3, fused_kernels=False), cluster=h200)
     said = [step(msgspec.structs.replace(base, model=each)).validated for each in (SMALL, SPARSE)]
-    assert (said[0].startswith("mean 6."), said[1].startswith("not validated: experts;")) == (True, True)
+    assert (said[0].startswith("mean 8."), said[1].startswith("not validated: experts;")) == (True, True)
 
 
 def big() -> Job:
