@@ -26,7 +26,7 @@ from counterpoint.collectives.lower import ReduceLaunch
 from counterpoint.collectives.plan import DOUBLING
 from counterpoint.collectives.program import Call, Tuning
 from counterpoint.collectives.reduce import Reduction, bind
-from counterpoint.collectives.tuning import best_tuning
+from counterpoint.collectives.tuning import best_tuning, candidates, in_turns
 from counterpoint.controls.nccl_windows import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 
@@ -42,7 +42,8 @@ Launch = Callable[[], object]
 class Bench:
     """This rank with every buffer at its largest."""
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, *, every_tuning: bool = False) -> None:
+        self.every_tuning = every_tuning
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", self.rank)
         self.rig = Rig(dist.group.WORLD, self.rank, output_bytes=largest, staging_bytes=largest)
@@ -114,6 +115,10 @@ class Bench:
         if not call.reduces:
             yield "own, graph, one arrival", Tuning(arrivals="together"), True
             return
+        if self.every_tuning:
+            for tuning in candidates(call):
+                yield f"own, graph, {_cut(call, tuning)}", tuning, True
+                yield f"own, graph, {_cut(call, tuning)}, turns", in_turns(tuning), True
         for chunks in (4, 8):
             chunk_bytes = max(call.sizes[0]) // chunks // 16 * 16
             if chunk_bytes >= 1 << 18:
@@ -131,6 +136,14 @@ class Bench:
             case "reduce_scatter":
                 return lambda: dist.reduce_scatter_tensor(recv[:shard], send[:whole], group=group)
         return lambda: dist.all_reduce(recv[:whole], group=group)
+
+
+def _cut(call: Call, tuning: Tuning) -> str:
+    """How a shard is cut: so many chunks, and a last one of a part of it."""
+    shard, last = max(call.sizes[0]), tuning.last_bytes
+    if tuning.algorithm == "doubling" or last is None:
+        return tuning.algorithm if tuning.algorithm == "doubling" else "whole"
+    return f"{-(-(shard - last) // (tuning.chunk_bytes or shard))} + 1/{round(shard / last)}"
 
 
 def measured(bench: Bench, operation: str, num_bytes: int, rounds: int) -> list[tuple[str, float, float, float]]:
@@ -175,15 +188,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of the full array")
     parser.add_argument("--operations", nargs="*", default=list(OPERATIONS))
+    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="bytes of the full array")
+    parser.add_argument("--every-tuning", action="store_true", help="of reductions all that the clock chooses from")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     rows: list[tuple[str, ...]] = []
     with torch.cuda.stream(torch.cuda.Stream()):
-        bench = Bench(options.largest)
+        bench = Bench(options.largest, every_tuning=options.every_tuning)
         for operation in options.operations:
-            for num_bytes in (size for size in SIZES if size <= options.largest):
+            for num_bytes in (size for size in options.sizes if size <= options.largest):
                 for name, *numbers in measured(bench, operation, num_bytes, options.rounds):
                     rows.append(show(rank, operation, num_bytes, name, numbers))
         for name, *numbers in reduction_alone(bench, options.largest, options.rounds):

