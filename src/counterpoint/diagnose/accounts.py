@@ -10,6 +10,7 @@ from counterpoint.diagnose.intervals import Intervals
 from counterpoint.diagnose.job import Job
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records import Account, Collective, RankAccount, Step
+from counterpoint.trace.classify import is_multi_tensor
 from counterpoint.trace.columns import previous_on_stream
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -143,7 +144,14 @@ def _account(job: Job, column: int, busy: Activity, w: Waits) -> RankAccount:
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,
+        multi_tensor_us=compute - float(_single_tensor(job, column).within(start, end).sum()),
     )
+
+
+def _single_tensor(job: Job, column: int) -> Intervals:
+    """When a compute kernel runs that is not over a list of tensors."""
+    gpu, lists = job.digests[column].gpu, np.array([is_multi_tensor(name) for name in job.digests[column].names], bool)
+    return job.runs(column, (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
 
 
 def _inside(job: Job, column: int) -> np.typing.NDArray[np.bool_]:

@@ -49,7 +49,10 @@ class Job:
 
     def busy(self, column: int, *kinds: Kind) -> Intervals:
         """When at least one operation of these kinds runs on a rank."""
-        rows = np.isin(self.digests[column].gpu.kind, kinds)
+        return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
+
+    def runs(self, column: int, rows: np.typing.NDArray[np.bool_]) -> Intervals:
+        """When at least one of these operations runs on a rank."""
         return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
 
 

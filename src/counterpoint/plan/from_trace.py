@@ -1,13 +1,16 @@
 """A measured step on more nodes or another network: compute and communication from real ranks, not from formulas.
 
     T    = compute + exposed + waits + rest                              as measured: n ranks, per step and rank
+    compute' = compute - lists · (1 - n / n')            if shards are what grows: lists, of compute, is what nothing
+                                                         but kernels over lists of tensors takes
     C'   = Σ over collectives of transfer · estimate(there) / estimate(here)
     exposed' = C' - h · min(compute', C'),   h = (C - exposed) / min(compute, C) as measured
     waits'   = waits · z(n') / z(n),         z(n): expected slowest of n in standard deviations (`stragglers.py`)
 
-The batch of a rank stays (weak scaling), so its compute and what is neither (copies, idle) stay, too. Of the groups of
-ranks those with the largest stride grow with the job, which are the replicas; the others stay inside. The model only
-says how a collective's time changes from one machine to the other: its error on the measured machine cancels.
+The batch of a rank stays (weak scaling), so its compute and what is neither (copies, idle) stay, too, but for what goes
+over a rank's shards: optimizer, clipping, casts. Of the groups of ranks those with the largest stride grow with the
+job, which are the replicas; the others stay inside. Shards get smaller if these groups gather them. The model only says
+how a collective's time changes from one machine to the other: its error on the measured machine cancels.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Observed(Record, frozen=True, kw_only=True):
     gpu: str
     step_us: float
     compute_us: float
+    lists_us: float
     exposed_us: float
     waits_us: float
     rest_us: float
@@ -101,6 +105,7 @@ def observed(diagnosis: Diagnosis) -> Observed:
         gpu=_gpu_name(diagnosis.gpu),
         step_us=totals.duration_us / steps,
         compute_us=totals.compute_us / steps,
+        lists_us=totals.multi_tensor_us / steps,
         exposed_us=exposed,
         waits_us=waits,
         rest_us=(totals.duration_us - totals.compute_us - totals.exposed_comm_us) / steps,
@@ -142,11 +147,12 @@ def elsewhere(of: Observed, here: Cluster, there: Cluster, *, ranks: int, slow: 
         Misconfigured: the groups cannot grow so, or one of the clusters is too small.
     """
     times = [(each, each.transfer_us * _ratio(each, of, here, there, ranks)) for each in of.seen]
-    comm, compute = sum(us for _, us in times), of.compute_us * slow
+    shrinks = of.lists_us * (1.0 - of.ranks / ranks) if _shards_grow(of) else 0.0
+    comm, compute = sum(us for _, us in times), (of.compute_us - shrinks) * slow
     exposed = max(comm - of.hidden * min(compute, comm), 0.0)
     waits = of.waits_us * _slowest(ranks) / _slowest(of.ranks) if of.waits_us else 0.0
     parts = (
-        Part(name="compute", us=compute, means="as in the trace" + (f", the slowest {slow:g} times" * (slow > 1))),
+        Part(name="compute", us=compute, means=_said(of, shrinks, slow)),
         Part(
             name="exposed", us=exposed, means=f"communication that compute does not hide; {of.hidden:.0%} as measured"
         ),
@@ -164,6 +170,18 @@ def elsewhere(of: Observed, here: Cluster, there: Cluster, *, ranks: int, slow: 
         exposed_us=exposed + waits,
         mfu=None if of.mfu is None else of.mfu * of.step_us / step_us,
     )
+
+
+def _said(of: Observed, shrinks: float, slow: float) -> str:
+    less = f", {abs(shrinks) / 1e3:.1f} ms {'less' if shrinks > 0 else 'more'} for shards of another size"
+    return "as in the trace" + less * bool(shrinks) + f", the slowest {slow:g} times" * (slow > 1)
+
+
+def _shards_grow(of: Observed) -> bool:
+    """Whether the groups that grow with the job are those that gather parameters and scatter gradients."""
+    outermost = max(each.group.stride for each in of.seen)
+    grown = {each.operation for each in of.seen if each.group.stride == outermost}
+    return {"all_gather", "reduce_scatter"} <= grown
 
 
 def _ratio(each: Seen, of: Observed, here: Cluster, there: Cluster, ranks: int) -> float:

@@ -57,7 +57,8 @@ class Account(Record, frozen=True, kw_only=True):
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined (of copies:
-    waiting also before the first one, while the stream holds it back).
+    waiting also before the first one, while the stream holds it back). `multi_tensor_us`: of compute, when nothing runs
+    but kernels over lists of tensors: optimizers, clipping, casts, which go over what a rank has of the parameters.
     """
 
     duration_us: float
@@ -73,6 +74,7 @@ class Account(Record, frozen=True, kw_only=True):
     comm_to_compute: float | None
     mfu: float | None = None
     exposed_wait_us: float | None = None  # the part of exposed_comm spent waiting for a late rank
+    multi_tensor_us: float = 0.0
 
 
 class RankAccount(Account, frozen=True, kw_only=True):

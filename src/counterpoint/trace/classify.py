@@ -13,7 +13,7 @@ import re
 
 from counterpoint.trace.timeline import Kind
 
-__all__ = ["collective_op", "dtype_bytes", "is_barrier", "kernel_kind", "memcpy_kind", "normal_op"]
+__all__ = ["collective_op", "dtype_bytes", "is_barrier", "is_multi_tensor", "kernel_kind", "memcpy_kind", "normal_op"]
 
 _SCOPE = r"^(?:void )?(?:(?:\w+|\(anonymous namespace\))::)*"
 _COMM_KERNEL = re.compile(
@@ -53,6 +53,12 @@ _DTYPE_BYTES = {
     "char": 1, "int8": 1, "byte": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
+
+
+def is_multi_tensor(name: str) -> bool:
+    """Whether it goes over a list of tensors: PyTorch's foreach and fused optimizers, and Apex', by the name that both
+    give to it."""
+    return "multi_tensor_apply" in name
 
 
 def kernel_kind(name: str, *, has_collective: bool = False) -> Kind:
