@@ -1,7 +1,7 @@
 """Claim: a step measured on n ranks of a host says what it takes on others of that kind (`plan --from-trace`).
 
     torchrun --nproc-per-node 2 examples/record_fsdp.py --out traces/fsdp-2 --steps 3     # and 4
-    python benchmarks/plan_from_trace.py traces/fsdp-2 traces/fsdp-4 samples/fsdp-healthy --json results/from-trace.json
+    python benchmarks/plan_from_trace.py traces/fsdp-2 traces/fsdp-4 samples/fsdp-healthy
 
 Each recording predicts each of the others. They may be of several machines; what a rank computes has to be the same.
 """
@@ -46,8 +46,8 @@ def main() -> None:
     print_table(COLUMNS, rows)
     print(f"mean {fmean(errors):.1f}%, worst {max(errors):.1f}% of {len(errors)}")
     if asked.json is not None:
-        record = {"provenance": provenance(["numpy", "polars"]), "columns": COLUMNS, "rows": rows,
-                  "traces": [json.loads((folder / "provenance.json").read_text()) for folder in asked.traces]}  # fmt: skip
+        recorded = [json.loads((folder / "provenance.json").read_text()) for folder in asked.traces]
+        record = {"provenance": provenance(["numpy", "polars"]), "traces": recorded, "columns": COLUMNS, "rows": rows}
         write_result(asked.json, record, COLUMNS, rows)
 
 

@@ -18,6 +18,10 @@ __all__ = ["ALLOWED", "answer_from_trace"]
 
 ALLOWED = ("weak_nodes", "network", "nic_gbit", "nics", "failed_nics", "oversubscription", "slow_rank")
 """What-ifs that a trace can answer: the others would change what each rank computes."""
+VALIDATED = (
+    "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
+    "with a mean error of 0.5%, 0.8% at worst (results/plan-from-trace.md)"
+)
 ONE_NODE = {"H200": "h100"}  # the same links
 
 
@@ -66,11 +70,9 @@ def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: M
         memory_available_gib=None,
         fits=None,
         verdict=f"measured: {measured}",
-        validated="not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's "
-        "FSDP2 step with a mean error of 0.5%, 0.8% at worst",
+        validated=VALIDATED,
         notes=(
-            "compute, copies and idle time of the trace; transfers by the ratio of the model's estimates; what goes over "
-            "shards shrinks with them",
+            "compute, copies and idle time of the trace; transfers by the ratio of the model's estimates",
             *left_out,
         ),
         job={},

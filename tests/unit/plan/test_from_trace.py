@@ -65,7 +65,23 @@ def test_more_nodes_cost_what_the_model_adds_to_each_collective(step: Observed) 
         after = estimate(each.operation, each.num_bytes, Group(ranks=32), network_of(cluster(32))).us
         whole += each.transfer_us * after / before
     assert sum(part.us for part in there.comm) == pytest.approx(whole)
-    assert there.step_us > step.step_us
+    same = msgspec.structs.replace(step, lists_us=0.0)
+    assert elsewhere(same, cluster(8), cluster(32), ranks=32).step_us > step.step_us
+
+
+def test_what_goes_over_shards_shrinks_with_them(step: Observed) -> None:
+    """Optimizer, clipping and casts of the sample, 4.9 ms of a step: a quarter of that on four times the ranks, four
+    times as much on two; replicas that add up whole gradients change nothing."""
+    assert step.lists_us == pytest.approx(4900, abs=50)
+    compute = {
+        ranks: elsewhere(step, cluster(8), cluster(max(8, ranks)), ranks=ranks).parts[0].us for ranks in (2, 8, 32)
+    }
+    assert compute[32] == pytest.approx(step.compute_us - 0.75 * step.lists_us)
+    assert compute[2] == pytest.approx(step.compute_us + 3 * step.lists_us)
+    assert compute[8] == pytest.approx(step.compute_us)
+    replicas = tuple(msgspec.structs.replace(each, operation="all_reduce") for each in step.seen)
+    whole = msgspec.structs.replace(step, seen=replicas)
+    assert elsewhere(whole, cluster(8), cluster(32), ranks=32).parts[0].us == pytest.approx(step.compute_us)
 
 
 def test_a_slower_network_never_makes_it_faster(step: Observed) -> None:
