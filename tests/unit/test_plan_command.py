@@ -90,8 +90,8 @@ def test_a_trace_on_more_nodes() -> None:
         for more in ((), ("--weak-nodes", "4"))
     )
     assert (four["gpus"], four["fits"]) == (32, None)
-    comm, compute = ([sum(part["us"] for part in found["comm"]), found["parts"][0]["us"]] for found in (one, four))
-    assert (compute[0] > comm[0], compute[1] < comm[1]) == (True, True)
+    home, away = ([sum(part["us"] for part in found["comm"]), found["parts"][0]["us"]] for found in (one, four))
+    assert (away[0] > home[0], away[1] < home[1]) == (True, True)
 
 
 def test_a_page_of_a_trace(tmp_path: Path) -> None:
