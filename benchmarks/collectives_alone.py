@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,7 @@ OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 DOUBLED = 1 << 24  # bytes of an all_reduce whose inputs are all gathered everywhere
 SPIN_CYCLES = 500_000  # longer than the host needs to queue a trial
 SUM = Reduction(op="sum", dtype="bfloat16")
+FEW_SMS = 32  # enough for sums to keep up with the links, and they leave memory to the copies
 COLUMNS = ("operation", "size", "mechanism", "time µs", "bus GB/s", "host µs")
 Launch = Callable[[], object]
 
@@ -92,6 +94,9 @@ class Bench:
         for name, tuning, graph in self.tunings(call):
             lowered = self.rig.lowered(call, tuning, input=self.send)
             yield name, self.rig.launcher(lowered, graph=graph, reduction=SUM if call.reduces else None)
+            if self.every_tuning and call.reduces and tuning.last_bytes is not None:
+                few = replace(SUM, num_sms=FEW_SMS)
+                yield f"{name}, {FEW_SMS} SMs", self.rig.launcher(lowered, graph=graph, reduction=few)
 
     def call(self, operation: str, num_bytes: int) -> Call:
         shard = num_bytes // self.size
