@@ -148,6 +148,46 @@ def homes(handle: Overlap) -> list[Any]:
     return [hooked.gather._home for hooked in handle._hooked.values()]
 
 
+class Mixed(nn.Module):
+    """Parameters of three dtypes, two of them frozen, which FSDP2 gathers as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.scale = nn.Parameter(torch.rand(WIDTH + 1, dtype=torch.bfloat16), requires_grad=False)
+        self.shift = nn.Parameter(torch.arange(3 * WIDTH, dtype=torch.int32), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scaled = self.layer(hidden) * self.scale[:WIDTH]
+        loss: Tensor = (scaled + self.shift[-WIDTH:]).square().mean()
+        return loss
+
+
+def mixed_dtypes(session: Session) -> list[bool]:
+    """Whether losses and gradients of three steps are those of stock, and gathers were direct."""
+
+    def made() -> Any:
+        torch.manual_seed(5)
+        whole = Mixed()
+        fully_shard(whole)
+        return whole
+
+    def steps(whole: Any) -> list[Tensor]:
+        seen = []
+        for step in range(3):
+            loss = whole(torch.full((2, WIDTH), float(step + session.rank)))
+            loss.backward()
+            seen += [loss.detach(), *(one.grad.to_local() for one in whole.layer.parameters())]
+            whole.zero_grad()
+        return seen
+
+    expected, ours = steps(made()), made()
+    with overlap(ours) as handle:
+        equal = all(map(torch.equal, expected, steps(ours)))
+        gather = handle.report().modules[0].all_gather
+    return [equal, gather is not None and gather.direct]
+
+
 def in_use_at_once(session: Session) -> str:
     """What is said if a layer that autograd has views of is needed while another one is in use at its place."""
     made = model()

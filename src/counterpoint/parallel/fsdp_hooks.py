@@ -1,25 +1,26 @@
 """The two hooks of FSDP2, and what torch waits for: `Communicator` calls in the form in which torch makes them.
 
-torch calls `allocate` for the output of an all-gather, writes this rank's shard into its place there, and gathers in
-place. A reduce-scatter needs nothing symmetric: slices go from where FSDP2 put them into the peers' staging, and the
-sum goes to where FSDP2 wants it; so its buffers, the later gradients among them, come from torch's own allocator, with
-the lifetimes that torch gives them.
+torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
+parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
+for the output, and scatters. What these buffers are given for instead is in fsdp_tensors.py, where parameters lie in
+fsdp_places.py. Where FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which
+torch gathers in place; gradients are scattered from a real buffer, which need not be symmetric.
 
 Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`):
 
-- Output of a gather: allocated on the copy-in stream and this rank's shard written there; the hook is called with the
-  gather stream current, which waits for the copy-in stream; read by the copy-out on the compute stream, behind an event
-  that FSDP2 records after the hook. The host drops it while the GPU is far behind: one module later in the forward
-  pass, at once in the backward pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out.
-- So it may be used again, and its peers be told so, behind what is queued at that moment on **the stream that made it
-  and the one that the call ran on**; that is what `Communicator.empty` promises, and nothing has to be recorded here.
-  The stream that is current when it dies, the compute stream, has more queued than has to be waited for. Of a gather in
-  vain (prefetched, never used) only the call's own stream knows the end: it is dropped with no wait of the other.
-- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it copies out.
-- Input of a scatter: allocated and written on the compute stream, read by the call on the scatter stream, dropped after
-  the compute stream was made to wait for the call. Output: allocated on the scatter stream, written by the call, cast
-  there or reduced further (HSDP) on the all-reduce stream; without a cast the gradient is a view of it.
-- Nothing symmetric outlives a step: parameters are copied out, and gradients are in plain memory.
+- A gather is allocated and this rank's shards are copied on the copy-in stream; the hook is called with the gather
+  stream current, which waits for the copy-in stream; parameters are read on the compute stream, behind an event that
+  FSDP2 records after the hook. They are freed there, behind what reads them, while the GPU is far behind the host.
+- A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
+  pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
+  peers be told so, behind what is queued at that moment on **the stream that made it and the one that the call ran on**;
+  that is what `Communicator.empty` promises, and nothing has to be recorded here. Of a gather in vain (prefetched, never
+  used) only the call's own stream knows the end: it is dropped with no wait of the other.
+- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
+- What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
+  FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the
+  scatter stream, written by the call, cast there or reduced further (HSDP) on the all-reduce stream; without a cast the
+  gradient is a view of it. So it comes from torch's own allocator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What FSDP2 made of a model, read once: which modules gather together, over which ranks, and how many bytes.
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but a module cannot be asked for its
-process groups. This is the only file that looks inside FSDP2, at names that are the same in torch 2.11 and 2.13 but for
-one (`_fsdp_param_group`, then `_fsdp_param_groups`); where one is missing it says so, whatever the version.
+process groups, nor where its whole parameters are to lie. This is the only file that looks inside FSDP2, at names that
+are the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that changes
+something there: the flat tensors of whole parameters, and one function. Where a name is missing it says so, whatever the
+version.
 """
 
 from __future__ import annotations
