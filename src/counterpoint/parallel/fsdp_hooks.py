@@ -13,9 +13,9 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
   FSDP2 records after the hook. They are freed there, behind what reads them, while the GPU is far behind the host.
 - A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
   pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
-  peers be told so, behind what is queued at that moment on **the stream that made it and the one that the call ran on**;
-  that is what `Communicator.empty` promises, and nothing has to be recorded here. Of a gather in vain (prefetched, never
-  used) only the call's own stream knows the end: it is dropped with no wait of the other.
+  peers be told so, behind what is queued at that moment on **the stream that made it and the one that the call ran
+  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. Of a gather in vain
+  (prefetched, never used) only the call's own stream knows the end: it is dropped with no wait of the other.
 - `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
 - What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
   FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the

@@ -3,8 +3,8 @@
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but a module cannot be asked for its
 process groups, nor where its whole parameters are to lie. This is the only file that looks inside FSDP2, at names that
 are the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that changes
-something there: the flat tensors of whole parameters, and one function. Where a name is missing it says so, whatever the
-version.
+something there: the flat tensors of whole parameters, and one function. Where a name is missing it says so, whatever
+the version.
 """
 
 from __future__ import annotations
