@@ -88,7 +88,8 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
     ("options", "said"),
     [
         ([{"channels": 2}, {"channels": 3}], "the ranks do not match: {'channels': 2"),
-        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "'chunk_bytes': 128, 'debug': False} on rank 1"),
+        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "'chunk_bytes': 128, 'staging_bytes': None, 'debug': False} on"),
+        ([{"staging_bytes": 0}] * 2, "staging_bytes=0: give 1 or more"),
         ([{"channels": 0}] * 2, "channels=0"),
         ([{"timeout_s": 0.0}] * 2, "timeout_s=0.0"),
         ([{"chunk_bytes": 24}] * 2, "chunk_bytes=24"),

@@ -126,9 +126,20 @@ def overlap(model: Any, *, options: Options | None = None) -> Overlap:
     prefetch = None if options.prefetch is None else Prefetch(options.prefetch, taken)
     groups = [group for module in taken for group in module.groups]
     communicators = Communicators(groups, partial(_communicator, device=taken[0].device, options=options))
-    places = {one: Places(one, ahead=options.prefetch or 1) for one in communicators.all()}
+    copied = {module: copied_why(module) if options.direct else "direct=False" for module in taken}
+    places = {
+        one: Places(
+            one,
+            [module for module in taken if not copied[module] and communicators.of(module.shard_group) is one],
+            ahead=options.prefetch or 1,
+        )
+        for one in communicators.all()
+    }
     return Overlap(
-        hooked={module: _Hooked(module, communicators, places, options, prefetch) for module in taken},
+        hooked={
+            module: _Hooked(module, communicators, places, options, prefetch, copied_why=copied[module])
+            for module in taken
+        },
         torch_why=torch_why,
         communicators=communicators,
         prefetch=prefetch,
@@ -212,12 +223,14 @@ class _Hooked:
         places: Mapping[Communicator, Places],
         options: Options,
         prefetch: Prefetch | None,
+        *,
+        copied_why: str,
     ) -> None:
         from counterpoint.parallel.fsdp_hooks import GatherHook, ScatterHook
         from counterpoint.parallel.fsdp_places import Home
 
         self._module, self._before = module, present_hooks(module)
-        self.copied_why = copied_why(module) if options.direct else "direct=False"
+        self.copied_why = copied_why
         home = None if self.copied_why else Home(module, places[communicators.of(module.shard_group)])
         self.gather = GatherHook(
             communicators,

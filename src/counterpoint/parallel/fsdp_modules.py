@@ -51,6 +51,7 @@ class ShardedModule:
             (`reshard_after_forward` is a number); None if there is none.
         gather_bytes: of the whole gathered parameters, in the dtype in which they are gathered.
         replicas: of the shards; their all-reduce (HSDP) is torch's.
+        kept: its whole parameters stay after forward.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ShardedModule:
     post_forward_group: Any = None
     gather_bytes: int = 0
     replicas: int = 1
+    kept: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -178,6 +180,7 @@ def _described(module: Any, parameters: Any, names: Mapping[Any, str]) -> Sharde
         post_forward_group=None if smaller is shard_group else smaller,
         gather_bytes=0 if shard_group is None else shard_group.size() * sum(size for size, _ in _shards(parameters)),
         replicas=getattr(mesh, "replicate_mesh_size", 1),
+        kept=_inside(parameters, "post_forward_mesh_info") is None,
     )
 
 

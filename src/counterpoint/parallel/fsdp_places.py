@@ -3,22 +3,24 @@
 FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
 allocates anew. Here these tensors are made once, in a `Place` of symmetric memory, and are what is gathered into: there
 is nothing to copy out, and no buffer besides. Autograd keeps views of them from forward to backward, so a module's
-tensors never move; but a place has many tenants, one after the other: modules of one size share as many places as are
-gathered at the same time.
+tensors never move; but a place has many tenants, one after the other: as many places are needed as modules are whole or
+on their way at the same time.
 
 *Order.* A tenant leaves a place when FSDP2 frees its parameters; what is queued then on the current stream still reads
 them. The next one waits for that, on the stream on which it copies its own shards in, and its peers write behind their
 own waits: the call has a handshake.
 
-*Homes.* A module takes the place that was left longest ago when it is first gathered, and lives there. If it finds a
-tenant there later (modules are gathered in another order, or kept), it moves to another place, unless autograd has
-views of its tensors: then its gather is made when FSDP2 needs it, not before; and a tenant whose parameters are only
-kept for its next call has to be gathered again then.
+*Homes.* Who may share a place follows from the order of the model (`shared_places`); a module lives where it was first
+gathered, which is another place if the tenant before still computes in that one. If it finds a tenant there later
+(modules are gathered in another order, or kept), it moves, unless autograd has views of its tensors: then its gather is
+made when FSDP2 needs it, not before; and a tenant whose parameters are only kept for its next call has to be gathered
+again then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from counterpoint.parallel.fsdp_modules import (
     shards,
 )
 
-__all__ = ["Home", "Places"]
+__all__ = ["Home", "Places", "Stay", "shared_places"]
 
 _ALIGNMENT = 512  # bytes: of a parameter's place, as of torch's allocator
 
@@ -58,31 +60,84 @@ class Place:
 
 
 class Places:
-    """Those of one communicator.
+    """Those of one communicator: who shares one is planned, and kept to where modules run in the order of the model.
 
     Args:
         communicator: whose symmetric memory they are.
+        modules: that will live here, in the order of the model.
         ahead: how many modules are gathered ahead of the one that computes.
     """
 
-    def __init__(self, communicator: Communicator, *, ahead: int) -> None:
-        self.communicator, self._least = communicator, 1 + ahead
-        self._by_size: dict[int, list[Place]] = {}  # those left longest ago first
+    def __init__(self, communicator: Communicator, modules: Sequence[ShardedModule], *, ahead: int) -> None:
+        self.communicator, self._ahead = communicator, ahead
+        needed = [sum(_aligned(one.num_bytes) for one in gathered(module)) for module in modules]
+        shared = shared_places([Stay(*pair) for pair in zip(needed, _spans(modules), strict=True)], ahead=ahead)
+        self._planned = {module: number for number, module in zip(shared, modules, strict=True)}
+        sizes: dict[int, int] = {}
+        for number, num_bytes in zip(shared, needed, strict=True):
+            sizes[number] = max(num_bytes, sizes.get(number, 0))
+        self._sizes, self._made = sizes, dict[int, Place]()
+        self._left: list[Place] = []  # all of them, the one that was left longest ago first
 
-    def vacant(self, num_bytes: int) -> Place:
-        """One without a tenant, made now if there is none, or fewer than modules are gathered at the same time."""
-        places = self._by_size.setdefault(num_bytes, [])
-        free = [place for place in places if place.tenant is None]
-        if not free or len(places) < self._least:
-            places.append(Place(self.communicator.empty(num_bytes, dtype=torch.uint8)))
-            return places[-1]
-        return free[0]
+    def vacant(self, module: ShardedModule, num_bytes: int) -> Place:
+        """One without a tenant, which was not left so lately that the tenant before still computes: the planned one, if
+        it is such a place; or another one, or a new one."""
+        number = self._planned[module]
+        if number not in self._made:
+            self._made[number] = self._new(self._sizes[number])
+            return self._made[number]
+        lately = self._left[len(self._left) - self._ahead :]
+        found = [self._made[number], *self._left]
+        fits = [one for one in found if one.tenant is None and one not in lately and one.room.nbytes >= num_bytes]
+        return fits[0] if fits else self._new(num_bytes)
+
+    def _new(self, num_bytes: int) -> Place:
+        place = Place(self.communicator.empty(num_bytes, dtype=torch.uint8))
+        self._left.insert(0, place)
+        return place
 
     def left(self, place: Place) -> None:
         """Its tenant has gone."""
-        places = self._by_size[place.room.nbytes]
-        places.remove(place)
-        places.append(place)
+        self._left.remove(place)
+        self._left.append(place)
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """How long a module is whole, counted in modules of the model's order.
+
+    Args:
+        num_bytes: of it.
+        span: from when it computes to when it is freed.
+    """
+
+    num_bytes: int
+    span: tuple[int, int]
+
+
+def shared_places(stays: Sequence[Stay], *, ahead: int) -> list[int]:
+    """Number of the place of each, so that those which are whole at the same time have different ones, also if the
+    later is gathered `ahead` before it computes; of the places that are possible the one that has to grow least."""
+    chosen: list[int] = []
+    for stay in stays:
+        taken = {place for place, other in zip(chosen, stays, strict=False) if other.span[1] >= stay.span[0] - ahead}
+        sizes: dict[int, int] = {}
+        for place, other in zip(chosen, stays, strict=False):
+            sizes[place] = max(other.num_bytes, sizes.get(place, 0))
+        free = [place for place in sizes if place not in taken]
+        least = min(free, key=lambda place: (max(0, stay.num_bytes - sizes[place]), sizes[place]), default=len(sizes))
+        chosen.append(least)
+    return chosen
+
+
+def _spans(modules: Sequence[ShardedModule]) -> list[tuple[int, int]]:
+    """A module is whole while those inside it compute; one that is kept after forward, to the end."""
+    inside = [set(module.module.modules()) for module in modules]
+    last = len(modules) - 1
+    return [
+        (at, last if module.kept else max(i for i, other in enumerate(modules) if other.module in inside[at]))
+        for at, module in enumerate(modules)
+    ]
 
 
 class Home:
@@ -198,7 +253,7 @@ class Home:
     def _settle(self) -> Place:
         """Tensors at a vacant place, and FSDP2 uses them from now on."""
         self.parameters, start = gathered(self._module), 0
-        place = self._places.vacant(sum(_aligned(one.num_bytes) for one in self.parameters))
+        place = self._places.vacant(self._module, sum(_aligned(one.num_bytes) for one in self.parameters))
         rank, ranks = self._places.communicator.rank, self.ranks
         self._place, self._outputs, self._own = place, [], []
         with torch.inference_mode(False), torch.no_grad():
