@@ -148,6 +148,24 @@ def homes(handle: Overlap) -> list[Any]:
     return [hooked.gather._home for hooked in handle._hooked.values()]
 
 
+def cast_before_the_first_step(session: Session) -> list[int]:
+    """Which losses and gradients differ from stock's in a model whose parameters become twice as large after
+    `overlap`."""
+
+    def seen(made: Any) -> list[Any]:
+        made.double()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return losses_and_gradients(made, session, [ALL] * 2, _nothing)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    expected, made = seen(model()), model()
+    with overlap(made):
+        got = seen(made)
+    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
+
+
 class Mixed(nn.Module):
     """Parameters of three dtypes, two of them frozen, which FSDP2 gathers as bytes."""
 

@@ -22,6 +22,11 @@ def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahea
     assert two_ranks.run(programs.places, ahead) == [[expected] * 3] * 2
 
 
+def test_a_model_may_be_cast_before_it_runs(two_ranks: Ranks) -> None:
+    """Places are as large as parameters are when they are gathered first."""
+    assert two_ranks.run(programs.cast_before_the_first_step) == [[], []]
+
+
 def test_parameters_of_several_dtypes_are_gathered_as_they_are(two_ranks: Ranks) -> None:
     """bfloat16 and int32 beside float32, of sizes that ranks cannot share equally."""
     assert two_ranks.run(programs.mixed_dtypes) == [[True, True]] * 2

@@ -83,8 +83,8 @@ class Places:
         """One without a tenant, which was not left so lately that the tenant before still computes: the planned one, if
         it is such a place; or another one, or a new one."""
         number = self._planned[module]
-        if number not in self._made:
-            self._made[number] = self._new(self._sizes[number])
+        if number not in self._made:  # what was foreseen may have another dtype by now
+            self._made[number] = self._new(max(self._sizes[number], num_bytes))
             return self._made[number]
         lately = self._left[len(self._left) - self._ahead :]
         found = [self._made[number], *self._left]
