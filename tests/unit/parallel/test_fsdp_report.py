@@ -31,6 +31,22 @@ def test_the_table() -> None:
     ]
 
 
+def test_copies_of_fsdp2_are_shown() -> None:
+    """None where a call was direct; else why they stay, in a line of its own."""
+    direct = Traffic(calls=1, num_bytes=1_000_000, dtype="bfloat16", direct=True)
+    modules = (
+        ModuleReport(name="a", ranks=(0, 1), gather_bytes=8, all_gather=direct, reduce_scatter=direct),
+        ModuleReport(
+            name="b", ranks=(0, 1), gather_bytes=8, all_gather=GATHER, reduce_scatter=direct, copied_why="axis 1"
+        ),
+    )
+    assert str(Report(modules=modules)).splitlines()[1:] == [
+        "a       2      1 x 1.0 MB bfloat16, direct     1 x 1.0 MB bfloat16, direct",
+        "b       2      2 x 16.0 MB bfloat16, in place  1 x 1.0 MB bfloat16, direct",
+        "b: FSDP2 copies: axis 1",
+    ]
+
+
 def test_replicas_are_shown() -> None:
     """Ranks of a shard group x groups, and whose the all-reduce between them is."""
     module = ModuleReport(
