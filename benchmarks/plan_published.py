@@ -286,11 +286,29 @@ def fsdp_fewer_h200(ranks: int) -> list[Row]:
     return found
 
 
+def whole_steps() -> list[Row]:
+    """This project's recordings, 2026-11-21, of `examples/record_fsdp.py` as it comes, on two machines: 8 layers of 8B,
+    embedding, head, reduction in float32, clipping and AdamW; the mean step that `diagnose` finds."""
+    model = Model(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
+    recorded = json.loads((ROOT / "results" / "plan-from-trace.json").read_text())["rows"]
+    return [
+        Row(
+            group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
+            read=lambda job, found: found.step_us / 1e3,
+            job=Job(
+                model=model, parallel=Parallel(dp=ranks, zero=3), cluster=cluster("H200", "nvlink-h100", 8),
+                training=Training(sequence=4096, global_batch=ranks, grad_bytes=4, fused_kernels=False),
+            ),
+        )
+        for ranks, ms in sorted({int(row[1]): float(row[2]) for row in recorded}.items())
+    ]  # fmt: skip
+
+
 def rows() -> list[Row]:
     """All of them."""
     return [
         *iteration_times(), *weak_scaling(), *strong_scaling(), *fsdp_a100(), *llama3(), *fsdp_8xh200(),
-        *fsdp_fewer_h200(4), *fsdp_fewer_h200(2),
+        *fsdp_fewer_h200(4), *fsdp_fewer_h200(2), *whole_steps(),
     ]  # fmt: skip
 
 
