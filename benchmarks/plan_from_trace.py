@@ -1,7 +1,7 @@
 """Claim: a step measured on n ranks of a host says what it takes on others of that kind (`plan --from-trace`).
 
     torchrun --nproc-per-node 2 examples/record_fsdp.py --out traces/fsdp-2 --steps 3     # and 4
-    python benchmarks/plan_from_trace.py traces/fsdp-2 traces/fsdp-4 samples/fsdp-healthy
+    python benchmarks/plan_from_trace.py samples/fsdp-2-ranks samples/fsdp-4-ranks samples/fsdp-healthy
 
 Each recording predicts each of the others. They may be of several machines; what a rank computes has to be the same.
 """

@@ -20,7 +20,7 @@ ALLOWED = ("weak_nodes", "network", "nic_gbit", "nics", "failed_nics", "oversubs
 """What-ifs that a trace can answer: the others would change what each rank computes."""
 VALIDATED = (
     "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
-    "with a mean error of 0.5%, 0.8% at worst (results/plan-from-trace.md)"
+    "with a mean error of 0.9%, 1.3% at worst (results/plan-from-trace.md)"
 )
 ONE_NODE = {"H200": "h100"}  # the same links
 

@@ -36,7 +36,7 @@ def of(errors: dict[str, float], *groups: str) -> list[float]:
         ("H200 FSDP2", 12, 0.045, 0.07),
         ("4 x H200 FSDP2", 16, 0.11, 0.155),  # machines at their power limit: docs/plan.md
         ("2 x H200 FSDP2", 16, 0.115, 0.165),
-        ("H200 FSDP2, whole steps", 3, 0.01, 0.02),
+        ("H200 FSDP2, whole steps", 3, 0.015, 0.025),
     ],
 )
 def test_published_steps_come_out(errors: dict[str, float], group: str, count: int, mean: float, worst: float) -> None:
