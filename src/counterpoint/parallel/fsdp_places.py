@@ -10,7 +10,7 @@ on their way at the same time.
 them. The next one waits for that, on the stream on which it copies its own shards in, and its peers write behind their
 own waits: the call has a handshake.
 
-*Homes.* Who may share a place follows from the order of the model (`shared_places`); a module lives where it was first
+*Homes.* Who may share a place follows from the order of the model (fsdp_sharing.py); a module lives where it was first
 gathered, which is another place if the tenant before still computes in that one. If it finds a tenant there later
 (modules are gathered in another order, or kept), it moves, unless autograd has views of its tensors: then its gather is
 made when FSDP2 needs it, not before; and a tenant whose parameters are only kept for its next call has to be gathered
@@ -20,7 +20,6 @@ again then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,8 +39,9 @@ from counterpoint.parallel.fsdp_modules import (
     leave_shards_alone,
     shards,
 )
+from counterpoint.parallel.fsdp_sharing import Stay, shared_places, spans
 
-__all__ = ["Home", "Places", "Stay", "shared_places"]
+__all__ = ["Home", "Places"]
 
 _ALIGNMENT = 512  # bytes: of a parameter's place, as of torch's allocator
 
@@ -71,7 +71,7 @@ class Places:
     def __init__(self, communicator: Communicator, modules: Sequence[ShardedModule], *, ahead: int) -> None:
         self.communicator, self._ahead = communicator, ahead
         needed = [sum(_aligned(one.num_bytes) for one in gathered(module)) for module in modules]
-        shared = shared_places([Stay(*pair) for pair in zip(needed, _spans(modules), strict=True)], ahead=ahead)
+        shared = shared_places([Stay(*pair) for pair in zip(needed, spans(modules), strict=True)], ahead=ahead)
         self._planned = {module: number for number, module in zip(shared, modules, strict=True)}
         sizes: dict[int, int] = {}
         for number, num_bytes in zip(shared, needed, strict=True):
@@ -100,44 +100,6 @@ class Places:
         """Its tenant has gone."""
         self._left.remove(place)
         self._left.append(place)
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """How long a module is whole, counted in modules of the model's order.
-
-    Args:
-        num_bytes: of it.
-        span: from when it computes to when it is freed.
-    """
-
-    num_bytes: int
-    span: tuple[int, int]
-
-
-def shared_places(stays: Sequence[Stay], *, ahead: int) -> list[int]:
-    """Number of the place of each, so that those which are whole at the same time have different ones, also if the
-    later is gathered `ahead` before it computes; of the places that are possible the one that has to grow least."""
-    chosen: list[int] = []
-    for stay in stays:
-        taken = {place for place, other in zip(chosen, stays, strict=False) if other.span[1] >= stay.span[0] - ahead}
-        sizes: dict[int, int] = {}
-        for place, other in zip(chosen, stays, strict=False):
-            sizes[place] = max(other.num_bytes, sizes.get(place, 0))
-        free = [place for place in sizes if place not in taken]
-        least = min(free, key=lambda place: (max(0, stay.num_bytes - sizes[place]), sizes[place]), default=len(sizes))
-        chosen.append(least)
-    return chosen
-
-
-def _spans(modules: Sequence[ShardedModule]) -> list[tuple[int, int]]:
-    """A module is whole while those inside it compute; one that is kept after forward, to the end."""
-    inside = [set(module.module.modules()) for module in modules]
-    last = len(modules) - 1
-    return [
-        (at, last if module.kept else max(i for i, other in enumerate(modules) if other.module in inside[at]))
-        for at, module in enumerate(modules)
-    ]
 
 
 class Home:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.parallel.fsdp_places import Stay, shared_places
+from counterpoint.parallel.fsdp_sharing import Stay, shared_places
 
 LAYER, ENDS = 436, 1050
 
