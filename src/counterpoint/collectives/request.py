@@ -23,9 +23,9 @@ from counterpoint.collectives.arguments import (
     reduction_of,
     splits,
 )
-from counterpoint.collectives.program import Buffer, Call
+from counterpoint.collectives.program import Call
 from counterpoint.collectives.reduce import Reduction, widened
-from counterpoint.collectives.spread import Parts
+from counterpoint.collectives.spread import Layout, Parts
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Rows
 from counterpoint.errors import Misconfigured
@@ -89,7 +89,7 @@ class Request:
     reduction: Reduction | None = None
     row: tuple[int, ...] = ()
     line: int | None = None
-    layout: tuple[tuple[Buffer, Parts], ...] = ()
+    layout: Layout = ()
 
 
 Ask = Callable[..., Request]
@@ -124,7 +124,7 @@ def all_gather_coalesced(here: Here, outputs: Several, inputs: Several) -> Reque
         for (output, input), share in zip(pairs, shares, strict=True)
         if share
     )
-    layout: tuple[tuple[Buffer, Parts], ...] = (("output", apart),)
+    layout: Layout = (("output", apart),)
     if not own:
         layout += (("input", Parts(starts=inputs.starts, shares=shares, sizes=shares)),)
     text = f"all_gather_coalesced of {_summary(outputs, apart, places=True)}"

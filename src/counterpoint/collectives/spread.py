@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from counterpoint.collectives.program import Batch, Buffer, Copy, LocalCopy, Program, Reduce, Span, Step, Wait, joined
 
@@ -55,21 +56,23 @@ class Parts:
             at += length
 
 
-Layout = Mapping[Buffer, Parts]
-"""Which buffers of a call are several tensors, and which tensors."""
+Layout: TypeAlias = tuple[tuple[Buffer, Parts], ...]
+"""Which buffers of a call are several tensors, and which tensors; a key, as calls are."""
 
 
 def spread(program: Program, layout: Layout) -> Program:
     """`program`, planned for blocks in one piece, with the places of `layout`. Of a sum's target `num_bytes` stays what
     one source has, whatever its width."""
 
+    parts = dict(layout)
+
     def done(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        return joined(tuple(one for step in steps for one in _spread(step, layout)))
+        return joined(tuple(one for step in steps for one in _spread(step, parts)))
 
     return replace(program, release=done(program.release), steps=done(program.steps), finish=done(program.finish))
 
 
-def _spread(step: Step, layout: Layout) -> Iterator[Step]:
+def _spread(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
     match step:
         case Copy() | LocalCopy():
             for source, target in _pieces((step.source, step.target), layout):
@@ -84,7 +87,7 @@ def _spread(step: Step, layout: Layout) -> Iterator[Step]:
             yield step
 
 
-def _pieces(spans: tuple[Span, ...], layout: Layout) -> Iterator[tuple[Span, ...]]:
+def _pieces(spans: tuple[Span, ...], layout: Mapping[Buffer, Parts]) -> Iterator[tuple[Span, ...]]:
     """Spans of equal size, cut wherever one of them has to be; what one of them does not have is left out."""
     found = [_places(span, layout) for span in spans]
     cuts = sorted({cut for places in found for start, _, size in places for cut in (start, start + size)})
@@ -98,7 +101,7 @@ def _pieces(spans: tuple[Span, ...], layout: Layout) -> Iterator[tuple[Span, ...
             )
 
 
-def _places(span: Span, layout: Layout) -> list[tuple[int, int, int]]:
+def _places(span: Span, layout: Mapping[Buffer, Parts]) -> list[tuple[int, int, int]]:
     parts = layout.get(span.buffer)
     if parts is None:
         return [(0, span.offset, span.num_bytes)] if span.num_bytes else []
@@ -109,6 +112,6 @@ def _place_of(at: int, places: list[tuple[int, int, int]]) -> tuple[int, int, in
     return next((place for place in places if place[0] <= at < place[0] + place[2]), None)
 
 
-def _width(span: Span, layout: Layout) -> int:
+def _width(span: Span, layout: Mapping[Buffer, Parts]) -> int:
     parts = layout.get(span.buffer)
     return 1 if parts is None else parts.width

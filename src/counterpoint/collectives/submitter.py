@@ -18,9 +18,9 @@ from counterpoint.collectives.arguments import Several, face, sendable
 from counterpoint.collectives.early import EarlyUse
 from counterpoint.collectives.fallback import Fallback
 from counterpoint.collectives.plan import plan, plan_all
-from counterpoint.collectives.program import Buffer, Call, Program, Tuning
+from counterpoint.collectives.program import Call, Program, Tuning
 from counterpoint.collectives.request import Ask, Here, Request
-from counterpoint.collectives.spread import Parts, spread
+from counterpoint.collectives.spread import Layout, spread
 from counterpoint.collectives.symmetric import Location
 from counterpoint.collectives.transport import Job, Rows, Transport
 from counterpoint.collectives.work import Work
@@ -143,9 +143,7 @@ class Submitter:
             self._known.clear()
         self._known[key] = known
 
-    def _programs(
-        self, call: Call | Callable[[Rows], Call], early: bool, layout: tuple[tuple[Buffer, Parts], ...]
-    ) -> Callable[[Rows], Program]:
+    def _programs(self, call: Call | Callable[[Rows], Call], early: bool, layout: Layout) -> Callable[[Rows], Program]:
         return lambda rows: self._program(call if isinstance(call, Call) else call(rows), early, layout)
 
     def _early(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
@@ -186,7 +184,7 @@ def _planned(
     rank: int,
     call: Call,
     early_release: bool,
-    layout: tuple[tuple[Buffer, Parts], ...] = (),
+    layout: Layout = (),
 ) -> Program:
     program = plan(call, rank, tuning(call, early_release=early_release))
-    return spread(program, dict(layout)) if layout else program
+    return spread(program, layout) if layout else program

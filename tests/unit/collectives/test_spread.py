@@ -55,7 +55,7 @@ def test_gathers_move_the_same_bytes(drawn: list[tuple[int, int, int]], tuning: 
     shares = [share for share, _, _ in drawn]
     layout = placed(shares, [gap for _, gap, _ in drawn], ranks, [0] * len(drawn))
     for program in plan_all(all_gather(ranks, sum(shares)), tuning) if sum(shares) else ():
-        done = spread(program, {"output": layout})
+        done = spread(program, (("output", layout),))
         assert moved(done, {}) == moved(program, {"output": layout})
         assert signals(done) == signals(program)
 
@@ -68,7 +68,7 @@ def test_sums_are_of_the_same_bytes(drawn: list[tuple[int, int, int]], tuning: T
     kept = placed(shares, [gap for _, gap, _ in drawn], 1, [0] * len(drawn))
     layout = {"input": sent, "output": kept}
     for program in plan_all(reduce_scatter(ranks, sum(shares)), tuning) if sum(shares) else ():
-        done = spread(program, {"input": sent, "output": kept})
+        done = spread(program, (("input", sent), ("output", kept)))
         assert moved(done, {}) == moved(program, layout)
         assert signals(done) == signals(program)
         assert done.staging_bytes <= program.staging_bytes
@@ -89,7 +89,7 @@ def test_wider_sums_lie_twice_as_far_apart() -> None:
     kept = Parts(starts=(0, 16), shares=(8, 12), sizes=(8, 12), width=2)
     program = plan_all(reduce_scatter(2, 20), Tuning(chunk_bytes=16))[0]
     sent = Parts(starts=(0, 100), shares=(8, 12), sizes=(16, 24))
-    done = spread(program, {"input": sent, "output": kept})
+    done = spread(program, (("input", sent), ("output", kept)))
     targets = [(step.target.offset, step.target.num_bytes) for step in done.steps if isinstance(step, Reduce)]
     assert targets == [(0, 8), (16, 8), (16 + 2 * 8, 4)]
 
