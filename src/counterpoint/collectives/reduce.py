@@ -154,8 +154,9 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
     """
     item, layout = reduction.item_bytes, Layout.of(call.sources)
     result_bytes = DTYPES[reduction.result_dtype][0]
-    for what in (*call.sources, call.target, call.num_bytes):
-        if what % (result_bytes if what == call.target else item):
+    elements = [(what, item) for what in (*call.sources, call.num_bytes)]
+    for what, element in (*elements, (call.target, result_bytes)):
+        if what % element:
             raise Misconfigured(
                 f"a reduction of {reduction.dtype} at or over {what:#x} bytes cuts an element; align it"
             )

@@ -137,7 +137,8 @@ def reduce_scatter_coalesced(here: Here, outputs: Several, inputs: Several, op: 
     for output, input in pairs:
         check(output, None, here.device)
         check(None, input, here.device)
-        if not 0 <= output.numel() * here.world_size - input.numel() < max(1, output.numel() * here.world_size):
+        room = output.numel() * here.world_size
+        if not (0 < input.numel() <= room or input.numel() == room == 0):
             raise Misconfigured(
                 f"reduce_scatter_coalesced of {input.numel()} elements to {output.numel()} on each of "
                 f"{here.world_size} ranks: give outputs that hold a share of their input, rounded up"
