@@ -1,4 +1,4 @@
-# Five words: demo, check, test, bench, docs. The first one that needs it makes a virtual environment in .venv.
+# The first word that needs it makes a virtual environment in .venv. PYTEST_ARGS goes to every pytest.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -9,9 +9,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
+PYTEST := $(BIN)/pytest
+SELECTED = $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # with arguments, a lane may have no test that is meant
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench docs clean
+.PHONY: help demo check unit test prove bench docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,14 +27,22 @@ check: $(DEV) ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check docs ## check, docs and all tests; PYTEST_ARGS="..." goes to pytest
-	$(BIN)/pytest $(PYTEST_ARGS)
+unit: $(DEV) ## tests that start no process and need no GPU: half a minute
+	$(PYTEST) -n 2 --hypothesis-profile=quick tests/unit $(SELECTED)
+
+test: check docs unit ## check, docs, and the tests but the proofs: four minutes; PYTEST_ARGS="..." goes to pytest
+	$(PYTEST) -n 2 --dist loadfile tests/process tests/golden $(SELECTED)
+	$(PYTEST) tests/dist $(SELECTED)
+
+prove: $(DEV) ## state spaces, mutants, sweeps, damaged input; and the random tests of unit with more examples
+	$(PYTEST) -n 2 tests/proof $(SELECTED)
+	$(PYTEST) -n 2 -m hypothesis tests/unit $(SELECTED)
 
 bench: $(DEV) ## the planner's error on published steps; the reader beside HolisticTraceAnalysis (BENCH_ARGS="--quick")
 	$(BIN)/python benchmarks/plan_published.py
 	$(BIN)/python benchmarks/trace_load.py $(BENCH_ARGS)
 
-docs: $(DEV) ## check the links and anchors of README.md, docs/ and the other pages
+docs: $(DEV) ## check the pages: links, anchors, files they name, the form of README.md
 	$(BIN)/python docs/check_links.py
 
 clean: ## remove .venv, caches and what demo wrote

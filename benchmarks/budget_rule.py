@@ -20,21 +20,23 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from provenance import provenance, write_result
+from fit.contention import error_of, fit
+from provenance import provenance, read_result, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.policy.budget import ORDERS, Calibration, Objective, choose
-from counterpoint.policy.calibrate import error_of, fit
-from counterpoint.policy.choice import Choice
-from counterpoint.policy.curves import Curves, curves_from
-from counterpoint.policy.layout import SmLayout
-from counterpoint.records.measurement import Measurement, Order, Row
+from counterpoint.machine.profile import Contention, default_profile
+from counterpoint.measurement.workloads import find_workload
+from counterpoint.pair.choice import ORDERS, Objective, choose_split
+from counterpoint.pair.curves import Curves, GemmCurve, curves_from
+from counterpoint.pair.sm_split import SmLayout, SmSplit
+from counterpoint.pair.together import Product
+from counterpoint.records.measurement import BlockRow, Measurement, Order, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not
-STOCK = Choice()
+STOCK = SmSplit()
 DESIGNED_ON = frozenset({"gemm 8192x8192x8192"})  # its rows were in view when the rule was made: it cannot be new
 COLUMNS = ("pairs", "policy", "n", "hits", "within 1 %", "regret, mean", "regret, max")
 
@@ -50,9 +52,9 @@ class Pair:
     collective: str
     size_bytes: int
     length: Key
-    together_us: Mapping[Choice, Mapping[Order, float]]
+    together_us: Mapping[SmSplit, Mapping[Order, float]]
 
-    def cost_us(self, choice: Choice, orders: Sequence[Order], objective: Objective) -> float:
+    def cost_us(self, choice: SmSplit, orders: Sequence[Order], objective: Objective) -> float:
         """As measured."""
         times = [self.together_us[choice][order] for order in orders]
         return fmean(times) if objective == "mean" else max(times)
@@ -106,9 +108,9 @@ def pairs_of(rows: Iterable[Row], curves: Curves) -> tuple[list[Pair], list[str]
         if len({row.size_bytes for row in members}) > 1:
             left_out.append(f"{scenario}: whole, measured at several sizes, which cannot be compared")
             continue
-        times: dict[Choice, dict[Order, float]] = {}
+        times: dict[SmSplit, dict[Order, float]] = {}
         for row in members:
-            choice = Choice.of(row.mechanism)
+            choice = SmSplit.of(row.mechanism)
             if choice is not None and row.marked is None:
                 times.setdefault(choice, {})[row.order] = row.together.us
         first = members[0]
@@ -144,16 +146,16 @@ def split_of(pairs: Sequence[Pair]) -> Split:
     return Split(workloads=frozenset(fitted), lengths=frozenset(lengths[::2]))
 
 
-Policy = Callable[[Pair], Choice]
+Policy = Callable[[Pair], SmSplit]
 
 
-def regret(pair: Pair, pick: Choice, orders: Sequence[Order], objective: Objective) -> float:
+def regret(pair: Pair, pick: SmSplit, orders: Sequence[Order], objective: Objective) -> float:
     """T of the pick / T of the best - 1, both as measured."""
     best = min(pair.cost_us(choice, orders, objective) for choice in pair.together_us)
     return pair.cost_us(pick, orders, objective) / best - 1.0
 
 
-def best_fixed(pairs: Sequence[Pair], orders: Sequence[Order], objective: Objective) -> Choice:
+def best_fixed(pairs: Sequence[Pair], orders: Sequence[Order], objective: Objective) -> SmSplit:
     """The one setting with the least mean regret on these pairs, of those that all of them have."""
     common = [choice for choice in pairs[0].together_us if all(choice in pair.together_us for pair in pairs)]
     return min(common, key=lambda choice: fmean(regret(pair, choice, orders, objective) for pair in pairs))
@@ -176,7 +178,7 @@ def scores(
     name: str,
     pairs: Sequence[Pair],
     rules: Mapping[str, Policy],
-    fixed: Choice,
+    fixed: SmSplit,
     orders: Sequence[Order],
     objective: Objective,
 ) -> list[Score]:
@@ -196,14 +198,14 @@ def scores(
     ]
 
 
-def rule_for(curves: Curves, calibration: Calibration, orders: Sequence[Order], objective: Objective) -> Policy:
+def rule_for(curves: Curves, contention: Contention, orders: Sequence[Order], objective: Objective) -> Policy:
     """The rule, choosing among what was measured of a pair."""
 
-    def pick(pair: Pair) -> Choice:
-        return choose(
+    def pick(pair: Pair) -> SmSplit:
+        return choose_split(
             curves, pair.workload, pair.collective, pair.size_bytes,
-            orders=orders, candidates=pair.together_us, objective=objective, calibration=calibration,
-        ).choice  # fmt: skip
+            orders=orders, candidates=pair.together_us, objective=objective, contention=contention,
+        ).split  # fmt: skip
 
     return pick
 
@@ -219,12 +221,12 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
     fitted = groups.pop("fitted", [])
     held_out = [pair for members in groups.values() for pair in members]
     names = {pair.scenario: set(pair.together_us) for pair in pairs}
-    believed = [row for row in rows if Choice.of(row.mechanism) in names.get(row.scenario, set())]
+    believed = [row for row in rows if SmSplit.of(row.mechanism) in names.get(row.scenario, set())]
     fit_rows = [row for row in believed if split.group(row.workload, length_of(row)) == "fitted"]
-    calibration = fit(fit_rows, curves)
+    contention = fit(fit_rows, curves)
     found: list[Score] = []
     for title, orders, objective in views():
-        known = {"rule": calibration, "rule, default calibration": Calibration()}
+        known = {"rule": contention, "rule, default calibration": default_profile().contention}
         rules = {name: rule_for(curves, each, orders, objective) for name, each in known.items()}
         fixed = best_fixed(fitted, orders, objective)
         for name, members in (("held out", held_out), *([("unseen", others)] if others else [])):
@@ -234,14 +236,14 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
                 found += scores(name, members, rules, fixed, orders, objective)
     held_rows = [row for row in believed if split.group(row.workload, length_of(row)) != "fitted"]
     return {
-        "calibration": asdict(calibration),
-        "error_fitted": error_of(fit_rows, curves, calibration),
-        "error_held_out": error_of(held_rows, curves, calibration),
+        "calibration": msgspec.to_builtins(contention),
+        "error_fitted": error_of(fit_rows, curves, contention),
+        "error_held_out": error_of(held_rows, curves, contention),
         "noise": median((row.together.p90_us - row.together.p10_us) / 2 / row.together.us for row in believed),
         "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
         "left_out": left_out + left_out_unseen,
         "scores": [asdict(each) for each in found],
-        "pairs": [one_pair(pair, curves, calibration) for pair in (*held_out, *others)],
+        "pairs": [one_pair(pair, curves, contention) for pair in (*held_out, *others)],
     }
 
 
@@ -254,26 +256,36 @@ def views() -> list[tuple[str, tuple[Order, ...], Objective]]:
     ]
 
 
-def one_pair(pair: Pair, curves: Curves, calibration: Calibration) -> dict[str, Any]:
+def one_pair(pair: Pair, curves: Curves, contention: Contention) -> dict[str, Any]:
     """Prediction beside measurement, of the pick."""
-    budget = choose(
-        curves, pair.workload, pair.collective, pair.size_bytes, candidates=pair.together_us, calibration=calibration
+    budget = choose_split(
+        curves, pair.workload, pair.collective, pair.size_bytes, candidates=pair.together_us, contention=contention
     )
     costs = {choice.mechanism: pair.cost_us(choice, ORDERS, "mean") for choice in pair.together_us}
     return {
         "scenario": pair.scenario,
         "size_bytes": pair.size_bytes,
-        "picked": budget.choice.mechanism,
+        "picked": budget.split.mechanism,
         "best": min(costs, key=costs.__getitem__),
-        "regret": regret(pair, budget.choice, ORDERS, "mean"),
+        "regret": regret(pair, budget.split, ORDERS, "mean"),
         "predicted_us": budget.objective_us,
         "reason": budget.reason,
         "measured_us": costs,
     }
 
 
+def products_of(blocks: Iterable[BlockRow]) -> dict[str, tuple[Product, ...]]:
+    """Return the GEMMs of the workloads among the blocks."""
+    return {block.what: find_workload(block.what).products for block in blocks if block.size_bytes is None}
+
+
+def gemm_curve(workload: str, points: tuple[tuple[int, float], ...]) -> GemmCurve:
+    """Return the curve of a workload from its times by SMs."""
+    return GemmCurve(workload=workload, products=find_workload(workload).products, points=points)
+
+
 def read(paths: Sequence[Path]) -> list[Measurement]:
-    return [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in paths]
+    return [msgspec.json.decode(read_result(path), type=Measurement) for path in paths]
 
 
 def rows_of(measured: Iterable[Measurement]) -> list[Row]:
@@ -304,7 +316,9 @@ def main() -> None:
     if gpu is None:
         parser.error(f"unknown GPU {environment.gpu!r}: its number of SMs is not in machine/gpus.py")
     blocks = [block for each in measured for block in each.blocks]
-    curves = curves_from(blocks, layout=SmLayout.even(gpu.num_sms), default_ctas=args.default_ctas)
+    curves = curves_from(
+        blocks, products_of(blocks), layout=SmLayout.even(gpu.sm.num_sms), default_ctas=args.default_ctas
+    )
     verdict = judge(rows_of(measured), curves, rows_of(unseen))
     lines = [cells(each) for each in verdict["scores"]]
     print_table(COLUMNS, lines, title="budget rule")

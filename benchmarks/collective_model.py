@@ -8,7 +8,7 @@ nccl-tests printed.
 
 A last table has rows of 4 DGX A100 that nothing was fitted to: NCCL's own latencies and the links' bandwidths.
 
-    python benchmarks/collective_model.py --serves H100 --write src/counterpoint/plan/fits/nvlink-h200.json
+    python benchmarks/collective_model.py --serves H100 --write src/counterpoint/plan/network/fits/nvlink-h200.json
     python benchmarks/collective_model.py mine-[248].json --gpu H200 --network nvlink-h100 \\
         --source "2, 4, 8 × H200, NCCL 2.30, 2027-01-01" --out mine.json
 """
@@ -23,18 +23,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from provenance import provenance, write_result
+from fit.collective_fit import Checked, fit_protocols, held_out, splits
+from fit.measured import Measured, from_blocks
+from fit.nccl_tables import nccl_test_rows
+from provenance import provenance, read_result, write_result
 from tables import markdown, print_table
 
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.collective_cost import bus_factor, estimate
-from counterpoint.plan.collective_fit import Checked, fit_protocols, held_out, splits
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.groups import Group
-from counterpoint.plan.measured import Measured, from_blocks
-from counterpoint.plan.nccl_tables import nccl_test_rows
-from counterpoint.plan.network import Network
-from counterpoint.plan.networks import FittedProtocols, levels, nccl_protocols, network_of
+from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.network.estimate import estimate
+from counterpoint.plan.network.group import Group
+from counterpoint.plan.network.protocols import FittedProtocols, Network, levels, nccl_protocols, network_of
 from counterpoint.records.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,7 +94,7 @@ def read(paths: Iterable[Path]) -> tuple[Measured, ...]:
         if path.suffix == ".csv":
             rows.extend(_csv(path))
         elif path.suffix == ".json":
-            measurements.append(msgspec.json.decode(path.read_bytes(), type=Measurement))
+            measurements.append(msgspec.json.decode(read_result(path), type=Measurement))
         else:
             rows.extend(nccl_test_rows(path.read_text("utf-8", errors="replace")))
     return (*rows, *(from_blocks(measurements) if measurements else ()))

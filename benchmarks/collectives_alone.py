@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,18 +23,18 @@ import torch.distributed as dist
 from collectives_rig import Rig
 from provenance import gpu_provenance, write_result
 
-from counterpoint.collectives import calls
-from counterpoint.collectives.lower import ReduceLaunch
-from counterpoint.collectives.plan import DOUBLING
-from counterpoint.collectives.program import Call, Tuning
-from counterpoint.collectives.reduce import Reduction, bind
-from counterpoint.collectives.tuning import best_tuning, candidates, in_turns
-from counterpoint.controls.nccl_windows import NcclWindows
+from counterpoint.collectives.cuda.lower import ReduceLaunch
+from counterpoint.collectives.cuda.reduce import Reduction, bind
+from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.program import operations
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.steps import Tuning
+from counterpoint.collectives.program.tuning import best_tuning, candidates, with_link_turns
+from counterpoint.controls.nccl import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 
 SIZES = tuple(1 << power for power in (16, 20, 22, 24, 25, 26, 27, 28, 30))  # bytes of the full array
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-DOUBLED = 1 << 24  # bytes of an all_reduce whose inputs are all gathered everywhere
 SPIN_CYCLES = 500_000  # longer than the host needs to queue a trial
 SUM = Reduction(op="sum", dtype="bfloat16")
 FEW_SMS = 32  # enough for sums to keep up with the links, and they leave memory to the copies
@@ -102,18 +103,16 @@ class Bench:
         shard = num_bytes // self.size
         match operation:
             case "all_gather":
-                return calls.all_gather(self.size, shard)
+                return operations.all_gather(self.size, shard)
             case "all_to_all":
-                return calls.all_to_all([[shard] * self.size] * self.size, own="consumer")
+                return operations.all_to_all([[shard] * self.size] * self.size, own="consumer")
             case "reduce_scatter":
-                return calls.reduce_scatter(self.size, shard)
-        return calls.all_reduce(self.size, num_bytes)
+                return operations.reduce_scatter(self.size, shard)
+        return operations.all_reduce(self.size, num_bytes)
 
     def tunings(self, call: Call) -> Iterator[tuple[str, Tuning, bool]]:
-        """How to do it: eagerly, as a graph, with one arrival for all; reductions in 1, 4 and 8 chunks; with few
-        copies; and what the clock takes for the best."""
-        if call.operation in DOUBLING and (not call.reduces or sum(call.sizes[0]) <= DOUBLED):
-            yield "own, graph, doubling", Tuning(algorithm="doubling"), True
+        """How to do it: eagerly, as a graph, with one arrival for all; reductions in 1, 4 and 8 chunks;
+        and what the clock takes for the best."""
         yield "own, graph, best by the clock", best_tuning(call), True
         yield "own, eager", Tuning(), False
         yield "own, graph", Tuning(), True
@@ -123,7 +122,7 @@ class Bench:
         if self.every_tuning:
             for tuning in candidates(call):
                 yield f"own, graph, {_cut(call, tuning)}", tuning, True
-                yield f"own, graph, {_cut(call, tuning)}, turns", in_turns(tuning), True
+                yield f"own, graph, {_cut(call, tuning)}, turns", with_link_turns(tuning), True
         for chunks in (4, 8):
             chunk_bytes = max(call.sizes[0]) // chunks // 16 * 16
             if chunk_bytes >= 1 << 18:
@@ -135,19 +134,19 @@ class Bench:
         match operation:
             case "all_gather":
                 mine = recv[self.rank * shard :][:shard] if group is None else send[:shard]
-                return lambda: dist.all_gather_into_tensor(recv[:whole], mine, group=group)
+                return partial(torch_function("all_gather"), recv[:whole], mine, group=group)
             case "all_to_all":
                 return lambda: dist.all_to_all_single(recv[:whole], send[:whole], group=group)
             case "reduce_scatter":
-                return lambda: dist.reduce_scatter_tensor(recv[:shard], send[:whole], group=group)
+                return partial(torch_function("reduce_scatter"), recv[:shard], send[:whole], group=group)
         return lambda: dist.all_reduce(recv[:whole], group=group)
 
 
 def _cut(call: Call, tuning: Tuning) -> str:
     """How a shard is cut: so many chunks, and a last one of a part of it."""
     shard, last = max(call.sizes[0]), tuning.last_bytes
-    if tuning.algorithm == "doubling" or last is None:
-        return tuning.algorithm if tuning.algorithm == "doubling" else "whole"
+    if last is None:
+        return "whole"
     return f"{-(-(shard - last) // (tuning.chunk_bytes or shard))} + 1/{round(shard / last)}"
 
 

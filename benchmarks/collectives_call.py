@@ -23,6 +23,7 @@ import torch.distributed as dist
 from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import torch_function
 
 Action: TypeAlias = Callable[[], object]
 CALLS = 40  # of a batch: the GPU is behind after the first, and a rank may be 64 calls ahead of another
@@ -77,8 +78,7 @@ def eager(comm: Communicator, on: Tensors) -> Iterator[tuple[str, str, Action]]:
 def nccls(on: Tensors) -> Iterator[tuple[str, str, Action]]:
     """The same by torch.distributed."""
     plain, plain_too, shard = on.plain.view(-1), on.plain_too.view(-1), on.plain_shard
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names from torch 2.13 on
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    gather, scatter = torch_function("all_gather"), torch_function("reduce_scatter")
     started: dict[str, Callable[[bool], Any]] = {
         "all_gather": lambda later: gather(plain, shard, async_op=later),
         "reduce_scatter": lambda later: scatter(on.shard, plain, async_op=later),
@@ -94,10 +94,13 @@ def nccls(on: Tensors) -> Iterator[tuple[str, str, Action]]:
 def drivers(comm: Communicator) -> Iterator[tuple[str, str, Action]]:
     """What the driver alone needs of one all_gather that is replayed: its first known call is the one."""
     transport: Any = comm._transport
-    shelf = transport.channels[0].shelf
-    prepared = next(each for each in shelf._kept.values() if each.program.call.operation == "all_gather")
-    driver, handle = transport.gpu.driver, transport.moments.handle(transport.gpu.current_stream())
-    event = transport.moments.record(transport.gpu.current_stream()).event
+    cache = transport.channels[0]._cache
+    prepared = next(each for each in cache._kept.values() if each.program.call.operation == "all_gather")
+    driver, handle = (
+        transport.context.gpu.driver,
+        transport.context.events.handle(transport.context.gpu.current_stream()),
+    )
+    event = transport.context.events.record(transport.context.gpu.current_stream()).event
     launch, record = prepared._graph.launch, driver.cuEventRecord
     yield "driver", "event record", lambda: record(event, handle)
     yield "driver", "stream in a capture?", lambda: driver.cuStreamIsCapturing(handle)

@@ -20,20 +20,20 @@ import torch
 import torch.distributed as dist
 from collectives_alone import Bench
 
-from counterpoint.collectives.calls import all_gather
-from counterpoint.collectives.lower import lower
-from counterpoint.collectives.movement import rotation
-from counterpoint.collectives.program import (
+from counterpoint.collectives.cuda.lower import lower
+from counterpoint.collectives.program.calls import Span
+from counterpoint.collectives.program.direct import rotation
+from counterpoint.collectives.program.operations import all_gather
+from counterpoint.collectives.program.steps import (
     COPY,
     REDUCE,
-    Await,
+    AwaitEvent,
     Batch,
     Copy,
     Flag,
     Program,
-    Record,
+    RecordEvent,
     Signal,
-    Span,
     Step,
     Tuning,
     Wait,
@@ -47,9 +47,9 @@ SIZES = (4 << 10, 128 << 10, 1 << 20)
 def copies(rank: int, count: int, *, world_size: int, num_bytes: int, lanes: int) -> tuple[Step, ...]:
     """`count` copies to the other ranks in turn, on one lane or on two that begin and end together."""
     peers, span = rotation(rank, world_size), Span("output", rank * num_bytes, num_bytes)
-    steps: list[Step] = [Record(0, COPY), Await(0, REDUCE)] if lanes == 2 else []
+    steps: list[Step] = [RecordEvent(0, COPY), AwaitEvent(0, REDUCE)] if lanes == 2 else []
     steps += [Copy(peers[index % len(peers)], span, span, index % lanes) for index in range(count)]
-    return (*steps, *((Record(1, REDUCE), Await(1, COPY)) if lanes == 2 else ()))
+    return (*steps, *((RecordEvent(1, REDUCE), AwaitEvent(1, COPY)) if lanes == 2 else ()))
 
 
 def signals(rank: int, count: int, *, world_size: int) -> tuple[Step, ...]:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda_transport import CudaTransport
-from counterpoint.collectives.fallback import Fallback
-from counterpoint.collectives.opening import Options
-from counterpoint.collectives.request import Here
-from counterpoint.collectives.shared_memory import SharedMemory
-from counterpoint.collectives.submitter import Submitter
-from counterpoint.collectives.symmetric import Location
-from counterpoint.collectives.watchdog import Watchdog
+from counterpoint.collectives.cuda.transport import CudaTransport
+from counterpoint.collectives.host.shared_memory import SharedMemory
+from counterpoint.collectives.host.watchdog import Watchdog
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.submit.fallback import Fallback
+from counterpoint.collectives.submit.submitter import Submitter
+from counterpoint.machine.profile import default_profile
 
 CALLS = 2000
 
@@ -85,17 +85,16 @@ class NoGpu:
 
 
 def communicator(world_size: int, *, graphs: bool) -> Communicator:
-    """Of rank 0; the boards of its peers are its own, so that they have made each call just now."""
-    boards = SharedMemory(world_size=world_size, rank=0, channels=3, max_bytes=1 << 16)
-    watchdog = Watchdog(boards.boards, rank=0, pids=[os.getpid()] * world_size, timeout_s=600.0)
+    """Of rank 0; the statuses of its peers are its own, so that they have made each call just now."""
+    hosts = SharedMemory(world_size=world_size, rank=0, channels=3, max_bytes=1 << 16)
+    watchdog = Watchdog(hosts.statuses, rank=0, pids=[os.getpid()] * world_size, timeout_s=600.0)
     memory = NoMemory(world_size=world_size, rank=0, channels=1, max_bytes=1 << 28)
-    options = Options(channels=2, timeout_s=600.0, graphs=graphs)
+    options = CommunicatorOptions(channels=2, timeout_s=600.0, graphs=graphs)
     made = Communicator.__new__(Communicator)
-    made._transport = transport = CudaTransport(NoGpu(), memory, boards, watchdog, options)
+    made._transport = transport = CudaTransport(NoGpu(), memory, hosts, watchdog, options, default_profile())
     made.rank, made.world_size, made.channels, made.device = 0, world_size, 2, transport.device
     made._fallback = Fallback(None, None)
-    here = Here(rank=0, world_size=world_size, device=made.device, locate=transport.locate)
-    made._start = Submitter(transport, made._fallback, here, channels=2, debug=False).start
+    made._submitter = Submitter(transport, made._fallback, rank=0, world_size=world_size, channels=2, debug=False)
     made._close = transport.close  # type: ignore[assignment]
     return made
 

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node=8 benchmarks/collectives_random.py --count 10000 \
         --json benchmarks/results/collectives_random.json
 
-Operation, dtype, size, alignment, memory of the output (symmetric, released early, plain), channel, stream, async or
-not, captured or not, one rank late: drawn from one seed on all ranks. What moves data has to give NCCL's bits, sums
+Operation, dtype, size, alignment, memory of the output (symmetric, released early, plain), layout of the input (sliced,
+strided, transposed, expanded, overlapping), channel, stream, async or not, captured or not, one rank late: drawn from
+one seed on all ranks. What moves data has to give NCCL's bits, sums
 those of plain torch, rank after rank. Prints and keeps how many there were of each kind, and every mismatch.
 """
 
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.reduce import Reduction, ReductionOp, reference
+from counterpoint.collectives.cuda.reduce import Reduction, ReductionOp, reference
+from counterpoint.collectives.host.group import torch_function
 
 OPERATIONS = ("all_gather", "all_gather coalesced", "all_to_all", "uneven all_to_all", "broadcast", "scatter", "gather",
               "send_recv", "reduce_scatter", "reduce_scatter coalesced", "all_reduce", "barrier")  # fmt: skip
@@ -89,6 +91,22 @@ class Draws:
         raw = torch.randint(0, 256, size, device=self.device, generator=generator, dtype=torch.uint8)
         return raw.view(self.dtype)[:numel]
 
+    def laid_out(self, own: torch.Tensor, *, flat: bool = False) -> torch.Tensor:
+        """As many elements in a drawn layout; `flat`: in one dimension."""
+        numel = own.numel()
+        match self.dice.choice(("plain", "plain", "sliced", "strided", "expanded", "transposed", "overlapping")):
+            case "sliced":
+                return torch.cat([own[:3], own])[min(3, numel) :]
+            case "strided":
+                return torch.zeros(3 * numel, dtype=self.dtype, device=self.device)[::3].copy_(own)
+            case "expanded" if numel:
+                return own[:1].expand(numel)
+            case "transposed" if not flat and numel % 2 == 0:
+                return own.view(-1, 2).t()
+            case "overlapping" if not flat and numel and numel % 3 == 0:
+                return own[: numel // 3 + 2].unfold(0, numel // 3, 1)
+        return own
+
     def room(self, numel: int, most: int | None = None) -> torch.Tensor:
         """An output of the drawn kind; `most`: elements that every rank makes, to have it at the same place."""
         skew = self.dice.randrange(SKEW)
@@ -114,8 +132,9 @@ class Draws:
 
     def _all_gather(self) -> tuple[Any, Any]:
         mine, out = self.data(self.numel), self.room(self.numel * self.n)
-        if self.dice.random() < 0.5:
-            mine = out[self.rank * self.numel : (self.rank + 1) * self.numel].copy_(mine)
+        laid_out = self.laid_out(mine)
+        in_place = out[self.rank * self.numel : (self.rank + 1) * self.numel]
+        mine = in_place.copy_(mine) if self.dice.random() < 0.5 else laid_out
         self.run(lambda **options: self.comm.all_gather(out, mine, **options))
         return out, self.gathered(mine.clone())
 
@@ -128,6 +147,8 @@ class Draws:
         if self.dice.random() < 0.5:
             blocks = [one[self.rank * numel :][:numel] for one, numel in zip(outs, numels, strict=True)]
             mine = [block.copy_(own) for block, own in zip(blocks, mine, strict=True)]
+        else:
+            mine = [self.laid_out(own) for own in mine]
         self.run(lambda **options: self.comm.all_gather_coalesced(outs[::-1], mine[::-1], **options))
         return torch.cat(outs), torch.cat([self.gathered(own.clone()) for own in mine])
 
@@ -137,7 +158,7 @@ class Draws:
         wide = self.dtype.itemsize == 2 and self.dice.random() < 0.5
         how = replace(how, result="float32" if wide else "")
         kept, shares = getattr(torch, how.result_dtype), [-(-numel // self.n) for numel in numels]
-        mine = [self.data(numel, salt) for salt, numel in enumerate(numels)]
+        mine = [self.laid_out(self.data(numel, salt)) for salt, numel in enumerate(numels)]
         out = torch.zeros(sum(shares), dtype=kept, device=self.device)
         outs = out.split(shares)
         self.run(lambda **o: self.comm.reduce_scatter_coalesced(outs, mine, how.op, factor=how.factor, **o))
@@ -149,11 +170,11 @@ class Draws:
         """By NCCL."""
         raw = _bits(mine)
         wanted = torch.empty(raw.numel() * self.n, dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(wanted, raw)
+        torch_function("all_gather")(wanted, raw)
         return wanted
 
     def _all_to_all(self) -> tuple[Any, Any]:
-        mine, out = self.data(self.numel * self.n), self.room(self.numel * self.n)
+        mine, out = self.laid_out(self.data(self.numel * self.n), flat=True), self.room(self.numel * self.n)
         self.run(lambda **options: self.comm.all_to_all(out, mine, **options))
         wanted = torch.empty_like(_bits(mine))
         dist.all_to_all_single(wanted, _bits(mine))
@@ -162,7 +183,8 @@ class Draws:
     def _uneven_all_to_all(self) -> tuple[Any, Any]:
         splits = [[self.dice.choice([0, 1, self.numel]) for _ in range(self.n)] for _ in range(self.n)]
         sends, comes = splits[self.rank], [row[self.rank] for row in splits]
-        mine, out = self.data(sum(sends)), self.room(sum(comes), self.n * max(1, self.numel))
+        mine = self.laid_out(self.data(sum(sends)), flat=True)
+        out = self.room(sum(comes), self.n * max(1, self.numel))
         self.run(lambda **options: self.comm.all_to_all(out, mine, comes, sends, **options))
         wanted, size = torch.empty(out.nbytes, dtype=torch.uint8, device=self.device), self.dtype.itemsize
         dist.all_to_all_single(wanted, _bits(mine), [size * rows for rows in comes], [size * rows for rows in sends])
@@ -177,20 +199,23 @@ class Draws:
         return out, wanted
 
     def _scatter(self) -> tuple[Any, Any]:
-        out, src, blocks = self.room(self.numel), self.dice.randrange(self.n), self.data(self.numel * self.n)
+        out, src = self.room(self.numel), self.dice.randrange(self.n)
+        blocks = self.laid_out(self.data(self.numel * self.n))
         self.run(lambda **options: self.comm.scatter(out, blocks if src == self.rank else None, src, **options))
         whole = _bits(blocks).clone()
         dist.broadcast(whole, src)
         return out, whole[self.rank * out.nbytes : (self.rank + 1) * out.nbytes]
 
     def _gather(self) -> tuple[Any, Any]:
-        dst, mine, out = self.dice.randrange(self.n), self.data(self.numel), self.room(self.numel * self.n)
+        dst, mine = self.dice.randrange(self.n), self.laid_out(self.data(self.numel))
+        out = self.room(self.numel * self.n)
         self.run(lambda **options: self.comm.gather(mine, out if dst == self.rank else None, dst, **options))
         wanted = self.gathered(mine)
         return (out, wanted) if dst == self.rank else (None, None)
 
     def _send_recv(self) -> tuple[Any, Any]:
-        pair, mine, out = self.dice.sample(range(self.n), 2), self.data(self.numel), self.room(self.numel)
+        pair, mine = self.dice.sample(range(self.n), 2), self.laid_out(self.data(self.numel))
+        out = self.room(self.numel)
         wanted = self.gathered(mine)
         if self.rank not in pair:
             return None, None
@@ -199,7 +224,7 @@ class Draws:
         return out, wanted[peer * out.nbytes : (peer + 1) * out.nbytes]
 
     def _reduce_scatter(self) -> tuple[Any, Any]:
-        mine, out, how = self.data(self.numel * self.n), self.room(self.numel), self.how()
+        mine, out, how = self.laid_out(self.data(self.numel * self.n)), self.room(self.numel), self.how()
         self.run(lambda **options: self.comm.reduce_scatter(out, mine, how.op, factor=how.factor, **options))
         return out, self.combined(mine, how)[self.rank * self.numel : (self.rank + 1) * self.numel]
 
@@ -227,7 +252,7 @@ class Draws:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def rows(counts: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:

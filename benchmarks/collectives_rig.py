@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.cuda import Bound, Executor, Graph
-from counterpoint.collectives.cuda_memory import CudaCard, CudaMemory, why_not
-from counterpoint.collectives.lower import Addresses, DriverCall, lower
-from counterpoint.collectives.plan import plan
-from counterpoint.collectives.program import Call, Tuning
-from counterpoint.collectives.reduce import Reduction, bind
-from counterpoint.collectives.symmetric import Location
+from counterpoint.collectives.cuda.driver import Bound, Executor, Graph, ReductionLauncher
+from counterpoint.collectives.cuda.lower import Addresses, DriverCall, ReduceLaunch, lower
+from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
+from counterpoint.collectives.cuda.reduce import Reduction, bind
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.program.build import plan
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Unsupported
 
 __all__ = ["Rig"]
@@ -90,17 +91,19 @@ class Rig:
 
     def bound(self, calls: tuple[DriverCall, ...], stream: int, reduction: Reduction | None = None) -> Bound:
         """`calls`, ready to be issued on `stream`."""
-        return self.executor.bind(calls, stream, bind_reduction=self.how(reduction))
+        return self.executor.bind(calls, stream, reduction=self.how(reduction))
 
     def graph(self, calls: tuple[DriverCall, ...], reduction: Reduction | None = None) -> Graph:
         """`calls` as a graph."""
-        return self.executor.graph(calls, bind_reduction=self.how(reduction))
+        return self.executor.graph(calls, reduction=self.how(reduction))
 
-    def how(self, reduction: Reduction | None) -> Any:
-        """`reduce.bind` for this device; None if nothing is to be reduced."""
-        if reduction is None:
-            return None
-        return lambda call, stream: bind(call, reduction, stream=stream, device_sms=self.sms)
+    def how(self, reduction: Reduction | None) -> ReductionLauncher | None:
+        """What launches sums on this device; None if nothing is to be reduced."""
+        return None if reduction is None else ReductionLauncher(self, reduction)
+
+    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
+        """What launches `call` on the stream."""
+        return bind(call, reduction, stream=stream, device_sms=self.sms)
 
     def launcher(
         self, calls: tuple[DriverCall, ...], *, graph: bool, reduction: Reduction | None

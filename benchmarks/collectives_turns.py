@@ -17,11 +17,13 @@ from statistics import fmean
 from provenance import provenance, write_result
 from tables import print_table
 
-from counterpoint.collectives.calls import all_gather, reduce_scatter
-from counterpoint.collectives.plan import plan_all
-from counterpoint.collectives.program import Call, Tuning
-from counterpoint.collectives.simulate import H200, simulate
-from counterpoint.collectives.tuning import TURN_BYTES
+from counterpoint.collectives.program.build import plan_all
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.clock import simulate
+from counterpoint.collectives.program.operations import all_gather, reduce_scatter
+from counterpoint.collectives.program.steps import Tuning
+from counterpoint.collectives.program.tuning import TURN_BYTES
+from counterpoint.machine.profile import default_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -41,7 +43,7 @@ class Case:
     def us(self, turns: bool, arrive_us: Sequence[float] = ()) -> float:
         """From the moment when the last rank has come until the last has its output."""
         programs = plan_all(self.call, replace(self.tuning, turn_bytes=TURN_BYTES if turns else None))
-        ended = simulate(programs, H200, early_release=self.early_release, arrive_us=arrive_us).us
+        ended = simulate(programs, early_release=self.early_release, arrive_us=arrive_us).us
         return ended - max(arrive_us, default=0.0)
 
 
@@ -61,7 +63,7 @@ def lines() -> list[tuple[str, ...]]:
     for world_size in (4, 8):
         for mib in (16, 54, 109):
             for case in cases(world_size, mib):
-                copy_us = mib * MIB / H200.push_gb_per_s / 1000
+                copy_us = mib * MIB / default_profile().rates.push_gb_per_s / 1000
                 dice = random.Random(1)
                 late = [[dice.random() * APART * copy_us for _ in range(world_size)] for _ in range(DRAWS)]
                 for turns in (False, True):

@@ -25,7 +25,7 @@ from fsdp_variants import Sharded
 from llama import Shape, rotary_table
 from provenance import gpu_provenance, provenance, write_result
 
-from counterpoint.parallel.fsdp import overlap
+from counterpoint.parallel.overlap import overlap
 
 SHAPE = Shape(layers=8, hidden=512, ffn=1536, heads=8, kv_heads=4, vocabulary=256)
 TOKENS, SEQUENCES = 512, 8  # of a rank's batch

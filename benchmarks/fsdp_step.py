@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
 from provenance import gpu_provenance, provenance, write_result
 
-from counterpoint.parallel.fsdp import Options
+from counterpoint.parallel.overlap import OverlapOptions
 
 COLUMNS = ("tokens", "variant", "ms", "times", "won", "host ms", "peak GB", "of stock", "loss", "norm")
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -108,7 +108,7 @@ class Bench:
             for tokens in self.args.tokens:
                 seen[tokens][variant.name] = self.looked_at(variant, tokens)
         self.before_gb = self.outside_gb()
-        options = Options(timeout_s=120.0, direct=not self.args.copied)
+        options = OverlapOptions(timeout_s=120.0, direct=not self.args.copied)
         if self.args.staging_bytes is not None:
             options = replace(options, staging_bytes=self.args.staging_bytes)
         self.handle, ours = self.sharded.overlapped(options)

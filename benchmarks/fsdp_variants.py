@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from counterpoint.parallel.fsdp import Options, Overlap, overlap
-from counterpoint.parallel.fsdp_hooks import GatherHook
-from counterpoint.parallel.fsdp_modules import present_hooks, sharded_modules
-from counterpoint.parallel.fsdp_prefetch import ahead
+from counterpoint.parallel.fsdp.hooks import GatherHook
+from counterpoint.parallel.fsdp.modules import present_hooks, sharded_modules
+from counterpoint.parallel.fsdp.prefetch import prefetch_targets
+from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from llama import Llama, Shape, rotary_table
@@ -108,12 +108,12 @@ class Sharded:
             before, _ = present_hooks(module)
             if isinstance(before, GatherHook) and before is not gather:
                 module.module.reshard()
-                before.leave()
+                before.restore()
             module.module.set_custom_all_gather(gather)
             module.module.set_custom_reduce_scatter(scatter)
         order = [module.module for module in self.modules]
-        lists = ahead(order, variant.prefetch or 0, inside=lambda part, whole: whole is self.model)
-        for one in lists:
+        parts = {module: order if module is self.model else [] for module in order}
+        for one in prefetch_targets(order, variant.prefetch or 0, parts=parts):
             order[one.module].set_modules_to_forward_prefetch([order[number] for number in one.forward])
             order[one.module].set_modules_to_backward_prefetch([order[number] for number in one.backward])
 
@@ -127,7 +127,7 @@ class Sharded:
                 module.module.set_allocate_memory_from_process_group_for_comm(True)
             yield Variant(name="stock, registered buffers", hooks=self.hooks())
 
-    def overlapped(self, options: Options) -> tuple[Overlap, list[Variant]]:
+    def overlapped(self, options: OverlapOptions) -> tuple[Overlap, list[Variant]]:
         """Ours; the handle has to be kept."""
         self.use(Variant(name="stock", hooks=self.stock))
         handle = overlap(self.model, options=options)

@@ -1,7 +1,7 @@
 """Claim: four constants per GPU generation say what a GEMM of any shape takes, one what a streaming kernel does.
 
-Times kernels of one GPU, compares them with the constants of `plan/efficiency.py` as they are, fits those again to
-every second GEMM, and compares what was left out:
+Times kernels of one GPU, compares them with the constants of `machine/profile.py` as they are, fits those again
+to every second GEMM, and compares what was left out:
 
     python benchmarks/kernel_efficiency.py                              # one GPU, a minute; results/
     python benchmarks/kernel_efficiency.py --from results/kernel-efficiency.json     # fit again what was measured
@@ -20,17 +20,17 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from provenance import provenance, write_result
+from provenance import provenance, read_result, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.plan.compute_cost import Machine, cost
-from counterpoint.plan.efficiency import Efficiency, efficiency_of
-from counterpoint.plan.gpus import GPUS, find_gpu
-from counterpoint.plan.layers import Flash, Matmul, Operation, Traffic
+from counterpoint.machine.profile import Efficiency, shipped_profile
+from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
+from counterpoint.plan.compute.roofline import GpuRates, cost
+from counterpoint.plan.job.cluster import GPUS, find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = ("kernel", "measured, µs", "of peak", "efficiency.py, µs", "error", "fitted, µs", "error", "fitted to")
+COLUMNS = ("kernel", "measured, µs", "of peak", "profile, µs", "error", "fitted, µs", "error", "fitted to")
 DEPTHS = (0, 64, 128, 192, 256, 320, 384, 512)
 EDGES = (0, 4, 8, 12, 16, 24)
 LOADS = (0, 40, 56, 72, 80, 88, 96, 112)
@@ -48,17 +48,17 @@ Row = tuple[Operation, float]
 
 def operations() -> list[Operation]:
     """Everything that is timed."""
-    gemms = [Matmul(name=f"{m} x {n} x {k}", m=m, n=n, k=k) for m, n, k in SHAPES]
+    gemms = [MatmulOp(name=f"{m} x {n} x {k}", m=m, n=n, k=k) for m, n, k in SHAPES]
     flash = [
-        Flash(name=f"flash {tokens}{' backward' if back else ''}", batch=32 * 8192 // tokens, queries=tokens,
+        FlashAttentionOp(name=f"flash {tokens}{' backward' if back else ''}", batch=32 * 8192 // tokens, queries=tokens,
               keys=tokens, width=128, causal=True, backward=back)
         for tokens in (1024, 2048, 4096, 8192) for back in (False, True)
     ]  # fmt: skip
-    streams = [Traffic(name=f"add {mib} MiB", num_bytes=3.0 * mib * 2**20) for mib in (32, 64, 128, 256)]
+    streams = [MemoryBoundOp(name=f"add {mib} MiB", num_bytes=3.0 * mib * 2**20) for mib in (32, 64, 128, 256)]
     return [*gemms, *flash, *streams]
 
 
-def fit_matmuls(rows: Sequence[Row], machine: Machine) -> Efficiency:
+def fit_matmuls(rows: Sequence[Row], rates: GpuRates) -> Efficiency:
     """Depth, edge and load from their grids; `matmul` then makes the median error zero.
 
     Deviations count as they are, not squared: a few kernels that ran at other clocks do not move the others. Whatever
@@ -68,36 +68,36 @@ def fit_matmuls(rows: Sequence[Row], machine: Machine) -> Efficiency:
         Misconfigured: every choice needs more than the peak; the times are of another GPU or precision.
     """
     best, found = math.inf, None
-    launch_us = machine.efficiency.launch_us
+    launch_us = rates.efficiency.launch_us
     for depth, edge, load in product(DEPTHS, EDGES, LOADS):
-        trial = msgspec.structs.replace(machine.efficiency, matmul=1.0, depth=depth, edge=edge, load=load)
-        at = msgspec.structs.replace(machine, efficiency=trial)
+        trial = msgspec.structs.replace(rates.efficiency, matmul=1.0, depth=depth, edge=edge, load=load)
+        at = msgspec.structs.replace(rates, efficiency=trial)
         ratios = [math.log(cost(op, at).math_us / max(us - launch_us, 1e-3)) for op, us in rows]
         middle = median(ratios)
         spread = fmean(abs(ratio - middle) for ratio in ratios)
         if middle <= 0 and spread < best:
             best, found = spread, msgspec.structs.replace(trial, matmul=math.exp(middle))
     if found is None:
-        raise Misconfigured(f"GEMMs faster than the peak of {machine.gpu}: give times of that GPU, in bf16")
+        raise Misconfigured(f"GEMMs faster than the peak of {rates.gpu}: give times of that GPU, in bf16")
     return found
 
 
-def fit_memory(rows: Sequence[Row], machine: Machine) -> float:
+def fit_memory(rows: Sequence[Row], rates: GpuRates) -> float:
     """Part of the data sheet's bandwidth, the median of streams."""
-    launch = machine.efficiency.launch_us
-    return median(op.num_bytes / (us - launch) / machine.memory for op, us in rows if isinstance(op, Traffic))
+    launch = rates.efficiency.launch_us
+    return median(op.num_bytes / (us - launch) / rates.memory for op, us in rows if isinstance(op, MemoryBoundOp))
 
 
 def fitted_rows(rows: Sequence[Row]) -> list[Row]:
     """Every second GEMM, and the streams."""
-    gemms = [row for row in rows if isinstance(row[0], Matmul)]
-    return [*gemms[::2], *(row for row in rows if isinstance(row[0], Traffic))]
+    gemms = [row for row in rows if isinstance(row[0], MatmulOp)]
+    return [*gemms[::2], *(row for row in rows if isinstance(row[0], MemoryBoundOp))]
 
 
-def fit(rows: Sequence[Row], machine: Machine) -> Efficiency:
+def fit(rows: Sequence[Row], rates: GpuRates) -> Efficiency:
     kept = fitted_rows(rows)
-    matmuls = fit_matmuls([row for row in kept if isinstance(row[0], Matmul)], machine)
-    return msgspec.structs.replace(matmuls, memory=fit_memory(kept, machine))
+    matmuls = fit_matmuls([row for row in kept if isinstance(row[0], MatmulOp)], rates)
+    return msgspec.structs.replace(matmuls, memory=fit_memory(kept, rates))
 
 
 def measure() -> tuple[str, list[Row]]:
@@ -140,11 +140,11 @@ def kernel(operation: Operation) -> Callable[[], Any]:
     def normal(*shape: int) -> Any:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    if isinstance(operation, Matmul):
+    if isinstance(operation, MatmulOp):
         x, w = normal(operation.m, operation.k), normal(operation.n, operation.k)
         out = normal(operation.m, operation.n)
         return lambda: torch.mm(x, w.t(), out=out)
-    if isinstance(operation, Traffic):
+    if isinstance(operation, MemoryBoundOp):
         size = int(operation.num_bytes / 6)
         a, b, c = normal(size), normal(size), normal(size)
         return lambda: torch.add(a, b, out=c)
@@ -157,32 +157,32 @@ def kernel(operation: Operation) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
 
-def table_of(rows: Iterable[Row], kept: Iterable[Row], known: Machine, fitted: Machine) -> list[list[str]]:
-    """A line for each kernel: measured, by the constants of efficiency.py, by those fitted to `kept`."""
+def table_of(rows: Iterable[Row], kept: Iterable[Row], known: GpuRates, fitted: GpuRates) -> list[list[str]]:
+    """A line for each kernel: measured, by the constants of profile, by those fitted to `kept`."""
     names = {operation.name for operation, _ in kept}
     lines = []
     for operation, us in rows:
-        flops = 0.0 if isinstance(operation, Traffic) else operation.flops
+        flops = 0.0 if isinstance(operation, MemoryBoundOp) else operation.flops
         line = [operation.name, f"{us:.1f}", f"{flops / us / known.peak:.0%}" if flops else ""]
-        for machine in (known, fitted):
-            found = cost(operation, machine).us
+        for rates in (known, fitted):
+            found = cost(operation, rates).us
             line += [f"{found:.1f}", f"{found / us - 1:+.1%}"]
         lines.append([*line, "yes" if operation.name in names else ""])
     return lines
 
 
-def summary(rows: Sequence[Row], kept: Iterable[Row], known: Machine, fitted: Machine) -> dict[str, float]:
-    """Mean |error| of GEMMs: of all by efficiency.py, and of those that were left out, by it and by the fit."""
+def summary(rows: Sequence[Row], kept: Iterable[Row], known: GpuRates, fitted: GpuRates) -> dict[str, float]:
+    """Mean |error| of GEMMs: of all by profile, and of those that were left out, by it and by the fit."""
     names = {operation.name for operation, _ in kept}
-    gemms = [row for row in rows if isinstance(row[0], Matmul)]
+    gemms = [row for row in rows if isinstance(row[0], MatmulOp)]
     left = [row for row in gemms if row[0].name not in names]
 
-    def mean(some: Sequence[Row], machine: Machine) -> float:
-        return fmean(abs(cost(operation, machine).us / us - 1) for operation, us in some)
+    def mean(some: Sequence[Row], rates: GpuRates) -> float:
+        return fmean(abs(cost(operation, rates).us / us - 1) for operation, us in some)
 
     return {
-        "efficiency.py, all GEMMs": mean(gemms, known),
-        "efficiency.py, GEMMs left out": mean(left, known),
+        "profile, all GEMMs": mean(gemms, known),
+        "profile, GEMMs left out": mean(left, known),
         "fitted, GEMMs left out": mean(left, fitted),
     }
 
@@ -192,7 +192,7 @@ def measured(source: Path | None) -> tuple[dict[str, Any], list[Row]]:
     if source is None:
         name, rows = measure()
         return provenance(("counterpoint", "torch")) | {"gpu": name}, rows
-    record = json.loads(source.read_text())
+    record = json.loads(read_result(source))
     us = record["us"]
     return record["provenance"], [(operation, us[operation.name]) for operation in operations() if operation.name in us]
 
@@ -204,13 +204,13 @@ def main() -> None:
     args = parser.parse_args()
     facts, rows = measured(args.source)
     gpu = find_gpu(next((known for known in GPUS if known in facts["gpu"]), facts["gpu"]))
-    machine, kept = Machine.of(gpu, efficiency=efficiency_of(gpu.name)), fitted_rows(rows)
-    again = msgspec.structs.replace(machine, efficiency=fit(rows, machine))
-    lines, errors = table_of(rows, kept, machine, again), summary(rows, kept, machine, again)
+    rates, kept = GpuRates.of(gpu, efficiency=shipped_profile(gpu.name).efficiency), fitted_rows(rows)
+    again = msgspec.structs.replace(rates, efficiency=fit(rows, rates))
+    lines, errors = table_of(rows, kept, rates, again), summary(rows, kept, rates, again)
     print_table(COLUMNS, lines, title=facts["gpu"], width=120)
     names = ("matmul", "depth", "edge", "load", "memory")
     constants = {key: getattr(again.efficiency, key) for key in names}
-    print(f"efficiency.py has { ({key: getattr(machine.efficiency, key) for key in names}) }, fitted: {constants}")
+    print(f"profile has { ({key: getattr(rates.efficiency, key) for key in names}) }, fitted: {constants}")
     print("; ".join(f"{what}: {error:.1%}" for what, error in errors.items()))
     now = provenance(("counterpoint",))  # constants of now, beside times of then
     result = {"provenance": facts, "compared": {key: now[key] for key in ("date", "commit", "uncommitted_changes")},

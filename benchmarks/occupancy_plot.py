@@ -1,6 +1,6 @@
 """Draw the study of occupancy shaping: total time against shared memory per block, as one SVG that needs nothing.
 
-python benchmarks/occupancy_plot.py results/occupancy-study.json docs/occupancy.svg
+python benchmarks/occupancy_plot.py results/occupancy-study.json docs/images/occupancy.svg
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from provenance import read_result
+
 WIDTH, HEIGHT, LEFT, TOP = 400, 250, 46, 34  # of one panel, and where its axes begin
 STYLES = {  # (priority, order): colour, dashes, words
     (False, "together"): ("#b8860b", "", "priority 0, together"),
@@ -24,7 +26,7 @@ STYLES = {  # (priority, order): colour, dashes, words
 
 def main() -> None:
     """Read the rows, pick the panels, write the picture."""
-    rows = json.loads(Path(sys.argv[1]).read_text())["rows"]
+    rows = json.loads(read_result(Path(sys.argv[1])))["rows"]
     panels = [
         (f"{collective} 512 MiB beside 8192³, tile 64×64×{depth}", found)
         for collective in ("all_reduce", "all_to_all")

@@ -21,9 +21,9 @@ from cuda.bindings import driver, nvrtc
 from occupancy_workloads import Workload, gemm
 from provenance import gpu_provenance, write_result
 
-from counterpoint.controls.driver import call
+from counterpoint.controls.control import call_driver
 from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.occupancy_shaper import device_limits
+from counterpoint.controls.occupancy_shape import device_limits
 from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside
 
 NUM_GUESTS, GUEST_LIFE_NS = 24, 800_000
@@ -88,8 +88,8 @@ def compiled(threads: int, registers: int) -> tuple[Any, int]:
         assert int(status) == 0, status
         cubin = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), b"guest")
-        given = int(call("cuFuncGetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
+        function = call_driver("cuModuleGetFunction", call_driver("cuModuleLoadData", cubin), b"guest")
+        given = int(call_driver("cuFuncGetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
         if best is None or abs(given - registers) < abs(best[1] - registers):
             best = function, given
         if given >= registers:
@@ -100,10 +100,10 @@ def compiled(threads: int, registers: int) -> tuple[Any, int]:
 
 def launch(function: Any, blocks: int, footprint: Footprint, stream: Any, log: Any, life_ns: int) -> None:
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    call("cuFuncSetAttribute", function, most, footprint.smem_bytes)
+    call_driver("cuFuncSetAttribute", function, most, footprint.smem_bytes)
     arguments = ((log.data_ptr(), life_ns, 0.5), (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_float))
     threads, smem = footprint.threads, footprint.smem_bytes
-    call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, smem, stream.cuda_stream, arguments, 0)
+    call_driver("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, smem, stream.cuda_stream, arguments, 0)
 
 
 class Bench:

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from occupancy_workloads import Workload, collective, cublas_fp64, elementwise, gemm
-from provenance import gpu_provenance, write_result
+from provenance import gpu_provenance, read_result, write_result
 
+from counterpoint.controls.observe import observe
 from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.what_ran import observe
-from counterpoint.records.evidence import Seen
+from counterpoint.records.measurement import Observation
 
 SPIN_CYCLES = 2_500_000  # about 1.3 ms: longer than the host needs to queue one trial
 SPIN_CYCLES_INTERPOSED = 10_000_000  # and to subscribe to CUPTI
@@ -228,7 +228,9 @@ def proofs(work: Workload) -> dict[str, str]:
         shaping = shaping_of(work, setting)
         if shaping is not None:
             with shaping.launches():
-                seen = Seen(compute=observe(lambda: (work.queue(), None)[1], device=device), compute_without=without)
+                seen = Observation(
+                    compute=observe(lambda: (work.queue(), None)[1], device=device), compute_without=without
+                )
             evidence = shaping.verify(seen)
             assert evidence.took_effect, f"{evidence.control} had no effect: {evidence.seen}"
             found[evidence.control] = evidence.seen
@@ -294,7 +296,7 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]], evidence: dict[s
     facts = gpu_provenance(["triton", "cuda-bindings"], world_size=dist.get_world_size())
     record = {"provenance": facts, "rounds": args.rounds, "evidence": evidence, "rows": rows}
     if args.out.exists():
-        old = json.loads(args.out.read_text())
+        old = json.loads(read_result(args.out))
         old["rows"] += rows
         old["evidence"] |= evidence
         record = old | {"also": [*old.get("also", []), facts]}

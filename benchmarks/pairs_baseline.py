@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, write_result
+from provenance import provenance, read_result, write_result
 from tables import print_table
 
-from counterpoint.measure.metrics import overlap
+from counterpoint.pair.metrics import overlap
 from counterpoint.records.measurement import Measurement, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pairs-baseline.json")
     asked = parser.parse_args()
-    rows = msgspec.json.decode(asked.measured.read_bytes(), type=Measurement).rows
+    rows = msgspec.json.decode(read_result(asked.measured), type=Measurement).rows
     table = list(lines([row for row in rows if row.marked is None]))
     print_table(COLUMNS, table, width=100)
     record = {"provenance": provenance([]), "measured": asked.measured.name, "columns": COLUMNS, "rows": table}

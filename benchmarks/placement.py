@@ -4,9 +4,9 @@
     python benchmarks/placement.py --quick     small cases, seconds
 
 Optima are known where traffic was planted on the tree (in order is best by construction), for cubes of a torus (boxes
-are best), and for eight GPUs, where all 40,320 orders are tried. Jobs are placed twice: with their mesh known and hosts
-listed in random order, as an allocation gives them; and with ranks renamed at random and only the matrix known.
-Columns are costs over the cost found: above 1 is worse. `optimum` below 1 would be a better order than ours.
+are best), and for eight GPUs, where all 40,320 orders are tried; there, ranks are renamed at random and only their
+traffic is known. Jobs have a mesh, and hosts listed in random order, as an allocation gives them. Columns are costs
+over the cost found: above 1 is worse. `optimum` below 1 would be a better order than ours.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from provenance import ROOT, provenance, write_result
-from scipy import sparse
 from scipy.optimize import quadratic_assignment
 from tables import print_table
 
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.job import Job
-from counterpoint.plan.models import model
-from counterpoint.plan.networks import levels
-from counterpoint.plan.parallel import Parallel, Training
-from counterpoint.plan.placement import Placement, place
-from counterpoint.plan.placement_cost import layout
-from counterpoint.plan.topology import Topology
-from counterpoint.plan.topology_matrix import of_matrix
-from counterpoint.plan.traffic import Block, Traffic
-from counterpoint.plan.volumes import sent_bytes
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import find_model
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.placement.cost import placement_cost
+from counterpoint.plan.placement.place import Placement, place
+from counterpoint.plan.placement.read_matrix import of_matrix
+from counterpoint.plan.placement.topology import Topology
+from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic, sent_bytes
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
@@ -62,7 +59,7 @@ class Row:
     steps: tuple[str, ...] = ()
 
 
-def measure(case: str, traffic: Traffic, topology: Topology, optimum: float | None = None) -> tuple[Row, Placement]:
+def measure(case: str, traffic: RankTraffic, topology: Topology, optimum: float | None = None) -> tuple[Row, Placement]:
     """Place, and time it; scipy's algorithm alone where its dense matrices are small enough."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = place(traffic, topology)
@@ -86,19 +83,36 @@ def measure(case: str, traffic: Traffic, topology: Topology, optimum: float | No
     return row, found
 
 
-def faq(traffic: Traffic, topology: Topology) -> tuple[float, float]:
+def faq(traffic: RankTraffic, topology: Topology) -> tuple[float, float]:
     """Cost and seconds of scipy.optimize.quadratic_assignment by itself."""
     start, size = time.perf_counter(), topology.num_slots
     matrix = np.zeros((size, size))
     matrix[: traffic.world_size, : traffic.world_size] = traffic.sampled.toarray()
     distance = topology.slot_distance().astype(np.float64)
     slots = quadratic_assignment(matrix, distance, options={"rng": np.random.default_rng(0)}).col_ind
-    return layout("faq", traffic, topology, slots[: traffic.world_size]).cost, time.perf_counter() - start
+    return placement_cost("faq", traffic, topology, slots[: traffic.world_size]).cost, time.perf_counter() - start
 
 
-def scrambled(traffic: Traffic, seed: int = 1) -> Traffic:
+def matrix_traffic(matrix: F64) -> RankTraffic:
+    """Exchanges of any matrix: entry (i, j) is what rank i sends to rank j, in bytes."""
+    i, j = np.nonzero(np.triu(matrix + matrix.T, 1))
+    members, pair_bytes = np.stack([i, j], axis=1), (matrix + matrix.T)[i, j]
+    parts = (AxisTraffic(axis="given", members=members, pair_bytes=pair_bytes),) if len(i) else ()
+    return RankTraffic(world_size=len(matrix), parts=parts)
+
+
+def renamed(traffic: RankTraffic, to: I64) -> RankTraffic:
+    """The same exchanges with rank r called `to[r]`; no mesh any more."""
+    parts = tuple(
+        AxisTraffic(axis=part.axis, members=to[part.members], pair_bytes=part.pair_bytes, pattern=part.pattern)
+        for part in traffic.parts
+    )
+    return RankTraffic(world_size=traffic.world_size, parts=parts)
+
+
+def scrambled(traffic: RankTraffic, seed: int = 1) -> RankTraffic:
     """The same exchanges, ranks renamed at random: no mesh, only a matrix."""
-    return traffic.permuted(np.random.default_rng(seed).permutation(traffic.world_size))
+    return renamed(traffic, np.random.default_rng(seed).permutation(traffic.world_size))
 
 
 def shuffled(topology: Topology, seed: int = 2) -> Topology:
@@ -106,36 +120,37 @@ def shuffled(topology: Topology, seed: int = 2) -> Topology:
     return topology.only([topology.hosts[i] for i in np.random.default_rng(seed).permutation(len(topology.hosts))])
 
 
-def planted(sizes: Sequence[int]) -> Traffic:
+def planted(sizes: Sequence[int]) -> RankTraffic:
     """Ten times the traffic for each level that two ranks share: in order is the optimum."""
-    ranks, blocks = math.prod(sizes), []
+    ranks, parts = math.prod(sizes), []
     for level in range(len(sizes)):
         members = np.arange(ranks).reshape(-1, math.prod(sizes[: level + 1]))
-        blocks.append(Block(axis=f"level {level}", members=members, pair_bytes=np.full(len(members), 10.0**-level)))
-    return Traffic(world_size=ranks, blocks=tuple(blocks))
+        parts.append(
+            AxisTraffic(axis=f"level {level}", members=members, pair_bytes=np.full(len(members), 10.0**-level))
+        )
+    return RankTraffic(world_size=ranks, parts=tuple(parts))
 
 
-def noisy(sizes: Sequence[int], sigma: float) -> Traffic:
+def noisy(sizes: Sequence[int], sigma: float) -> RankTraffic:
     """The same as a full matrix, each entry times a lognormal factor: in order is the optimum while noise is small."""
     found = np.zeros((math.prod(sizes), math.prod(sizes)))
-    for block in planted(sizes).blocks:
-        i, j, num_bytes = block.pairs()
+    for part in planted(sizes).parts:
+        i, j, num_bytes = part.pairs()
         np.add.at(found, (i, j), num_bytes)
-    return Traffic.of_matrix(found * np.random.default_rng(3).lognormal(0, sigma, found.shape))
+    return matrix_traffic(found * np.random.default_rng(3).lognormal(0, sigma, found.shape))
 
 
-def torus(edge: int) -> tuple[Traffic, I64]:
+def torus(edge: int) -> tuple[RankTraffic, I64]:
     """Six neighbours with equal traffic, and the slots of the best boxes on hosts of 2^3, leaves of 4^3, ..."""
     index = np.arange(edge**3).reshape(edge, edge, edge)
-    rows = np.concatenate([index.ravel()] * 3)
-    columns = np.concatenate([np.roll(index, -1, axis).ravel() for axis in range(3)])
-    matrix = sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape=(edge**3, edge**3))
+    pairs = np.concatenate([np.stack([index, np.roll(index, -1, axis)], axis=-1).reshape(-1, 2) for axis in range(3)])
+    neighbours = AxisTraffic(axis="neighbours", members=pairs, pair_bytes=np.ones(len(pairs)))
     at = np.unravel_index(index.ravel(), index.shape)
     keys = [axis >> bit & 1 for bit in range(edge.bit_length() - 1) for axis in at]
-    return Traffic.of_matrix(matrix), np.argsort(np.lexsort(keys))
+    return RankTraffic(world_size=edge**3, parts=(neighbours,)), np.argsort(np.lexsort(keys))
 
 
-def known(quick: bool) -> Iterator[tuple[str, Traffic, Topology, I64]]:
+def known(quick: bool) -> Iterator[tuple[str, RankTraffic, Topology, I64]]:
     """Cases whose optimum is known, with its slots."""
     trees = [(8, 8, 8)] if quick else [(8, 8, 8), (8, 16, 8, 4), (4, 6, 5, 7)]
     for sizes in trees:
@@ -159,7 +174,7 @@ def jobs(quick: bool) -> dict[str, tuple[Job, Topology]]:
         hosts = ranks // 8
         leaves = max(1, hosts // 16)
         sizes = [8, min(16, hosts), min(8, leaves), max(1, leaves // 8)]
-        found = Job(model=model(name), training=training, parallel=parallel, cluster=cluster)
+        found = Job(model=find_model(name), training=training, parallel=parallel, cluster=cluster)
         return found, Topology.regular([size for size in sizes if size > 1])
 
     found = {"70B tp8 dp16 pp4": job("llama3-70b", Parallel(tp=8, dp=16, pp=4), 256)}
@@ -180,36 +195,10 @@ def brute_force(cases: int) -> dict[str, float]:
     for seed in range(cases):
         draw = np.random.default_rng(seed)
         matrix = draw.random((8, 8)) * (draw.random((8, 8)) < 0.5)
-        topology = [Topology.regular([2, 2, 2]), Topology.regular([4, 2]), Topology.regular([2, 4]).with_rails()][
-            seed % 3
-        ]
+        topology = Topology.regular([[2, 2, 2], [4, 2], [2, 4]][seed % 3])
         best = (topology.slot_distance()[orders[:, i], orders[:, j]] @ (matrix + matrix.T)[i, j]).min()
-        ratios.append(place(Traffic.of_matrix(matrix), topology).found.cost / best)
+        ratios.append(place(matrix_traffic(matrix), topology).found.cost / best)
     return {"cases": cases, "worst": float(max(ratios)), "mean": float(np.mean(ratios))}
-
-
-def random_meshes(count: int) -> dict[str, list[float]]:
-    """Degrees, volumes and trees drawn; only the matrix of renamed ranks is known: cost over the mesh's best order.
-
-    `noisy`: each entry is changed by up to 10 %, so that no mesh can be read from it; the best order of the mesh is no
-    optimum then, and ratios below 1 are possible.
-    """
-    trees = ((8, 8, 4), (8, 8, 8), (8, 16, 4), (4, 16, 8))
-    ratios: dict[str, list[float]] = {"exact": [], "noisy": []}
-    for seed in range(count):
-        draw = np.random.default_rng(seed)
-        topology = Topology.regular(trees[seed % len(trees)])
-        tp, cp, pp = (int(draw.choice(degrees)) for degrees in ([1, 2, 4, 8], [1, 1, 2, 4], [1, 2, 4, 8]))
-        ranks = topology.num_slots
-        tp_cp_dp_pp = 10 ** draw.uniform(0, 2, size=4)
-        parallel = Parallel(tp=tp, cp=cp, pp=pp, dp=max(1, ranks // (tp * cp * pp)))
-        job = Traffic.of_job(parallel, dict(zip(("tp", "cp", "dp", "pp"), tp_cp_dp_pp.tolist(), strict=True)))
-        slots = np.array(place(job, topology).slots)
-        noise = np.triu(job.sampled.toarray() * draw.uniform(0.9, 1.1, (ranks, ranks)))
-        for name, traffic in (("exact", job), ("noisy", Traffic.of_matrix(noise))):
-            known = layout("mesh", traffic, topology, slots).cost
-            ratios[name].append(place(scrambled(traffic, seed), topology).found.cost / known)
-    return ratios
 
 
 def measured(hosts: int) -> Topology:
@@ -226,22 +215,19 @@ def all_rows(quick: bool, show: Callable[[Row], None]) -> list[Row]:
     """Every case, shown as it is done."""
     rows: list[Row] = []
 
-    def add(case: str, traffic: Traffic, topology: Topology, optimum: float | None = None) -> Placement:
+    def add(case: str, traffic: RankTraffic, topology: Topology, optimum: float | None = None) -> Placement:
         row, found = measure(case, traffic, topology, optimum)
         rows.append(row)
         show(row)
         return found
 
     for case, traffic, topology, slots in known(quick):
-        add(case, scrambled(traffic), topology, layout("known", traffic, topology, slots).cost)
+        add(case, scrambled(traffic), topology, placement_cost("known", traffic, topology, slots).cost)
     for case, (job, topology) in jobs(quick).items():
-        traffic = Traffic.of_job(job.parallel, sent_bytes(job))
-        by_mesh = add(f"{case}, hosts shuffled", traffic, shuffled(topology))
-        add(f"{case}, hosts shuffled, rails", traffic, shuffled(topology).with_rails())
-        if job.parallel.world_size <= 4096:
-            add(f"{case}, matrix only", scrambled(traffic), topology, by_mesh.found.cost)
+        traffic = RankTraffic.of_job(job.parallel, sent_bytes(job))
+        add(f"{case}, hosts shuffled", traffic, shuffled(topology))
     some, _ = jobs(True)["70B tp8 dp16 pp4"]
-    add("70B on a measured matrix", Traffic.of_job(some.parallel, sent_bytes(some)), measured(64))
+    add("70B on a measured matrix", RankTraffic.of_job(some.parallel, sent_bytes(some)), measured(64))
     return rows
 
 
@@ -259,17 +245,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = all_rows(args.quick, lambda row: print(" | ".join(cells(row)), flush=True))
-    brute, meshes = brute_force(12 if args.quick else 300), random_meshes(4 if args.quick else 60)
+    brute = brute_force(12 if args.quick else 300)
     print_table(COLUMNS, map(cells, rows), title="placement: cost over the cost found", width=170)
     print(f"eight GPUs, all orders tried: worst {brute['worst']:.4f}, mean {brute['mean']:.4f} of {brute['cases']:.0f}")
-    for name, ratios in meshes.items():
-        print(f"random meshes, {name}: mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of {len(ratios)}")
     out = args.out or (None if args.quick else ROOT / "results" / "placement.json")
     if out is not None:
         record = {"provenance": provenance(("counterpoint", "numpy", "scipy")), "rows": [asdict(row) for row in rows]}
-        write_result(
-            out, {**record, "brute_force": brute, "random_meshes": meshes}, COLUMNS, [cells(row) for row in rows]
-        )
+        write_result(out, {**record, "brute_force": brute}, COLUMNS, [cells(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ from plan_published import cluster
 from provenance import provenance, write_result
 from tables import print_table
 
-from counterpoint.diagnose.api import diagnose
-from counterpoint.plan.from_trace import Observed, elsewhere, observed
+from counterpoint.diagnosis.api import diagnose
+from counterpoint.plan.from_trace import MeasuredStep, measured_step, predict_on
 
 COLUMNS = ("from ranks", "to ranks", "measured ms", "predicted ms", "error", "compute", "exposed", "waits", "rest")
 
 
-def predicted(of: Observed, there: Observed) -> tuple[str, ...]:
+def predicted(of: MeasuredStep, there: MeasuredStep) -> tuple[str, ...]:
     """A row: the step of `there` from that of `of`."""
     here, elsewhere_ = (cluster(each.gpu, "nvlink-h100", each.ranks) for each in (of, there))
-    found = elsewhere(of, here, elsewhere_, ranks=there.ranks)
+    found = predict_on(of, here, elsewhere_, ranks=there.ranks)
     parts = {part.name: part.us / 1e3 for part in found.parts}
     error = found.step_us / there.step_us - 1.0
     times = (f"{each:.1f}" for each in parts.values())
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path, help="folders, of different numbers of ranks")
     parser.add_argument("--json", type=Path, help="where to keep the result")
     asked = parser.parse_args()
-    seen = [observed(diagnose(folder).diagnosis) for folder in asked.traces]
+    seen = [measured_step(diagnose(folder).diagnosis) for folder in asked.traces]
     rows = [predicted(*pair) for pair in permutations(seen, 2)]
     errors = [abs(float(row[4].rstrip("%"))) for row in rows]
     print_table(COLUMNS, rows)

@@ -4,7 +4,7 @@
     python benchmarks/plan_published.py --leave-out     # and both fitted constants again without each model (a minute)
 
 Two constants of Ampere, `matmul` and `memory`, are fitted, to the 18 rows marked so; nothing is to any other row. What
-a paper leaves open is set by what its software did at that time, for all of its rows alike (`docs/plan.md`).
+a paper leaves open is set by what its software did at that time, for all of its rows alike (`docs/results/planner.md`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
-from provenance import provenance, write_result
+from provenance import provenance, read_result, write_result
 from tables import print_table
 
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.compute_cost import Machine
-from counterpoint.plan.efficiency import AMPERE, HOPPER, Efficiency
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.job import Job
-from counterpoint.plan.model import Model
-from counterpoint.plan.models import model as named_model
-from counterpoint.plan.networks import levels, network_of
-from counterpoint.plan.parallel import Parallel, Training
-from counterpoint.plan.parameters import model_flops
-from counterpoint.plan.prices import Prices
-from counterpoint.plan.step import Step, step
-from counterpoint.plan.stragglers import Jitter, expected_slowest
+from counterpoint.machine.profile import Efficiency, shipped_profile
+from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import Model, find_model, model_flops
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.estimate import CollectiveTimes
+from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.step.step import PredictedStep, expected_slowest, predict_step
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
@@ -42,7 +38,7 @@ Recompute = Literal["none", "selective", "full"]
 KINDS: tuple[Recompute, Recompute] = ("full", "selective")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
-Read = Callable[[Job, Step], float]
+Read = Callable[[Job, PredictedStep], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +58,11 @@ def cluster(gpu: str, network: str, gpus: int) -> Cluster:
     return Cluster(gpu=find_gpu(gpu), levels=levels(network, gpus))
 
 
-def seconds(job: Job, found: Step) -> float:
+def seconds(job: Job, found: PredictedStep) -> float:
     return found.step_us / 1e6
 
 
-def with_recomputation(job: Job, found: Step) -> float:
+def with_recomputation(job: Job, found: PredictedStep) -> float:
     """TFLOP/s per GPU as arXiv 2104.04473 counts them: recomputation included (its equation 3)."""
     m, t = job.model, job.training
     matrices = 96.0 * t.global_batch * t.sequence * m.layers * m.hidden**2
@@ -74,7 +70,7 @@ def with_recomputation(job: Job, found: Step) -> float:
     return flops / job.parallel.world_size / found.step_us / 1e6
 
 
-def causal(job: Job, found: Step) -> float:
+def causal(job: Job, found: PredictedStep) -> float:
     """TFLOP/s per GPU with the half of attention that causal models need."""
     m, sequence = job.model, job.training.sequence
     whole = model_flops(m, sequence)
@@ -211,7 +207,7 @@ def llama3() -> list[Row]:
             sequence=sequence, global_batch=batch * dp, fused_kernels=False, fused_accumulation=False
         )  # fmt: skip
         job = Job(
-            model=named_model("llama3-405b"), parallel=parallel, training=training,
+            model=find_model("llama3-405b"), parallel=parallel, training=training,
             cluster=cluster("H100", "h100-roce-400", gpus),
         )  # fmt: skip
         found.append(Row(group="H100 Llama 3 405B", name=f"{gpus} GPUs, {sequence} tokens", job=job, published=tflops,
@@ -219,18 +215,18 @@ def llama3() -> list[Row]:
     return found
 
 
-def without_update(job: Job, found: Step) -> float:
+def without_update(job: Job, found: PredictedStep) -> float:
     """Forward and backward, ms."""
     return (found.step_us - found.parts["optimizer_us"]) / 1e3
 
 
 def slowest_of(ranks: int) -> Read:
     """One GPU that waits for nobody, but of so many the slowest was noted."""
-    slowest = expected_slowest(Jitter(spread=HOPPER.spread), ranks)
+    slowest = expected_slowest(shipped_profile("H200").efficiency.spread, ranks)
     return lambda job, found: without_update(job, found) * slowest
 
 
-def with_copies(job: Job, found: Step) -> float:
+def with_copies(job: Job, found: PredictedStep) -> float:
     """Collectives do nothing, FSDP2's copies stay."""
     return without_update(job, found) - found.parts["shards_us"] / 1e3
 
@@ -278,7 +274,7 @@ def fsdp_fewer_h200(ranks: int) -> list[Row]:
     ):
         model = Model(layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, gated=True, vocab=1024)
         measured: dict[int, dict[str, float]] = {}
-        for row in json.loads((ROOT / "results" / f"fsdp-step-{kind}-{ranks}xh200.json").read_text())["rows"]:
+        for row in json.loads(read_result(ROOT / "results" / f"fsdp-step-{kind}-{ranks}xh200.json"))["rows"]:
             if row["variant"] in VARIANTS:
                 measured.setdefault(row["tokens"], {})[VARIANTS[row["variant"]]] = row["ms"]
         for tokens, times in measured.items():
@@ -290,7 +286,7 @@ def whole_steps() -> list[Row]:
     """This project's recordings, 2026-11-21, of `examples/record_fsdp.py` as it comes, on two machines: 8 layers of 8B,
     embedding, head, reduction in float32, clipping and AdamW; the mean step that `diagnose` finds."""
     model = Model(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
-    recorded = json.loads((ROOT / "results" / "plan-from-trace.json").read_text())["rows"]
+    recorded = json.loads(read_result(ROOT / "results" / "plan-from-trace.json"))["rows"]
     return [
         Row(
             group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
@@ -316,14 +312,14 @@ class Predictions:
     """Steps of rows; networks are priced once."""
 
     def __init__(self) -> None:
-        self.prices: dict[tuple[str, int], Prices] = {}
+        self.prices: dict[tuple[str, int], CollectiveTimes] = {}
 
-    def step(self, row: Row, efficiency: Efficiency | None = None) -> Step:
+    def step(self, row: Row, efficiency: Efficiency | None = None) -> PredictedStep:
         key = (row.job.cluster.gpu.name, row.job.cluster.num_gpus)
         if key not in self.prices:
-            self.prices[key] = Prices(network_of(row.job.cluster))
-        machine = Machine.of(row.job.cluster.gpu, row.job.training.precision, efficiency)
-        return step(row.job, prices=self.prices[key], machine=machine)
+            self.prices[key] = CollectiveTimes(network_of(row.job.cluster))
+        rates = GpuRates.of(row.job.cluster.gpu, row.job.training.precision, efficiency)
+        return predict_step(row.job, prices=self.prices[key], rates=rates)
 
     def error(self, row: Row, efficiency: Efficiency | None = None) -> float:
         """Of the step's time: predicted / published - 1, turned round for rates."""
@@ -334,7 +330,7 @@ class Predictions:
 def leave_out(predictions: Predictions, fitted: Sequence[Row]) -> dict[str, float]:
     """Mean error on each model when both constants are fitted to the rows of the others, on the grid of the fit."""
     grid = [
-        msgspec.structs.replace(AMPERE, matmul=matmul, memory=memory)
+        msgspec.structs.replace(shipped_profile("A100").efficiency, matmul=matmul, memory=memory)
         for matmul in (0.91, 0.93, 0.95, 0.97) for memory in (0.60, 0.64, 0.68, 0.72)
     ]  # fmt: skip
     errors = [[predictions.error(row, efficiency) for row in fitted] for efficiency in grid]

@@ -1,8 +1,17 @@
-"""Where a result came from: without it a number proves nothing later."""
+"""Write results with where they came from, without which a number proves nothing later, and read them again.
+
+A result is `NAME.json` and a table, `NAME.md`. Where the JSON would be longer than 40 kB, all of it goes to
+`NAME.json.gz`, and `NAME.json` keeps a summary that names that file. What `counterpoint measure` has written to
+results/ is treated the same by
+
+    python benchmarks/provenance.py results/pairs-4xh200.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import gzip
 import json
 import os
 import platform
@@ -15,9 +24,11 @@ from typing import Any
 
 from tables import markdown
 
-__all__ = ["gpu_provenance", "provenance", "write_result"]
+__all__ = ["gpu_provenance", "provenance", "read_result", "write_json", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
+LONGEST_BYTES = 40_000  # of a JSON that is kept as it is
+LONGEST_LIST = 4_000  # letters of a list that a summary keeps
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
@@ -75,10 +86,70 @@ def _version(package: str) -> str | None:
 
 
 def write_result(path: Path, record: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Keep a measurement: its JSON, and beside it a table made from the same run."""
+    """Write a measurement as JSON, and next to it a table made from the same run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
     facts = record["provenance"]
     origin = f"`{' '.join(facts['command'])}`, {facts['date']}, commit {(facts['commit'] or '?')[:12]}"
     lines = [*markdown(columns, rows), "", f"From [{path.name}]({path.name}): {origin}.", ""]
     path.with_suffix(".md").write_text("\n".join(lines))
+
+
+def read_result(path: Path) -> bytes:
+    """Return the JSON of a result, with all rows wherever they are kept."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(content)
+    whole = json.loads(content).get("whole")
+    return content if whole is None else gzip.decompress((path.parent / whole).read_bytes())
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write the JSON of a result, and its rows to a file of their own if it is long."""
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    whole = path.with_name(f"{path.name}.gz")
+    whole.unlink(missing_ok=True)
+    if len(text) > LONGEST_BYTES:
+        whole.write_bytes(gzip.compress(json.dumps(record, separators=(",", ":")).encode(), 9, mtime=0))
+        text = json.dumps(_summary(record) | {"whole": whole.name}, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(text)
+
+
+def _summary(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its long lists as their lengths, and the means of each mechanism of a measurement."""
+    short = {key: f"{len(value)} in the whole" if _is_long(value) else value for key, value in record.items()}
+    if record.get("schema") != "counterpoint.measurement/1":
+        return short
+    import msgspec
+
+    from counterpoint.records.measurement import Measurement
+    from counterpoint.report.measurement_text import summary
+
+    return short | {"summary": msgspec.to_builtins(summary(msgspec.convert(record, Measurement), None))}
+
+
+def _is_long(value: object) -> bool:
+    return isinstance(value, list | dict) and len(json.dumps(value)) > LONGEST_LIST
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each, digits) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each, digits) for each in value]
+    return round(value, digits) if isinstance(value, float) else value
+
+
+def main() -> None:
+    """Keep the rows of long results apart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--digits", type=int, help="round numbers to so many digits; 3: times to 0.001 us")
+    asked = parser.parse_args()
+    for path in asked.results:
+        record = json.loads(read_result(path))
+        write_json(path, record if asked.digits is None else _rounded(record, asked.digits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Claim: the rule of `machine/sums.py` leaves about as many SMs to the sums of zero-SM collectives as is best.
+"""Claim: the rule of `pair/choice.py` leaves about as many SMs to the sums of zero-SM collectives as is best.
 
 Reads what `counterpoint measure reductions` wrote: every pair with the GEMM on all SMs and on four numbers fewer. A
 pick counts by what was measured for it, in the mean over the launch orders. Nothing is fitted here; the rates of the
@@ -17,13 +17,16 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, write_result
+from provenance import provenance, read_result, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.machine.sums import choose_gemm_sms
-from counterpoint.measure.workloads import Matmul, find_workload
+from counterpoint.machine.profile import default_profile
+from counterpoint.measurement.workloads import find_workload
+from counterpoint.pair.choice import choose_gemm_sms
+from counterpoint.pair.sm_split import SmLayout
+from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import Measurement, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +47,7 @@ RULE = "by rule"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class Measured:
     """One scenario: rows by SMs of the GEMM, in every order."""
 
     scenario: str
@@ -63,7 +66,7 @@ class Pair:
         return self.together_us(sms) / min(map(self.together_us, self.by_sms)) - 1
 
 
-def pairs_of(measured: Measurement, num_sms: int) -> list[Pair]:
+def pairs_of(measured: Measurement, num_sms: int) -> list[Measured]:
     """Scenarios in which every limit was measured and is not marked."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in measured.rows:
@@ -73,7 +76,7 @@ def pairs_of(measured: Measurement, num_sms: int) -> list[Pair]:
             found.setdefault(row.scenario, {}).setdefault(limit, []).append(row)
     most = max(map(len, found.values()), default=0)
     return [
-        Pair(
+        Measured(
             scenario=scenario,
             collective=by_sms[ALL][0].collective,
             pick=picked(by_sms[ALL][0], measured.environment.world_size, num_sms),
@@ -84,18 +87,29 @@ def pairs_of(measured: Measurement, num_sms: int) -> list[Pair]:
     ]
 
 
+def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
+    """Return both sides of a row, as they were measured alone."""
+    return Pair(
+        products=find_workload(row.workload).products,
+        compute_us=row.compute_alone.us,
+        collective=row.collective,
+        size_bytes=row.size_bytes,
+        comm_us=row.comm_alone.us,
+        mechanism=row.mechanism.partition("+")[0],
+        num_ctas=row.usage.comm_ctas or 0 if row.usage else 0,
+        world_size=world_size,
+        layout=layout,
+        order=row.order,
+    )
+
+
 def picked(row: Row, world_size: int, num_sms: int) -> str:
     """What the rule says, from what was measured alone."""
-    operations = find_workload(row.workload).operations
-    found = choose_gemm_sms(
-        [(one.m, one.n, one.k) for one in operations if isinstance(one, Matmul)], row.collective,
-        size_bytes=row.size_bytes, compute_us=row.compute_alone.us, comm_us=row.comm_alone.us, world_size=world_size,
-        num_sms=num_sms,
-    )  # fmt: skip
+    found = choose_gemm_sms(pair_of(row, world_size, SmLayout.even(num_sms)), default_profile())
     return ALL if found.gemm_sms is None else str(found.gemm_sms)
 
 
-def lines(pairs: Sequence[Pair]) -> Iterable[tuple[str, ...]]:
+def lines(pairs: Sequence[Measured]) -> Iterable[tuple[str, ...]]:
     """The table: for each collective the rule, then every number of SMs for all pairs alike."""
     for collective in dict.fromkeys(pair.collective for pair in pairs):
         mine = [pair for pair in pairs if pair.collective == collective]
@@ -116,11 +130,11 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "sum-sms.json")
     asked = parser.parse_args()
-    measured = msgspec.json.decode(asked.measured.read_bytes(), type=Measurement)
+    measured = msgspec.json.decode(read_result(asked.measured), type=Measurement)
     gpu = find_gpu(measured.environment.gpu)
     if gpu is None:
         raise Misconfigured(f"nothing is known about the GPU {measured.environment.gpu!r}")
-    pairs = pairs_of(measured, gpu.num_sms)
+    pairs = pairs_of(measured, gpu.sm.num_sms)
     table = list(lines(pairs))
     print_table(COLUMNS, table, width=140)
     picks = [{"scenario": pair.scenario, "pick": pair.pick, "regret": pair.regret(RULE)} for pair in pairs]

@@ -1,4 +1,9 @@
-"""Check every relative link and anchor of the Markdown pages: `make docs`. Links to other sites are not followed."""
+"""Check the pages: links, anchors, files that are named, and the form of README.md and the tutorial (`make docs`).
+
+- Every relative link and anchor of a Markdown page leads somewhere; links to other sites are not followed.
+- Every Python file, page and result that a page or a source file names exists.
+- README.md has fewer than 150 lines, and no sentence of it or of the tutorial has more than two numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,24 @@ CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 ANCHOR = re.compile(r"<a (?:id|name)=\"([^\"]+)\"")
+NAMED = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|toml))`")  # in pages
+CITED = re.compile(r"\b((?:docs|results)/[\w/-]+\.(?:md|py|svg|png))\b")  # in sources
+SENTENCE = re.compile(r"(?<=[.!?:])\s+|\n\s*[-*] |\n\s*\n")
+NUMBER = re.compile(r"(?<![\w.,-])\d[\d,.]*")
+README_LINES = 150
+FOLDERS = ("src", "tests", "benchmarks", "examples", "docs", "results")
 ELSEWHERE = re.compile(r"^(?:[a-z]+:|//)")
 
 
 def pages() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("samples/**/*.md")])
+    """Return the Markdown pages that people read."""
+    return sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("samples/**/*.md"), *ROOT.glob("examples/*.md")]
+    )
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name on this page, spelled as GitHub does; a repeated heading gets -1, -2, ..."""
+    """Return what `#...` may name on this page, spelled as GitHub does; a repeated heading gets -1, -2, ..."""
     text = FENCE.sub("", page.read_text())
     found: set[str] = set(ANCHOR.findall(text))
     for heading in HEADING.findall(text):
@@ -34,7 +48,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """The links of this page that lead nowhere, each with its line."""
+    """Return the links of this page that lead nowhere, each with its line."""
     text = page.read_text()
     for pattern in (FENCE, CODE):  # blank code out, keep the lines
         text = pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
@@ -52,7 +66,42 @@ def broken(page: Path) -> list[str]:
     return wrong
 
 
+def files() -> set[str]:
+    """Return the paths of all files of the repository, and every end of each that begins at a folder."""
+    kept = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    parts = [path.relative_to(ROOT).parts for path in kept if path.is_file()]
+    return {"/".join(path[start:]) for path in parts for start in range(len(path))}
+
+
+def missing_files() -> list[str]:
+    """Return the files that a page or a source file names and that do not exist, each with where it is named."""
+    known = files()
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = [(path, name) for path in pages() for name in NAMED.findall(path.read_text())]
+    cited = [(path, name) for path in sources for name in CITED.findall(path.read_text())]
+    return [f"{path.relative_to(ROOT)}: {name} does not exist" for path, name in (*named, *cited) if name not in known]
+
+
+def dense(page: Path) -> list[str]:
+    """Return the sentences of a page with more than two numbers; tables and code are left out."""
+    text = CODE.sub("", FENCE.sub("", page.read_text()))
+    text = re.sub(r"\]\([^)]*\)|\d{4}-\d\d-\d\d", "", text)
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#")))
+    return [
+        f"{page.relative_to(ROOT)}: more than two numbers: {' '.join(sentence.split())}"
+        for sentence in SENTENCE.split(prose)
+        if len(NUMBER.findall(sentence)) > 2
+    ]
+
+
+def long_readme() -> list[str]:
+    """Return a line if README.md is too long."""
+    lines = len((ROOT / "README.md").read_text().splitlines())
+    return [f"README.md: {lines} lines; fewer than {README_LINES} are allowed"] if lines >= README_LINES else []
+
+
 if __name__ == "__main__":
     problems = [problem for page in pages() for problem in broken(page)]
-    print("\n".join(problems) or f"links and anchors of {len(pages())} pages hold")
+    problems += [*missing_files(), *long_readme(), *dense(ROOT / "README.md"), *dense(ROOT / "docs" / "tutorial.md")]
+    print("\n".join(problems) or f"links, anchors and names of {len(pages())} pages hold")
     sys.exit(bool(problems))

@@ -1,32 +1,61 @@
 """No test passes by not running: what a skip means is decided here, once.
 
-`gpu(n)` and `browser` tests are skipped with a reason where the machine lacks what they need. `--require-gpus=N` and
-`--require-browser` say that it has it: then such a skip, for whatever reason, is a failure.
+`gpu(n)` and `needs(name)` tests are skipped with a reason where the machine lacks what they need. `--require-gpus=N`
+and `--require=name,name` say that it has it: then such a skip, for whatever reason, is a failure.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import cache
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
-if TYPE_CHECKING:
-    from ranks import Ranks
+settings.register_profile("quick", max_examples=20, deadline=None)  # of `make unit`; `make prove` does it thoroughly
+settings.register_profile("thorough", max_examples=100, deadline=None)  # machines may be busy: no time is asserted
+
+
+def installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing more than its parent."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def several_groups() -> bool:
+    """Return whether torch's FSDP2 has several groups of parameters in one module."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    return hasattr(_fsdp_common, "ShardPlacementResult")
+
+
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "browser": (lambda: shutil.which("chromium") is not None, "Debian's chromium on the PATH"),
+    "cuda-bindings": (lambda: installed("cuda.bindings"), "cuda-bindings"),
+    "cuda-core": (lambda: installed("cuda.core"), "cuda-core"),
+    "root": (lambda: os.geteuid() == 0, "to run as root"),
+    "several-groups": (several_groups, "torch 2.12 or newer, whose FSDP2 modules have several groups"),
+    "triton": (lambda: installed("triton"), "Triton"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("counterpoint")
     group.addoption("--require-gpus", type=int, default=0, metavar="N", help="fail if a gpu(n <= N) test is skipped")
-    group.addoption("--require-browser", action="store_true", help="fail if a browser test is skipped")
+    group.addoption(
+        "--require", default="", metavar="NAMES", help=f"fail if a test is skipped that needs one of {', '.join(NEEDS)}"
+    )
 
 
 @cache
 def gpu_count() -> int:
-    """GPUs that CUDA would show to a process, asked of the driver (torch would cost seconds); 0 without a driver."""
+    """Return how many GPUs CUDA would show to a process, by its driver (torch would cost seconds); 0 without one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -38,34 +67,56 @@ def gpu_count() -> int:
 
 
 def gpus_needed(item: pytest.Item) -> int:
-    """The n of `gpu(n)`; 0 for a test without the mark."""
+    """Return the n of `gpu(n)`; 0 for a test without the mark."""
     mark = item.get_closest_marker("gpu")
     return 0 if mark is None else int(mark.args[0])
 
 
+def names_needed(item: pytest.Item) -> set[str]:
+    """Return what the `needs` marks of a test name."""
+    return {name for mark in item.iter_markers("needs") for name in mark.args}
+
+
+def names_required(config: pytest.Config) -> set[str]:
+    """Return what the caller says is here."""
+    return set(filter(None, config.getoption("--require").split(",")))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a `--require` that would be without effect."""
+    refuse_unknown("--require", names_required(config))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a `gpu` mark that does not say how many."""
+    """Refuse a `gpu` mark that does not say how many, and a `needs` mark that nobody can answer."""
     for item in items:
         mark = item.get_closest_marker("gpu")
         if mark is not None and (len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1):
             raise pytest.UsageError(f"{item.nodeid}: write the mark as gpu(n) with n >= 1, not gpu{mark.args}")
+        refuse_unknown(item.nodeid, names_needed(item))
+
+
+def refuse_unknown(where: str, names: set[str]) -> None:
+    if names - NEEDS.keys():
+        raise pytest.UsageError(f"{where}: {', '.join(sorted(names - NEEDS.keys()))}; known are {', '.join(NEEDS)}")
 
 
 def required(item: pytest.Item) -> str | None:
-    """The option by which the caller said that this test can run here; None if none was given."""
+    """Return the option by which the caller said that this test can run here; None if none was given."""
     if 0 < gpus_needed(item) <= item.config.getoption("--require-gpus"):
         return f"--require-gpus={item.config.getoption('--require-gpus')}"
-    if item.get_closest_marker("browser") and item.config.getoption("--require-browser"):
-        return "--require-browser"
-    return None
+    named = names_needed(item)
+    return f"--require={','.join(sorted(named))}" if named and named <= names_required(item.config) else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = gpus_needed(item)
     if needed and gpu_count() < needed:
         pytest.skip(f"needs {needed} GPUs, this machine has {gpu_count()}")
-    if item.get_closest_marker("browser") and shutil.which("chromium") is None:
-        pytest.skip("needs Debian's chromium on the PATH")
+    for name in sorted(names_needed(item)):
+        is_here, text = NEEDS[name]
+        if not is_here():
+            pytest.skip(f"needs {text}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,29 +129,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} did not run although {option} was given: {reason}"
     return report
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    """Two gloo ranks, started once for the whole run."""
-    yield from _ranks(2)
-
-
-@pytest.fixture(scope="session")
-def three_ranks() -> Iterator[Ranks]:
-    """An odd number: rotations and shards have no symmetry to hide behind."""
-    yield from _ranks(3)
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    """Two axes of two."""
-    yield from _ranks(4)
-
-
-def _ranks(world_size: int) -> Iterator[Ranks]:
-    from ranks import Ranks
-
-    ranks = Ranks(world_size)
-    yield ranks
-    ranks.close()

@@ -4,6 +4,7 @@
     >>> result = counterpoint.diagnose("traces/")
     >>> result.diagnosis.verdict
     >>> counterpoint.measure("quick").rows[0].hidden
+    >>> counterpoint.overlap(model)  # an FSDP2 model: its collectives then need no SMs
 
 Names are loaded when they are first used: `import counterpoint` costs next to nothing and never imports torch.
 """
@@ -13,13 +14,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from counterpoint.version import VERSION
 
 if TYPE_CHECKING:
-    from counterpoint.diagnose.api import Result, diagnose
+    from counterpoint.diagnosis.api import Result, diagnose
     from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, NoEffect, PeerTimeout, Unsupported
-    from counterpoint.measure.api import measure
-    from counterpoint.records import Measurement
+    from counterpoint.measurement.api import measure
+    from counterpoint.parallel.overlap import overlap
+    from counterpoint.records.measurement import Measurement
+
+__version__ = VERSION
 
 __all__ = [
     "BadTrace",
@@ -33,25 +37,25 @@ __all__ = [
     "__version__",
     "diagnose",
     "measure",
+    "overlap",
 ]
 
-_WHERE = {
-    "Result": "counterpoint.diagnose.api",
+_MODULES = {
     "BadTrace": "counterpoint.errors",
     "CounterpointError": "counterpoint.errors",
-    "Measurement": "counterpoint.records",
+    "Measurement": "counterpoint.records.measurement",
     "Misconfigured": "counterpoint.errors",
     "NoEffect": "counterpoint.errors",
     "PeerTimeout": "counterpoint.errors",
+    "Result": "counterpoint.diagnosis.api",
     "Unsupported": "counterpoint.errors",
+    "diagnose": "counterpoint.diagnosis.api",
+    "measure": "counterpoint.measurement.api",
+    "overlap": "counterpoint.parallel.overlap",
 }
-
-_VERBS = {"diagnose", "measure"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _VERBS:
-        return importlib.import_module(f"counterpoint.{name}")  # the room is callable: see there
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m counterpoint`: the same as the command `counterpoint`."""
+"""Run `python -m counterpoint`, which is the same as the command `counterpoint`."""
 
 from counterpoint.cli import main
 

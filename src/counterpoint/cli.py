@@ -1,19 +1,19 @@
-"""`counterpoint`: parse, call, print. Exit codes: 0 fine, 1 a gate did not hold, 2 wrong input or use, 128 + signal."""
+"""Run `counterpoint`. Exit codes: 0 fine, 1 a gate did not hold, 2 wrong input or use, 128 + signal."""
 
 from __future__ import annotations
 
 import sys
-from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
-from counterpoint import __version__
 from counterpoint.commands.diagnose import diagnose
 from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
 from counterpoint.commands.plan import plan
+from counterpoint.commands.terminal import ReaderGone, end_by_sigpipe, open_stdout
 from counterpoint.errors import CounterpointError
+from counterpoint.version import VERSION
 
 app = typer.Typer(
     add_completion=False,
@@ -24,22 +24,30 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: turns every expected error into one line on stderr and exit code 2."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
+    """Run a verb; turn every expected error into one line on stderr and exit code 2.
+
+    A reader that ends early, such as `head`, ends the command by SIGPIPE and without a word, as it does other programs.
+
+    Raises:
+        SystemExit: with the exit code.
+    """
+    open_stdout()
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except ReaderGone:
+        end_by_sigpipe()
     except CounterpointError as error:
         print(f"counterpoint: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except BrokenPipeError:
-        sys.stderr.close()
         raise SystemExit(2) from None
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"counterpoint {__version__}")
+        print(f"counterpoint {VERSION}")
         raise typer.Exit
 
 
@@ -49,7 +57,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Verbs are added below as their rooms open; each lives in commands/<verb>.py."""
+    """Verbs are added below; each lives in commands/<verb>.py."""
 
 
 app.command()(diagnose)

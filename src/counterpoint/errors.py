@@ -1,20 +1,22 @@
-"""The one exception tree. Every text says what came, what is allowed, and what to do."""
+"""Define the one tree of exceptions; every text says what came, what is allowed, and what to do."""
 
 from __future__ import annotations
+
+from functools import partial
 
 __all__ = ["BadTrace", "CounterpointError", "Misconfigured", "NoEffect", "PeerTimeout", "Unsupported"]
 
 
 class CounterpointError(Exception):
-    """Base of every error that counterpoint raises on purpose; the command line prints it and exits with 2."""
+    """Is the base of every error that counterpoint raises on purpose; the command line prints it and exits with 2."""
 
 
 class Unsupported(CounterpointError):
-    """The machine, or what is installed on it, lacks something; the text names what is missing."""
+    """Says that the machine, or what is installed on it, lacks something; the text names what is missing."""
 
 
 class NoEffect(Unsupported):
-    """A control was applied and nothing changed: what ran is not what was asked for.
+    """Says that a control was applied and nothing changed: what ran is not what was asked for.
 
     Args:
         control: as it was asked for, such as `gemm_sms=108`.
@@ -28,34 +30,26 @@ class NoEffect(Unsupported):
         super().__init__(printable(f"{control} had no effect: asked for {asked}, saw {seen}; {fix}"))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_no_effect, (self.control, self.asked, self.seen, self.fix)
-
-
-def _rebuild_no_effect(control: str, asked: str, seen: str, fix: str) -> NoEffect:
-    return NoEffect(control, asked=asked, seen=seen, fix=fix)
+        return partial(NoEffect, self.control, asked=self.asked, seen=self.seen, fix=self.fix), ()
 
 
 class PeerTimeout(CounterpointError):
-    """Ranks that died or did not answer in time; the text names them and what they did last."""
+    """Says that ranks died or did not answer in time; the text names them and what they did last."""
 
     def __init__(self, reason: str, *, ranks: tuple[int, ...] = ()) -> None:
         self.reason, self.ranks = reason, ranks
         super().__init__(printable(reason))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer_timeout, (self.reason, self.ranks)
-
-
-def _rebuild_peer_timeout(reason: str, ranks: tuple[int, ...]) -> PeerTimeout:
-    return PeerTimeout(reason, ranks=ranks)
+        return partial(PeerTimeout, self.reason, ranks=self.ranks), ()
 
 
 class Misconfigured(CounterpointError, ValueError):
-    """An option or argument that cannot mean anything; the text names the allowed values."""
+    """Says that an option or argument cannot mean anything; the text names the allowed values."""
 
 
 class BadTrace(CounterpointError):
-    """A trace that cannot be read, or ranks that cannot belong together.
+    """Says that a trace cannot be read, or that ranks cannot belong together.
 
     Args:
         reason: what is wrong and what to do about it.
@@ -70,14 +64,10 @@ class BadTrace(CounterpointError):
         super().__init__(f"{where}{printable(reason)}{at}")
 
     def __reduce__(self) -> tuple[object, ...]:  # it crosses the boundary of reader processes
-        return _rebuild_bad_trace, (self.reason, self.path, self.offset)
-
-
-def _rebuild_bad_trace(reason: str, path: str | None, offset: int | None) -> BadTrace:
-    return BadTrace(reason, path=path, offset=offset)
+        return partial(BadTrace, self.reason, path=self.path, offset=self.offset), ()
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """`text` with control characters escaped and cut at `limit`: safe to print on a terminal."""
+    """Return `text` with control characters escaped and cut at `limit`: safe to print on a terminal."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

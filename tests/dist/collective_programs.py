@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import multiprocessing
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -16,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.program import Program, Step
-from counterpoint.collectives.reduce import Reduction, reference
+from counterpoint.collectives.cuda.reduce import Reduction, reference
+from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
-from counterpoint.measure.session import Session
+from counterpoint.machine.profile import Profile
+from counterpoint.measurement.session import Session
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -29,7 +34,17 @@ DTYPES = (
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 WIDENED = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-MOVEMENT = ("all_gather", "all_gather_coalesced", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv", "barrier")
+MOVEMENT = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_to_all",
+    "uneven",
+    "broadcast",
+    "scatter",
+    "gather",
+    "send_recv",
+    "barrier",
+)
 SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_coalesced", "all_reduce")
 OPERATIONS = (*MOVEMENT, *REDUCTIONS)
@@ -80,27 +95,60 @@ class Draws:
 
     def room(self, dtype: Any, numel: int) -> Any:
         """An output of either kind of memory, at any element."""
-        skipped, early = self.random.randrange(4), self.random.random() < 0.5 and self.name in SENT_TO_ALL
+        skipped, self.early = self.random.randrange(4), self.random.random() < 0.5 and self.name in SENT_TO_ALL
         if self.random.random() < 0.5:
-            return self.comm.empty(numel + skipped, dtype=dtype, early_release=early)[skipped:]
+            return self.comm.empty(numel + skipped, dtype=dtype, early_release=self.early)[skipped:]
         return torch.empty(numel + skipped, dtype=dtype)[skipped:]
 
+    def laid_out(self, rows: list[Any], *, flat: bool = False) -> tuple[list[Any], Any]:
+        """The rows of all ranks, and the own one in memory of a drawn layout; `flat`: in one dimension."""
+        own, numel = rows[self.rank], rows[0].numel()
+        layouts = ("plain", "sliced", "strided", "expanded", *(() if flat else ("transposed", "overlapping")))
+        match self.random.choice(layouts):
+            case "sliced":
+                return rows, torch.cat([own[:3], own])[min(3, numel) :]
+            case "strided":
+                return rows, self.strided(own)
+            case "expanded" if numel:
+                rows = [row[:1].expand(numel) for row in rows]
+                return rows, rows[self.rank]
+            case "transposed" if numel % 2 == 0:
+                return rows, own.view(2, -1).t().contiguous().t()
+            case "overlapping" if numel and numel % 3 == 0:
+                windows = [row[: numel // 3 + 2].unfold(0, numel // 3, 1) for row in rows]
+                return [window.reshape(-1) for window in windows], windows[self.rank]
+        return rows, own
+
+    def strided(self, own: Any) -> Any:
+        """The same in every third place."""
+        return torch.zeros(3 * len(own), dtype=own.dtype)[::3].copy_(own)
+
+    def part(self, whole: Any, numel: int, rank: int) -> Any:
+        """So many elements of `whole`: where the block of `rank` is, on all ranks, or another one or parts of two."""
+        further, shift = self.random.choice([0, 0, self.random.randrange(self.n)]), self.random.choice([0, 0, 0.5])
+        further, shift = (0, 0) if self.early else (further, shift)  # the rest is the peers' by now
+        start = int(((rank + further) % self.n + shift) * numel)
+        start -= numel if start + numel > whole.numel() else 0
+        return whole[max(0, start) :][:numel]
+
     def _all_gather(self, dtype: Any, numel: int) -> tuple[Any, ...]:
-        inputs, output = self.inputs(dtype, numel), self.room(dtype, numel * self.n)
-        mine = inputs[self.rank]
+        inputs, mine = self.laid_out(self.inputs(dtype, numel))
+        output = self.room(dtype, numel * self.n)
         if self.random.random() < 0.5:
-            mine = output[self.rank * numel : (self.rank + 1) * numel].copy_(mine)
+            mine = self.part(output, numel, self.rank).copy_(inputs[self.rank])
         return self.comm.all_gather(output, mine, **self.options), output, torch.cat(inputs)
 
     def symmetric(self, num_bytes: int) -> Any:
         """Bytes of either pool."""
-        return self.comm.empty(num_bytes, dtype=torch.uint8, early_release=self.random.random() < 0.5)
+        self.early = self.random.random() < 0.5
+        return self.comm.empty(num_bytes, dtype=torch.uint8, early_release=self.early)
 
     def _all_gather_coalesced(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         """Of up to five tensors of any dtypes, with gaps between them, in any order; in place or not."""
         dtypes = [dtype, *self.random.choices(DTYPES, k=self.random.randrange(5))]
         numels = [numel, *(self.random.choice([0, 1, 7, numel // 3]) for _ in dtypes[1:])]
-        inputs = [self.inputs(one, count) for one, count in zip(dtypes, numels, strict=True)]
+        laid_out = [self.laid_out(self.inputs(one, count)) for one, count in zip(dtypes, numels, strict=True)]
+        inputs, mine = [rows for rows, _ in laid_out], [own for _, own in laid_out]
         sizes = [-(-count * self.n * one.itemsize // 16) * 16 for one, count in zip(dtypes, numels, strict=True)]
         starts = list(accumulate([0, *(size + self.random.choice([0, 16, 160]) for size in sizes)]))
         room = self.symmetric(starts[-1] or 16)
@@ -108,10 +156,10 @@ class Draws:
             room[start : start + count * self.n * one.itemsize].view(one)
             for start, count, one in zip(starts[:-1], numels, dtypes, strict=True)
         ]
-        mine, wanted = [each[self.rank] for each in inputs], [torch.cat(each) for each in inputs]
+        wanted = [torch.cat(each) for each in inputs]
         if self.random.random() < 0.5:
-            blocks = [whole.view(self.n, -1)[self.rank] if whole.numel() else whole for whole in outputs]
-            mine = [block.copy_(own) for block, own in zip(blocks, mine, strict=True)]
+            own = [each[self.rank] for each in inputs]
+            mine = [self.part(whole, len(one), self.rank).copy_(one) for whole, one in zip(outputs, own, strict=True)]
         order = self.random.sample(range(len(outputs)), len(outputs))
         work = self.comm.all_gather_coalesced([outputs[i] for i in order], [mine[i] for i in order], **self.options)
         return work, outputs, wanted
@@ -119,7 +167,8 @@ class Draws:
     def _reduce_scatter_coalesced(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         """Of up to five tensors that need not be shared equally, kept as they are added up or as they were sent."""
         numels = [numel * self.n, *(self.random.choice([0, 1, 7, numel]) for _ in range(self.random.randrange(5)))]
-        inputs, how = [self.inputs(dtype, count) for count in numels], self._how(dtype)
+        laid_out, how = [self.laid_out(self.inputs(dtype, count)) for count in numels], self._how(dtype)
+        inputs, mine = [rows for rows, _ in laid_out], [own for _, own in laid_out]
         kept = self.random.choice([dtype, WIDENED.get(dtype, dtype)])
         how = replace(how, result=str(kept)[6:])
         shares = [-(-count // self.n) for count in numels]
@@ -129,20 +178,24 @@ class Draws:
             for each, count, share in zip(inputs, numels, shares, strict=True)
         ]
         wanted = [one[self.rank * share :][:share] for one, share in zip(whole, shares, strict=True)]
-        mine, options = [each[self.rank] for each in inputs], {"factor": how.factor, **self.options}
+        options = {"factor": how.factor, **self.options}
         return self.comm.reduce_scatter_coalesced(outputs, mine, how.op, **options), outputs, wanted
 
     def _all_to_all(self, dtype: Any, numel: int) -> tuple[Any, ...]:
-        inputs, output = self.inputs(dtype, numel * self.n), self.room(dtype, numel * self.n)
+        inputs, mine = self.laid_out(self.inputs(dtype, numel * self.n), flat=True)
+        output = self.room(dtype, numel * self.n)
         wanted = torch.cat([each[self.rank * numel : (self.rank + 1) * numel] for each in inputs])
-        return self.comm.all_to_all(output, inputs[self.rank], **self.options), output, wanted
+        return self.comm.all_to_all(output, mine, **self.options), output, wanted
 
     def _uneven(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         splits = [[self.random.choice([0, 1, numel]) for _ in range(self.n)] for _ in range(self.n)]
         inputs = [self.inputs(dtype, sum(row))[rank] for rank, row in enumerate(splits)]
+        mine = inputs[self.rank]
+        if self.random.random() < 0.5:
+            mine = self.strided(mine)
         wanted = torch.cat([each.split(row)[self.rank] for each, row in zip(inputs, splits, strict=True)])
         output, coming = self.room(dtype, wanted.numel()), [row[self.rank] for row in splits]
-        work = self.comm.all_to_all(output, inputs[self.rank], coming, splits[self.rank], **self.options)
+        work = self.comm.all_to_all(output, mine, coming, splits[self.rank], **self.options)
         return work, output, wanted
 
     def _broadcast(self, dtype: Any, numel: int) -> tuple[Any, ...]:
@@ -152,38 +205,46 @@ class Draws:
 
     def _scatter(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         src, output = self.random.randrange(self.n), self.room(dtype, numel)
-        blocks = self.inputs(dtype, numel * self.n)[src]
-        work = self.comm.scatter(output, blocks if src == self.rank else None, src, **self.options)
-        return work, output, blocks[self.rank * numel : (self.rank + 1) * numel]
+        inputs, mine = self.laid_out(self.inputs(dtype, numel * self.n))
+        wanted = inputs[src][self.rank * numel : (self.rank + 1) * numel]
+        if self.random.random() < 0.3:
+            mine = self.room(dtype, numel * self.n).copy_(inputs[self.rank])
+            output = self.part(mine, numel, src)
+        return self.comm.scatter(output, mine if src == self.rank else None, src, **self.options), output, wanted
 
     def _gather(self, dtype: Any, numel: int) -> tuple[Any, ...]:
-        dst, inputs, output = self.random.randrange(self.n), self.inputs(dtype, numel), self.room(dtype, numel * self.n)
+        dst, output = self.random.randrange(self.n), self.room(dtype, numel * self.n)
+        inputs, mine = self.laid_out(self.inputs(dtype, numel))
+        if self.random.random() < 0.3:
+            mine = self.part(output, numel, self.rank).copy_(inputs[self.rank])
         output = output if dst == self.rank else None
-        return self.comm.gather(inputs[self.rank], output, dst, **self.options), output, torch.cat(inputs)
+        return self.comm.gather(mine, output, dst, **self.options), output, torch.cat(inputs)
 
     def _send_recv(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         one, other = self.random.sample(range(self.n), 2)
-        kind, inputs, output = (
-            self.random.choice(("one way", "both")),
-            self.inputs(dtype, numel),
-            self.room(dtype, numel),
-        )
+        kind, output = self.random.choice(("one way", "both", "in place")), self.room(dtype, numel)
+        inputs, mine = self.laid_out(self.inputs(dtype, numel))
         peer = other if self.rank == one else one
         if self.rank not in (one, other):
             return None, None, None
-        if kind == "both":
-            return self.comm.send_recv(output, inputs[self.rank], peer, **self.options), output, inputs[peer]
+        if kind != "one way":
+            mine = output.copy_(inputs[self.rank]) if kind == "in place" else mine
+            return self.comm.send_recv(output, mine, peer, **self.options), output, inputs[peer]
         if self.rank == one:
-            return self.comm.send(inputs[one], other, **self.options), None, None
+            return self.comm.send(mine, other, **self.options), None, None
         return self.comm.recv(output, one, **self.options), output, inputs[one]
 
     def _barrier(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         return self.comm.barrier(**self.options), None, None
 
     def _reduce_scatter(self, dtype: Any, numel: int) -> tuple[Any, ...]:
-        inputs, output, how = self.inputs(dtype, numel * self.n), self.room(dtype, numel), self._how(dtype)
-        work = self.comm.reduce_scatter(output, inputs[self.rank], how.op, factor=how.factor, **self.options)
-        return work, output, reference(inputs, how)[self.rank * numel : (self.rank + 1) * numel]
+        inputs, mine = self.laid_out(self.inputs(dtype, numel * self.n))
+        output, how = self.room(dtype, numel), self._how(dtype)
+        wanted = reference(inputs, how)[self.rank * numel : (self.rank + 1) * numel]
+        if self.random.random() < 0.3:
+            mine = self.room(dtype, numel * self.n).copy_(inputs[self.rank])
+            output = self.part(mine, numel, self.rank)
+        return self.comm.reduce_scatter(output, mine, how.op, factor=how.factor, **self.options), output, wanted
 
     def _all_reduce(self, dtype: Any, numel: int) -> tuple[Any, ...]:
         inputs, output, how = self.inputs(dtype, numel), self.room(dtype, numel), self._how(dtype)
@@ -198,7 +259,9 @@ class Draws:
 def _bits(tensor: Any) -> Any:
     if isinstance(tensor, list):
         return torch.cat(list(map(_bits, tensor)))
-    return tensor.contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
@@ -247,7 +310,7 @@ def against_gloo(session: Session, operation: str) -> bool:
     with Communicator(timeout_s=20, chunk_bytes=256) as communicator:
         match operation:
             case "all_gather":
-                dist.all_gather_into_tensor(theirs, block)
+                torch_function("all_gather")(theirs, block)
                 communicator.all_gather(ours, block)
             case "all_to_all":
                 dist.all_to_all_single(theirs, mine)
@@ -276,7 +339,7 @@ def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float
             dist.all_reduce(theirs)
         else:
             communicator.reduce_scatter(ours[:numel], ours.clone())
-            dist.reduce_scatter_tensor(theirs[:numel], theirs.clone())
+            torch_function("reduce_scatter")(theirs[:numel], theirs.clone())
             exact, ours, theirs = exact.view(n, numel)[session.rank], ours[:numel], theirs[:numel]
     norm = exact.norm()
     return float((ours.double() - exact).norm() / norm), float((theirs.double() - exact).norm() / norm)
@@ -408,6 +471,57 @@ def bad_calls(session: Session) -> list[str]:
         return wrong + ([] if bool((tensor == session.world_size).all()) else [f"sum of {tensor}"])
 
 
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "strided": lambda whole: whole[::2],
+    "transposed": lambda whole: whole.view(-1, 4).t(),
+    "sliced": lambda whole: whole.view(-1, 4)[:, 1:3],
+    "expanded": lambda whole: whole[:1].expand(len(whole)),
+    "overlapping": lambda whole: whole[: len(whole) // 2 + 1].unfold(0, len(whole) // 2, 1),
+    "negated": lambda whole: torch._neg_view(whole),
+}
+
+INTO: dict[str, Callable[[Communicator, Any, Any], object]] = {
+    "all_gather": lambda c, out, t: c.all_gather(out, t[: out.numel() // c.world_size]),
+    "all_gather_coalesced": lambda c, out, t: c.all_gather_coalesced([out], [t[: out.numel() // c.world_size]]),
+    "reduce_scatter": lambda c, out, t: c.reduce_scatter(out, t[: out.numel() * c.world_size]),
+    "reduce_scatter_coalesced": lambda c, out, t: c.reduce_scatter_coalesced([out], [t[: out.numel() * c.world_size]]),
+    "all_reduce": lambda c, out, t: c.all_reduce(out),
+    "all_to_all": lambda c, out, t: c.all_to_all(out, t[: out.numel()].view(out.shape)),
+    "broadcast": lambda c, out, t: c.broadcast(out),
+    "scatter": lambda c, out, t: c.scatter(out, t[: out.numel() * c.world_size] if c.rank == 0 else None),
+    "gather": lambda c, out, t: c.gather(t[: out.numel() // c.world_size], out if c.rank == 0 else None),
+    "send_recv": lambda c, out, t: c.send_recv(out, t[: out.numel()], 1 - c.rank),
+    "coalesced outputs that overlap": lambda c, out, t: c.reduce_scatter_coalesced([t[:4], t[3:7]], [t[8:16], t[8:16]]),
+}
+
+
+def outputs_that_cannot_be_written(session: Session, device: Any = None) -> list[str]:
+    """Layouts of outputs, in symmetric memory or not, that are not refused; a good call ends well after them."""
+    with Communicator(device=device() if device else None, timeout_s=20) as communicator:
+        wrong, tensor = [], torch.ones(64)
+        for whole in (communicator.empty(16), torch.zeros(16)):
+            for name, call in INTO.items():
+                for layout, laid_out in LAYOUTS.items():
+                    if name == "gather" and session.rank != 0:
+                        continue  # it has no output
+                    text, _, _ = said(lambda call=call, out=laid_out(whole): call(communicator, out, tensor))  # type: ignore[misc]
+                    if not text.startswith("Misconfigured"):
+                        wrong.append(f"{name} into {layout}: {text}")
+        work = communicator.all_reduce(tensor, async_op=True)
+        assert work is not None
+        assert work.wait(20.0)
+        return wrong
+
+
+def too_many_slices(session: Session) -> tuple[str, float]:
+    """What is said to a staging of 4 kB for 16 MiB, and a sum that fits after it."""
+    with Communicator(timeout_s=20, staging_bytes=4096) as communicator:
+        large, small = torch.ones(1 << 22), torch.ones(1 << 12)
+        told = said(lambda: communicator.reduce_scatter(large[: len(large) // communicator.world_size], large))[0]
+        communicator.reduce_scatter(small[: len(small) // communicator.world_size], small.clone())
+        return told, float(small[0])
+
+
 def other_splits(session: Session) -> str:
     """What ranks are told of which each expects three rows and is sent one."""
     with Communicator(timeout_s=20) as communicator:
@@ -419,6 +533,77 @@ def other_splits(session: Session) -> str:
 def made_with(session: Session, options: list[dict[str, Any]]) -> str:
     """What rank r is told when it makes a communicator with `options[r]`."""
     return said(lambda: Communicator(**options[session.rank]).close())[0]
+
+
+def ended_as_python_does(thing: Any) -> bool:
+    """Forks a child that leaves the `with` of `thing` and runs all finalizers, as `sys.exit` does: did it end well?
+
+    What `sys.exit` does after that is not done: with gloo, torch's own teardown hangs or crashes in a forked child.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            thing.__exit__(None, None, None)
+            atexit._run_exitfuncs()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _ended_by_finalizers(communicator: Communicator) -> bool:
+    return ended_as_python_does(nullcontext())
+
+
+def _ended_by_multiprocessing(communicator: Communicator) -> bool:
+    child = multiprocessing.get_context("fork").Process(target=communicator.close)
+    child.start()
+    child.join()
+    return child.exitcode == 0
+
+
+def _ended_by_data_loader(communicator: Communicator) -> bool:
+    numbers: Any = range(8)
+    loader = torch.utils.data.DataLoader(numbers, num_workers=2, multiprocessing_context="fork")
+    return [int(one) for batch in loader for one in batch] == list(range(8))
+
+
+def _refused_in_the_child(communicator: Communicator) -> bool:
+    child = os.fork()
+    if not child:
+        told = said(lambda: communicator.all_reduce(torch.ones(8)))[0]
+        os._exit(0 if told.startswith("Misconfigured: a call in process") else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+CHILDREN: dict[str, Callable[[Communicator], bool]] = {
+    "os.fork": ended_as_python_does,
+    "os.fork without with": _ended_by_finalizers,
+    "multiprocessing": _ended_by_multiprocessing,
+    "DataLoader": _ended_by_data_loader,
+    "refused": _refused_in_the_child,
+}
+
+
+def forks(session: Session, how: str, device: Any = None) -> tuple[bool, float]:
+    """Whether a child of each rank has ended well, and an all_reduce after that."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # these may have none
+    with Communicator(device=device() if device else None, timeout_s=20) as communicator:
+        well, tensor = CHILDREN[how](communicator), torch.ones(8)
+        session.gather(0)  # every child has ended
+        time.sleep(0.6 * session.rank)  # so that rank 0 looks whether the one that it waits for has closed
+        work = communicator.all_reduce(tensor, async_op=True)
+        assert work is not None
+        assert work.wait(20.0)
+        if device:
+            communicator._transport.context.gpu.synchronize()  # type: ignore[attr-defined]
+        return well, float(tensor.sum())
+
+
+def repr_with(session: Session, profile: Profile | None) -> str:
+    """Return what a communicator says of itself."""
+    with Communicator(profile=profile) as communicator:
+        return repr(communicator)
 
 
 def called_after_closing(session: Session) -> str:

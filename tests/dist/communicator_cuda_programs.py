@@ -9,18 +9,21 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from collective_programs import CALLS, Case, Draws, all_right, said
-from software_gpu import SoftwareGpu
+from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
+from tests.support.software_gpu import SoftwareGpu
 
-from counterpoint.collectives import tuning
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda import Graph
-from counterpoint.measure.session import Session
+from counterpoint.collectives.cuda.driver import Graph
+from counterpoint.collectives.program import tuning
+from counterpoint.collectives.submit import submitter
+from counterpoint.collectives.submit.tensors import copied, sendable
+from counterpoint.measurement.session import Session
 
 WAIT_S = 30.0
 
@@ -55,16 +58,26 @@ class GpuDraws(Draws):
         self.options["async_op"] = self.random.random() < 0.5
         return made
 
+    def laid_out(self, rows: list[Any], *, flat: bool = False) -> tuple[list[Any], Any]:
+        self.kept.append(super().laid_out(rows, flat=flat))
+        found: tuple[list[Any], Any] = self.kept[-1]
+        return found
+
+    def strided(self, own: Any) -> Any:
+        self.kept.append(super().strided(own))
+        return self.kept[-1]
+
     def symmetric(self, num_bytes: int) -> Any:
         self.kept.append(super().symmetric(num_bytes))
         return self.kept[-1]
 
     def room(self, dtype: Any, numel: int) -> Any:
         skipped, kind = self.random.randrange(4), self.random.choice(("symmetric", "early", "plain"))
+        self.early = False
         if kind == "plain" and self.name != "send_recv":
             room = torch.empty(numel + skipped, dtype=dtype)
         else:
-            early = kind == "early" and self.name in ("all_gather", "all_to_all")
+            early = self.early = kind == "early" and self.name in ("all_gather", "all_to_all")
             most = numel if self.name != "uneven" else self.most  # pools are alike if ranks ask for the same
             room = self.comm.empty(most + skipped, dtype=dtype, early_release=early)
         self.kept.append(room)
@@ -99,9 +112,31 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int) 
     }  # fmt: skip
     with (
         patch.object(tuning, "TURN_BYTES", 64),
+        _copies_kept(),
         Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator,
     ):
         return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
+
+
+@contextmanager
+def _copies_kept() -> Iterator[None]:
+    """Keeps copies of inputs, as the allocator of a GPU does until its stream has come to the end of the call."""
+    kept = list[Any]()
+
+    def keeping(copy: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def made(tensor: Any) -> Any:
+            found = copy(tensor)
+            given = getattr(tensor, "tensors", [tensor])
+            kept.extend(one for one in getattr(found, "tensors", [found]) if all(one is not each for each in given))
+            return found
+
+        return made
+
+    with (
+        patch.object(submitter, "sendable", keeping(sendable)),
+        patch.object(submitter, "copied", keeping(copied)),
+    ):
+        yield
 
 
 def view(tensor: Any) -> Any:
@@ -143,7 +178,8 @@ def steps_in_stream_order(session: Session, early: bool, two_streams: bool, step
             gpu.synchronize()
         communicator.check()
         transport: Any = communicator._transport
-        return len(wrong), len(transport.memory._own), len(transport.moments._made), gpu.driver.launches > 0
+        made = len(transport.context.memory._own), len(transport.context.events._made)
+        return len(wrong), *made, gpu.driver.launches > 0
 
 
 def captured(session: Session) -> list[list[float]]:
@@ -229,13 +265,27 @@ def called_by(session: Session, names: tuple[str, ...], debug: bool) -> tuple[st
     return told
 
 
+def in_place_on_one(session: Session) -> list[float]:
+    """Return what every rank's row holds after a gather that is in place on rank 0 alone."""
+    communicator = Communicator(device=(gpu := SoftwareGpu()), timeout_s=WAIT_S)
+    shards = communicator.empty(communicator.world_size, 64)
+    mine = shards[0].zero_() if session.rank == 0 else torch.full((64,), float(session.rank))
+    communicator.all_gather(shards, mine)
+    gpu.synchronize()
+    communicator.check()
+    found = [float(row.unique()) for row in shards]
+    session.gather(0)
+    communicator.close()
+    return found
+
+
 def other_places(session: Session, late: int) -> tuple[str, int, float]:
     """What is said when outputs lie at different places and rank `late` comes last; how many copies ran before."""
     early_copies, communicators = list[str](), list[Communicator]()
 
     def note(name: str) -> None:
         transport: Any = communicators[0]._transport if communicators else None
-        if name == "copy" and transport.failure is None:
+        if name == "copy" and transport.context.failure.error is None:
             early_copies.append(name)
 
     gpu = SoftwareGpu(note)
@@ -349,10 +399,10 @@ def reserved(session: Session) -> tuple[int, int, str]:
     gpu = SoftwareGpu()
     with Communicator(device=gpu, timeout_s=WAIT_S, reserve_bytes=1 << 20) as communicator:
         transport: Any = communicator._transport
-        before = len(transport.memory._own)
+        before = len(transport.context.memory._own)
         tensors = [communicator.empty(1 << 19, dtype=torch.uint8) for _ in range(2)]
         told = said(lambda: Communicator(device=gpu, before_step=lambda program, step: None))[0]
-        return before, len(transport.memory._own) + 0 * len(tensors), told
+        return before, len(transport.context.memory._own) + 0 * len(tensors), told
 
 
 def nothing(session: Session) -> tuple[tuple[int, ...], str, int]:
@@ -408,21 +458,21 @@ def channels_at_once(session: Session) -> tuple[bool, bool]:
         return waits, late.wait(WAIT_S) and bool((tensor == session.world_size).all())
 
 
-def shelf_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
+def cache_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
     """(right results, what is kept, what waits to go, graphs that are open) of many programs where two may be kept."""
     gpu, right = SoftwareGpu(), 0
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         transport: Any = communicator._transport
-        transport.channels[0].shelf._most = 2
+        transport.channels[0]._cache._most = 2
         tensor = communicator.empty(1 << 12)
         for step in range(steps):
             part = tensor[: 100 * (1 + step // 3 % 5)].fill_(1)
             communicator.all_reduce(part)
             gpu.synchronize()
             right += bool((part == session.world_size).all())
-        shelf = transport.channels[0].shelf
-        graphs = sum(isinstance(each, Graph) and bool(each._executable) for each in gc.get_objects())
-        return right, len(shelf), len(shelf._leaving), graphs
+        cache = transport.channels[0]._cache
+        graphs = sum(issubclass(type(each), Graph) and bool(each._executable) for each in gc.get_objects())
+        return right, len(cache), len(cache._leaving), graphs
 
 
 def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:

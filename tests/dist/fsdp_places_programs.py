@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from counterpoint.errors import Unsupported
-from counterpoint.measure.session import Session
-from counterpoint.parallel.fsdp import Options, Overlap, overlap
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 
 Prepare = Callable[[Any, int], object]
 """The model and the number of the step."""
@@ -33,12 +33,25 @@ class Layer(nn.Module):
         return torch.tanh(hidden) @ self.weight.t() + self.bias
 
 
-class Model(nn.Module):
-    """Layers in the order that is asked for; of a pair the second is called inside the first."""
+class Affine(nn.Module):
+    """Of whose parameters autograd saves one, and nothing of the other; views of neither."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, hidden: Tensor, inner: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        hidden = torch.tanh(hidden) * self.scale
+        return (hidden if inner is None else inner(hidden)) + self.shift
+
+
+class Model(nn.Module):
+    """Layers in the order that is asked for; of a pair the second is called inside the first."""
+
+    def __init__(self, kind: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
 
     def forward(self, hidden: Tensor, order: Sequence[int | tuple[int, int]]) -> Tensor:
         for one in order:
@@ -47,10 +60,10 @@ class Model(nn.Module):
         return hidden.square().mean()
 
 
-def model() -> Any:
+def model(kind: type[nn.Module] = Layer) -> Any:
     """Sharded, the same weights every time."""
     torch.manual_seed(3)
-    made = Model()
+    made = Model(kind)
     for layer in made.layers:
         fully_shard(layer)
     fully_shard(made)
@@ -119,11 +132,13 @@ ORDERS: dict[str, list[list[Any]]] = {
 }
 
 
-def beside_stock(session: Session, orders: str, prepared: str, ahead: int | None) -> list[int]:
+def beside_stock(
+    session: Session, orders: str, prepared: str, ahead: int | None, kind: type[nn.Module] = Layer
+) -> list[int]:
     """Which of the losses and gradients differ from stock's."""
     what = ORDERS[orders], PREPARED[prepared]
-    expected, made = losses_and_gradients(model(), session, *what), model()
-    with overlap(made, options=Options(prefetch=None if prepared == "prefetched in vain" else ahead)):
+    expected, made = losses_and_gradients(model(kind), session, *what), model(kind)
+    with overlap(made, options=OverlapOptions(prefetch=None if prepared == "prefetched in vain" else ahead)):
         got = losses_and_gradients(made, session, *what)
     assert len(got) == len(expected)
     return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
@@ -136,16 +151,16 @@ def _equal(one: Any, other: Any) -> bool:
 def places(session: Session, ahead: int | None) -> list[int]:
     """At how many places layers were after each of three steps."""
     made, seen = model(), []
-    with overlap(made, options=Options(prefetch=ahead)) as handle:
+    with overlap(made, options=OverlapOptions(prefetch=ahead)) as handle:
         for step in range(3):
             losses_and_gradients(made, session, [ALL] * (step + 1), _nothing)
-            seen.append(len({id(home._place) for home in homes(handle) if home.parameters}))
+            seen.append(len({id(home.slot) for home in homes(handle) if home.layout}))
     return seen
 
 
 def homes(handle: Overlap) -> list[Any]:
     """Of all modules."""
-    return [hooked.gather._home for hooked in handle._hooked.values()]
+    return [hooked.gather.parameters for hooked in handle._hooked.values()]
 
 
 def cast_before_the_first_step(session: Session) -> list[int]:

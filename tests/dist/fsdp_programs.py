@@ -14,15 +14,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 
 from counterpoint.errors import CounterpointError, PeerTimeout, Unsupported
-from counterpoint.measure.session import Session
-from counterpoint.parallel.fsdp import Options, Overlap, overlap
-from counterpoint.parallel.fsdp_modules import sharded_modules
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.fsdp.modules import sharded_modules
+from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from tests.dist.collective_programs import ended_as_python_does
+from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
 
 SOON_S = 4.0
 
@@ -35,7 +36,7 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
     fully_shard(model)
     seen = []
     gc.collect()  # what earlier programs left in cycles
-    with overlap(model, options=Options(prefetch=1)):
+    with overlap(model, options=OverlapOptions(prefetch=1)):
         for step in range(1, steps + 1):
             model(torch.ones(1, 64)).sum().backward()
             model.zero_grad()
@@ -44,6 +45,19 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
                 ends = (line.split()[0].split("-") for line in lines if "/memfd:counterpoint" in line)
                 seen.append(sum(int(high, 16) - int(low, 16) for low, high in ends))
     return seen
+
+
+def forks(session: Session) -> bool:
+    """Whether children of every rank end well, between two steps and with the handle in hand, and the next step."""
+    model = sharded(Case())
+    with overlap(model, options=OverlapOptions(timeout_s=30.0)) as handle:
+        for step in range(2):
+            model(*batch(session, step)).backward()
+            well = ended_as_python_does(handle)
+            session.gather(0)  # every child has ended
+            time.sleep(0.6 * session.rank)  # so that rank 0 looks whether the one that it waits for has closed
+            handle.check()
+    return well
 
 
 def one_is_killed(session: Session, where: str) -> list[str]:
@@ -62,7 +76,7 @@ def one_is_killed(session: Session, where: str) -> list[str]:
             model(*batch(session, step)).backward()
 
     model = sharded(Case())
-    handle = overlap(model, options=Options(timeout_s=30.0))
+    handle = overlap(model, options=OverlapOptions(timeout_s=30.0))
     if where == "forward":
         model.layers[1].register_forward_pre_hook(kill, prepend=True)
     else:
@@ -79,7 +93,7 @@ def one_is_killed(session: Session, where: str) -> list[str]:
 
 def restored(session: Session) -> list[str]:
     """What differs from stock if ours are put in, taken out after a step, and put in again; who still has our hooks."""
-    case = Case(options=Options(prefetch=2))
+    case = Case(options=OverlapOptions(prefetch=2))
     expected = trained(session, sharded(case), replace(case, steps=1))
     model = sharded(case)
     handle = overlap(model, options=case.options)
@@ -138,7 +152,7 @@ def prefetch_lists(session: Session) -> dict[str, Any]:
             for state in states
         }
 
-    handle = overlap(model, options=Options(prefetch=2))
+    handle = overlap(model, options=OverlapOptions(prefetch=2))
     before = lists()
     model(*batch(session, 0)).backward()
     after, said = lists(), handle.report().prefetch
@@ -177,7 +191,7 @@ def _after_symmetric(model: Any) -> None:
 
 def _two_prefetches(model: Any) -> None:
     model.set_modules_to_forward_prefetch([model.layers[0]])
-    overlap(model, options=Options(prefetch=1))
+    overlap(model, options=OverlapOptions(prefetch=1))
 
 
 def _other_ranks(model: Any) -> None:
@@ -187,7 +201,7 @@ def _other_ranks(model: Any) -> None:
 
 
 def _far_away(model: Any) -> None:
-    with patch("counterpoint.collectives.communicator.Communicator", side_effect=Unsupported("different hosts")):
+    with patch("counterpoint.parallel.fsdp.hooks.Communicator", side_effect=Unsupported("different hosts")):
         overlap(model)
 
 
@@ -213,7 +227,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "two prefetches": _two_prefetches,
     "other ranks": _other_ranks,
     "different hosts": _far_away,
-    "all too large": lambda model: overlap(model, options=Options(limit_bytes=10)),
+    "all too large": lambda model: overlap(model, options=OverlapOptions(limit_bytes=10)),
 }
 
 

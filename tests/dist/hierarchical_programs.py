@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.hierarchical_communicator import HierarchicalCommunicator
+from counterpoint.collectives.multihost.communicator import HierarchicalCommunicator
 from counterpoint.errors import CounterpointError
-from counterpoint.measure.session import Session
+from counterpoint.measurement.session import Session
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from communicator_cuda_programs import WAIT_S, delays
-from software_gpu import SoftwareGpu
+from tests.dist.communicator_cuda_programs import WAIT_S, delays
+from tests.support.software_gpu import SoftwareGpu
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.measure.session import Session
+from counterpoint.measurement.session import Session
 
 
 def known_to_one_rank(session: Session) -> list[bool]:
@@ -70,7 +70,7 @@ def told_to_the_order_of_streams(session: Session) -> list[bool]:
             work = communicator.all_gather(shards, shards[communicator.rank], async_op=True)
             assert work is not None
             work.wait(WAIT_S)
-            told.append(transport.channels[0].stream in transport.order._uses[transport.locate(shards)])
+            told.append(transport.channels[0].stream in transport.context.order._uses[transport.locate(shards)])
             del shards, work
             transport.watch.drain()
     return told

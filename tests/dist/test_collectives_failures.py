@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import signal
 
-import collective_programs as programs
+import msgspec
+from tests.dist import collective_programs as programs
 import pytest
-from mortal_ranks import run_once
-from ranks import Ranks
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
+
+from counterpoint.machine.profile import default_profile
+
+H200 = default_profile()
+SLOWER = msgspec.structs.replace(H200, rates=msgspec.structs.replace(H200.rates, copy_us=9.0))
 
 SOON_S = 4.0
 
@@ -88,7 +94,7 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
     ("options", "said"),
     [
         ([{"channels": 2}, {"channels": 3}], "the ranks do not match: {'channels': 2"),
-        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "'chunk_bytes': 128, 'staging_bytes': None, 'debug': False} on"),
+        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "'chunk_bytes': 128, 'staging_bytes': None, 'debug': False"),
         ([{"staging_bytes": 0}] * 2, "staging_bytes=0: give 1 or more"),
         ([{"channels": 0}] * 2, "channels=0"),
         ([{"timeout_s": 0.0}] * 2, "timeout_s=0.0"),
@@ -101,6 +107,8 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
         ([{"crossover_bytes": {"all_gather": 5}}] * 2, "crossover_bytes without fallback"),
         ([{"crossover_bytes": {"send": 5}}] * 2, "crossover_bytes send=5: give 0 or more for all_gather"),
         ([{"device": "meta"}] * 2, "device=meta"),
+        ([{"profile": H200}, {"profile": SLOWER}], "the ranks do not match: "),
+        ([{"profile": "nowhere.json"}] * 2, "nowhere.json: No such file or directory; give a profile as JSON"),
     ],
 )
 def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[dict[str, object]], said: str) -> None:
@@ -109,9 +117,38 @@ def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[di
         assert (text.startswith("Misconfigured"), said in text) == (bool(said), True), text
 
 
+def test_a_communicator_says_what_was_not_measured(two_ranks: Ranks) -> None:
+    """Once, where it is printed: the figures of a GPU that was measured need no word more."""
+    told = "not measured on this device, assumed: rates, nccl, sums, chip, contention, mechanisms, efficiency of H200"
+    assert [
+        f"rank {rank} of 2 on cpu, profile: {told} (" in text
+        for rank, text in enumerate(two_ranks.run(programs.repr_with, None))
+    ] == [True] * 2
+    assert [text.endswith("measured on H200, 2026-11-21)") for text in two_ranks.run(programs.repr_with, H200)] == [
+        True
+    ] * 2
+
+
 def test_bad_arguments_are_refused_before_anything_is_sent(two_ranks: Ranks) -> None:
     """Each with what is allowed; the communicator works on."""
     assert two_ranks.run(programs.bad_calls) == [[], []]
+
+
+def test_staging_that_is_far_too_small_is_refused(two_ranks: Ranks) -> None:
+    """At the call, with what is enough; the communicator works on."""
+    said = "staging_bytes=4096 for a reduce_scatter of 8388608 bytes a rank: 2048 slices, allowed are 1024; give 8192"
+    assert [(said in text, value) for text, value in two_ranks.run(programs.too_many_slices)] == [(True, 2.0)] * 2
+
+
+@pytest.mark.parametrize("how", programs.CHILDREN)
+def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
+    """It ends as Python programs do, closes it, or calls it in vain; the ranks go on."""
+    assert two_ranks.run(programs.forks, how) == [(True, 16.0)] * 2
+
+
+def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks) -> None:
+    """In every operation, before anything is sent; the communicator works on."""
+    assert two_ranks.run(programs.outputs_that_cannot_be_written) == [[], []]
 
 
 def test_split_sizes_that_do_not_match_are_told(two_ranks: Ranks) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 
-import communicator_cuda_programs as programs
+from tests.dist import collective_programs as collectives
+from tests.dist import communicator_cuda_programs as programs
 import pytest
-from mortal_ranks import run_once
-from ranks import Ranks
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
+from tests.support.software_gpu import SoftwareGpu
 
 SOON_S = 4.0
 
@@ -62,6 +64,17 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0] in block 1"
 
 
+@pytest.mark.parametrize("how", collectives.CHILDREN)
+def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
+    """It ends as Python programs do, closes it, or calls it in vain; the ranks go on."""
+    assert two_ranks.run(collectives.forks, how, SoftwareGpu) == [(True, 16.0)] * 2
+
+
+def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks) -> None:
+    """In every operation, before anything is queued; the communicator works on."""
+    assert two_ranks.run(collectives.outputs_that_cannot_be_written, SoftwareGpu) == [[], []]
+
+
 def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
     """Before anything is sent, each with what to do instead; the communicator works on."""
     parts = ("use empty() for this one", "use empty() for this one", "tensor of empty() only", "not from empty()")
@@ -89,6 +102,11 @@ def test_calls_that_do_not_match_are_told(two_ranks: Ranks, names: tuple[str, st
     told = two_ranks.run(programs.called_by, names, debug)
     assert all(text and seconds < SOON_S for text, _, seconds in told), told
     assert any(text.startswith("Misconfigured") for text, _, _ in told), told
+
+
+def test_a_gather_may_be_in_place_on_one_rank_only(four_ranks: Ranks) -> None:
+    """What the others do does not depend on where a rank has its own shard."""
+    assert four_ranks.run(programs.in_place_on_one) == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -162,7 +180,7 @@ def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
 
 def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -> None:
     """Five programs in turn, each three times, where two are kept: all right, the others are given back."""
-    assert two_ranks.run(programs.shelf_of_two, 45) == [(45, 2, 0, 2)] * 2
+    assert two_ranks.run(programs.cache_of_two, 45) == [(45, 2, 0, 2)] * 2
 
 
 def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fsdp_training as training
+from tests.support import fsdp_training as training
 import pytest
-from fsdp_training import BF16, CASES, Case
-from ranks import Ranks
+from tests.support.fsdp_training import BF16, CASES, Case
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

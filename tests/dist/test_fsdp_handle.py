@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-import fsdp_programs as programs
+from tests.dist import fsdp_programs as programs
 import pytest
-from mortal_ranks import run_once
-from ranks import Ranks
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
 
 
 def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
@@ -49,6 +49,11 @@ def test_what_was_not_sharded_is_told(two_ranks: Ranks) -> None:
 def test_older_torch_is_read_the_same(two_ranks: Ranks) -> None:
     """torch 2.11 has the one group of parameters by another name than 2.13."""
     assert two_ranks.run(programs.as_in_torch_2_11) == [True] * 2
+
+
+def test_a_forked_child_leaves_the_model_alone(two_ranks: Ranks) -> None:
+    """It ends as Python programs do, through every `with`; training goes on."""
+    assert two_ranks.run(programs.forks) == [True] * 2
 
 
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fsdp_places_programs as programs
 import pytest
-from ranks import Ranks
+
+from tests.dist import fsdp_places_programs as programs
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("orders", programs.ORDERS)
@@ -14,6 +15,15 @@ def test_training_is_that_of_stock_in_any_order(two_ranks: Ranks, orders: str, p
     bits."""
     for ahead in (None, 2):
         assert two_ranks.run(programs.beside_stock, orders, prepared, ahead) == [[], []]
+
+
+@pytest.mark.parametrize("orders", programs.ORDERS)
+@pytest.mark.parametrize("prepared", programs.PREPARED)
+def test_a_layer_that_moves_before_its_backward_pass_keeps_its_gradients(
+    two_ranks: Ranks, orders: str, prepared: str
+) -> None:
+    """Autograd has no views of its parameters, and reads them where they are then."""
+    assert two_ranks.run(programs.beside_stock, orders, prepared, None, programs.Affine) == [[], []]
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(None, 2), (1, 2), (2, 3), (3, 4)])
@@ -36,7 +46,7 @@ def test_two_modules_in_use_at_one_place_are_an_error(two_ranks: Ranks) -> None:
     """Named, with what to do; not wrong numbers."""
     for said in two_ranks.run(programs.in_use_at_once):
         assert said.startswith("layers.0 and layers.2 are in use at the same time")
-        assert "use Options(direct=False)" in said
+        assert "use OverlapOptions(direct=False)" in said
 
 
 def test_restore_takes_parameters_back_that_are_in_use(two_ranks: Ranks) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fsdp_software_gpu as software
+from tests.dist import fsdp_software_gpu_programs as software
 import pytest
-from fsdp_training import BF16, CASES, Case
-from ranks import Ranks
+from tests.support.fsdp_training import BF16, CASES, Case
+from tests.support.ranks import Ranks
 
 EAGER = {name: case for name, case in CASES.items() if case.compiled is None}
 

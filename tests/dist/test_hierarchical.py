@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import hierarchical_programs as programs
+from tests.dist import hierarchical_programs as programs
 import pytest
-from mortal_ranks import run_once
-from ranks import Ranks
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize(("hosts", "local", "count"), [(2, 2, 300), (4, 1, 60), (1, 4, 60)])

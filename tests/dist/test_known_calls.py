@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import known_call_programs as programs
+from tests.dist import known_call_programs as programs
 import pytest
-from ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.records import Measurement, Outcome
+from counterpoint.records.measurement import Measurement, Outcome
 
 COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
 QUICK = ("quick", "--device", "cpu", "--rounds", "6")
@@ -202,7 +202,7 @@ BAD = {
     "rounds": (("quick", "--device", "cpu", "--rounds", "2"), {}, "rounds 2; at least 5"),
     "folder": (("quick", "--device", "cpu", "--out", "/nowhere/x.json"), {}, "there is no folder /nowhere"),
     "table": (("quick", "--device", "cpu", "--out", "x.md"), {}, "is where the table goes"),
-    "json": (("quick", "--device", "cpu", "--json", "x.json"), {}, "only - is allowed"),
+    "json": (("quick", "--device", "cpu", "--json", ""), {}, "--json without a name"),
     "fresh": (("quick", "--device", "cpu", "--fresh"), {}, "give --out"),
     "torchrun": (("quick", "--device", "cpu"), {"RANK": "0"}, "without torchrun"),
 }

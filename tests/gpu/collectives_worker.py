@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from collectives_rig import MAX_SKEW, Rig
 
-from counterpoint.collectives import calls
-from counterpoint.collectives.calls import input_bytes, output_bytes, source_span
-from counterpoint.collectives.plan import DOUBLING
-from counterpoint.collectives.program import Call, Tuning
-from counterpoint.collectives.reduce import Reduction, reference
+from counterpoint.collectives.cuda.reduce import Reduction, reference
+from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.program import operations
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.steps import Tuning
 
 LARGEST = 256 << 20  # bytes of output and of staging
 BUDGET_S = float(os.environ.get("COUNTERPOINT_RANDOM_S", "15"))  # for the random calls
@@ -59,10 +59,10 @@ class World:
         sms: int | None = None, times: int = 1, delay: int = 0,
     ) -> str:  # fmt: skip
         """Do `call` `times` times back to back; `equal`, or what is wrong with the output."""
-        size, inputs = getattr(torch, dtype).itemsize, input_bytes(call, self.rank)
+        size, inputs = getattr(torch, dtype).itemsize, call.input_bytes(self.rank)
         mine = self.data(seed, self.rank, inputs, dtype)
-        out = self.rig.out(output_bytes(call, self.rank), skew=skew * size)
-        own = source_span(call, self.rank, self.rank)
+        out = self.rig.out(call.output_bytes(self.rank), skew=skew * size)
+        own = call.source_span(self.rank, self.rank)
         source = self.place(mine, skew * size)
         out.zero_()
         if own.buffer == "output" and (call.operation != "broadcast" or self.rank == call.root):
@@ -81,11 +81,11 @@ class World:
 
     def wanted(self, call: Call, dtype: str, seed: int, how: Reduction) -> torch.Tensor:
         """The output of this rank, as bytes, from the inputs alone."""
-        rows = [self.data(seed, rank, input_bytes(call, rank), dtype) for rank in range(self.size)]
+        rows = [self.data(seed, rank, call.input_bytes(rank), dtype) for rank in range(self.size)]
         if call.reduces:
             whole: torch.Tensor = reference(rows, how).view(torch.uint8)
             low = 0 if call.operation == "all_reduce" else sum(call.sizes[self.rank][: self.rank])
-            return whole[low : low + output_bytes(call, self.rank)]
+            return whole[low : low + call.output_bytes(self.rank)]
         parts = []
         for rank, row in enumerate(rows):
             from_start = call.operation in ("all_gather", "gather", "broadcast")
@@ -105,17 +105,19 @@ def some_calls(world: int, unit: int) -> dict[str, Call]:
     """Every operation, with `unit` bytes to a shard."""
     uneven = [[unit * ((s + 2 * t) % 3) for t in range(world)] for s in range(world)]
     return {
-        "all_gather": calls.all_gather(world, unit),
-        "all_gather, uneven, out of place": calls.all_gather(world, [unit * (r % 3) for r in range(world)], own="copy"),
-        "all_to_all": calls.all_to_all([[unit] * world] * world),
-        "all_to_all, uneven": calls.all_to_all(uneven),
-        "broadcast": calls.broadcast(world, unit, root=world - 1),
-        "scatter": calls.scatter(world, unit, root=0),
-        "gather": calls.gather(world, unit, root=world - 1),
-        "reduce_scatter": calls.reduce_scatter(world, unit),
-        "all_reduce": calls.all_reduce(world, unit * world, own="copy"),
-        "all_reduce, in place": calls.all_reduce(world, unit * world),
-        "barrier": calls.barrier(world),
+        "all_gather": operations.all_gather(world, unit),
+        "all_gather, uneven, out of place": operations.all_gather(
+            world, [unit * (r % 3) for r in range(world)], own="copy"
+        ),
+        "all_to_all": operations.all_to_all([[unit] * world] * world),
+        "all_to_all, uneven": operations.all_to_all(uneven),
+        "broadcast": operations.broadcast(world, unit, root=world - 1),
+        "scatter": operations.scatter(world, unit, root=0),
+        "gather": operations.gather(world, unit, root=world - 1),
+        "reduce_scatter": operations.reduce_scatter(world, unit),
+        "all_reduce": operations.all_reduce(world, unit * world, own="copy"),
+        "all_reduce, in place": operations.all_reduce(world, unit * world),
+        "barrier": operations.barrier(world),
     }
 
 
@@ -135,18 +137,6 @@ def every_operation(world: World) -> dict[str, str]:
     return found
 
 
-def every_doubling(world: World) -> dict[str, str]:
-    """What passes on what it has received: small and odd sizes, eagerly and as a graph, after each other."""
-    found = {}
-    for unit in (16, 4099 * 4, 200_000 * 4):
-        for index, (name, call) in enumerate(some_calls(world.size, unit).items()):
-            for graph in (False, True) if call.operation in DOUBLING else ():
-                label = f"{name} of {unit} bytes, {'graph' if graph else 'eager'}"
-                tuning = Tuning(algorithm="doubling")
-                found[label] = world.run(call, "bfloat16", 700 + index, tuning=tuning, graph=graph, times=3)
-    return found
-
-
 def every_reduction(world: World) -> dict[str, str]:
     """Ops and dtypes on the whole GPU and on 8 SMs: the bits of plain torch, which knows no order but the ranks'."""
     found = {}
@@ -154,7 +144,7 @@ def every_reduction(world: World) -> dict[str, str]:
         [*(("sum", dtype) for dtype in DTYPES), *((op, "bfloat16") for op in ("avg", "max", "min", "premul_sum"))]
     ):
         for sms in (None, 8):
-            call = calls.reduce_scatter(world.size, 3_000_016)
+            call = operations.reduce_scatter(world.size, 3_000_016)
             found[f"{op} of {dtype}, {sms or 'all'} SMs"] = world.run(
                 call, dtype, 500 + index, tuning=Tuning(chunk_bytes=1 << 20), op=op, sms=sms
             )
@@ -195,20 +185,20 @@ def random_calls(world: World) -> dict[str, str]:
 def like_nccl(world: World) -> dict[str, str]:
     """Movement gives NCCL's bits; a bfloat16 sum is nearer to float64 than NCCL's."""
     found, unit = {}, 4 << 20
-    call = calls.all_gather(world.size, unit)
+    call = operations.all_gather(world.size, unit)
     found["all_gather"] = world.run(call, "bfloat16", 900, tuning=Tuning())
     mine = world.data(900, world.rank, unit, "bfloat16")
     theirs = torch.empty(mine.numel() * world.size, dtype=mine.dtype, device=world.device)
-    dist.all_gather_into_tensor(theirs, mine)
+    torch_function("all_gather")(theirs, mine)
     same = torch.equal(theirs.view(torch.uint8), world.rig.out(unit * world.size))
     found["all_gather like NCCL"] = "equal" if same else "not NCCL's bits"
-    call = calls.reduce_scatter(world.size, unit)
+    call = operations.reduce_scatter(world.size, unit)
     rows = [world.data(901, rank, unit * world.size, "bfloat16").double() for rank in range(world.size)]
     exact = torch.stack(rows).sum(0).chunk(world.size)[world.rank]
     found["reduce_scatter"] = world.run(call, "bfloat16", 901, tuning=Tuning())
     ours = world.rig.out(unit).view(torch.bfloat16).double()
     theirs = torch.empty(unit // 2, dtype=torch.bfloat16, device=world.device)
-    dist.reduce_scatter_tensor(theirs, world.data(901, world.rank, unit * world.size, "bfloat16"))
+    torch_function("reduce_scatter")(theirs, world.data(901, world.rank, unit * world.size, "bfloat16"))
     errors = [float((value.double() - exact).norm() / exact.norm()) for value in (ours, theirs)]
     found["reduce_scatter error"] = "smaller" if errors[0] <= errors[1] else "larger"
     return found | {"reduce_scatter errors, ours and NCCL's": f"{errors[0]:.2e} {errors[1]:.2e}"}
@@ -221,7 +211,7 @@ def beside_a_gemm(world: World) -> dict[str, str]:
     comm, compute = torch.cuda.Stream(), torch.cuda.Stream()
     for name, graph in (("eager", False), ("graph", True)):
         with torch.cuda.stream(comm):
-            lowered = world.rig.lowered(calls.all_gather(world.size, unit), Tuning())
+            lowered = world.rig.lowered(operations.all_gather(world.size, unit), Tuning())
             launch = world.rig.launcher(lowered, graph=graph, reduction=None)
         margins = []
         for _ in range(6):
@@ -250,7 +240,7 @@ def no_kernel(world: World) -> dict[str, str]:
     """What the profiler saw of an all_gather in place: copies between GPUs and nothing else."""
     from torch.profiler import ProfilerActivity, profile
 
-    lowered = world.rig.lowered(calls.all_gather(world.size, 1 << 20), Tuning())
+    lowered = world.rig.lowered(operations.all_gather(world.size, 1 << 20), Tuning())
     launch = world.rig.launcher(lowered, graph=False, reduction=None)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -264,7 +254,7 @@ def captured_by_the_caller(world: World) -> dict[str, str]:
     """Inside the caller's graph, between kernels that make the input and read the output; replayed three times."""
     unit, out = 1 << 20, world.rig.out((1 << 20) * world.size)
     total = torch.zeros((), dtype=torch.int64, device=world.device)
-    lowered = world.rig.lowered(calls.all_gather(world.size, unit), Tuning())
+    lowered = world.rig.lowered(operations.all_gather(world.size, unit), Tuning())
     mine, graph = out[world.rank * unit : (world.rank + 1) * unit], torch.cuda.CUDAGraph()
     mine.fill_(world.rank)
     torch.cuda.synchronize()
@@ -281,7 +271,7 @@ def captured_by_the_caller(world: World) -> dict[str, str]:
 
 
 SCENARIOS: tuple[Callable[[World], dict[str, str]], ...] = (
-    every_operation, every_doubling, every_reduction, like_nccl, captured_by_the_caller, beside_a_gemm, no_kernel,
+    every_operation, every_reduction, like_nccl, captured_by_the_caller, beside_a_gemm, no_kernel,
     random_calls,
 )  # fmt: skip
 

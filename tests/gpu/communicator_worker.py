@@ -70,7 +70,7 @@ def stepped(device: torch.device, early: bool) -> dict[str, str]:
             if step in (STEPS // 10, STEPS - 1):
                 torch.cuda.synchronize()
                 transport: Any = communicator._transport
-                seen.append((torch.cuda.mem_get_info(device)[0] >> 20, len(transport.memory._regions)))
+                seen.append((torch.cuda.mem_get_info(device)[0] >> 20, len(transport.context.memory._regions)))
         communicator.check()
     (free, regions), (free_later, regions_later) = seen
     return {
@@ -109,31 +109,10 @@ def captured(device: torch.device) -> dict[str, str]:
         return {"seen": "equal" if found == wanted else f"{found} instead of {wanted}"}
 
 
-def host_time(device: torch.device) -> dict[str, str]:
-    """Microseconds of the host for a gather of 1 MiB that comes again, replayed and eager."""
-    found = {}
-    for graphs in (True, False):
-        with Communicator(timeout_s=TIMEOUT_S, graphs=graphs) as communicator:
-            n, rank = communicator.world_size, communicator.rank
-            shards = communicator.empty(n, (1 << 20) // n, dtype=torch.uint8).zero_()
-            times = []
-            for batch in range(12):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                for _ in range(20):
-                    communicator.all_gather(shards, shards[rank])
-                times.append((time.perf_counter() - started) / 20 * 1e6)
-                del batch
-            torch.cuda.synchronize()
-            found[f"host us, {'graph' if graphs else 'eager'}"] = f"{sorted(times)[6]:.1f}"
-    return found
-
-
 LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
     "steps": lambda device: stepped(device, False),
     "early steps": lambda device: stepped(device, True),
     "captured": captured,
-    "host time": host_time,
     "random": random_calls,
 }
 

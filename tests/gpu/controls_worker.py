@@ -16,14 +16,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from counterpoint.collectives.host.group import torch_function
 from counterpoint.controls import gemm_sms
 from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.nccl_windows import NcclWindows
+from counterpoint.controls.nccl import NcclWindows
+from counterpoint.controls.observe import see, verified
 from counterpoint.controls.parse import parse_mechanism
-from counterpoint.controls.proved import proved
-from counterpoint.controls.what_ran import see
 from counterpoint.errors import CounterpointError, NoEffect
-from counterpoint.records.evidence import Seen
+from counterpoint.records.measurement import Observation
 
 SIZE = 8192  # of the square GEMM
 SHARD = 64 << 20  # bf16 elements of one rank: 128 MiB
@@ -73,7 +73,7 @@ class Rig:
         """The pair on two streams of priority 0."""
         send, recv = buffers
         comms: dict[str, Callable[[], object]] = {
-            "all_gather": lambda: dist.all_gather_into_tensor(recv, send, group=group),
+            "all_gather": lambda: torch_function("all_gather")(recv, send, group=group),
             "all_to_all": lambda: dist.all_to_all_single(recv[:SHARD], send, group=group),
         }
         return Lanes(
@@ -92,7 +92,7 @@ class Rig:
         apply: bool = True,
         only_send: bool = False,
         instead: Callable[[Lanes], object] | None = None,
-    ) -> Seen:
+    ) -> Observation:
         """The pair under `mechanism` and without it. `apply=False`, `only_send` and `instead` are sabotage."""
         _, controls = parse_mechanism(mechanism)
         for control in controls:
@@ -124,7 +124,7 @@ class Rig:
         _, controls = parse_mechanism(mechanism)
         lanes = self.lanes(compute, "all_gather", dist.group.WORLD, self.plain)
         try:
-            with proved(controls, lanes, device=self.device, group=dist.group.WORLD):
+            with verified(controls, lanes, device=self.device, group=dist.group.WORLD):
                 return "applied"
         except NoEffect as error:
             return str(error)
@@ -151,7 +151,7 @@ def handle_only(lanes: Lanes) -> Iterator[Lanes]:
         yield lanes
 
 
-SCENARIOS: dict[str, Callable[[Rig], Seen]] = {
+SCENARIOS: dict[str, Callable[[Rig], Observation]] = {
     "priority=high": lambda rig: rig.watch("nccl+priority=high"),
     "priority=low": lambda rig: rig.watch("nccl+priority=low"),
     "priority=-2": lambda rig: rig.watch("nccl+priority=-2"),
@@ -208,7 +208,7 @@ def main(folder: Path, answer: Path) -> None:
         device_id=torch.device("cuda", rank),
     )
     rig = Rig(rank)
-    seen: dict[str, Seen] = {}
+    seen: dict[str, Observation] = {}
     failed: dict[str, str] = {}
     for name, scenario in SCENARIOS.items():
         try:

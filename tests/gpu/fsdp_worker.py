@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import torch
-from fsdp_training import BF16, CASES, Case, batch, beside_stock, differences, overlapped, stock_trained
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from counterpoint.measure.session import Session
+from counterpoint.measurement.session import Session
+from tests.support.fsdp_training import BF16, CASES, Case, batch, beside_stock, differences, overlapped, stock_trained
 
 EAGER = {name: case for name, case in CASES.items() if case.compiled is None}
 STEPS = 300

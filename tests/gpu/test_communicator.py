@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gpu_ranks import run_ranks
+
+from tests.support.gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -68,11 +69,6 @@ def test_a_thousand_steps_take_no_more_memory_than_a_hundred(live: list[Seen], s
 def test_calls_can_be_captured(live: list[Seen]) -> None:
     """Sync and async, between kernels, in a graph of the caller's."""
     assert of(live, "captured", "seen") == {"equal"}
-
-
-def test_host_time_of_a_replayed_call(live: list[Seen]) -> None:
-    """Less than the 30 microseconds that NCCL's took on the slowest rank (8 x H200, 2026-11-20)."""
-    assert max(float(rank["host time"]["host us, graph"]) for rank in live) < 30.0
 
 
 @pytest.mark.parametrize("master", ["0", "1"])

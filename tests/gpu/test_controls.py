@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from gpu_ranks import run_ranks
 
-from counterpoint.controls.kinds import blocks, matmul_kernels, nccl_kernels
+from counterpoint.controls.observe import blocks, matmul_kernels, nccl_kernels
 from counterpoint.controls.parse import parse_mechanism
-from counterpoint.records.evidence import Evidence, Seen
+from counterpoint.records.measurement import Evidence, Observation
+from tests.support.gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -25,9 +25,9 @@ TIMEOUT_S = 150
 class Ran(msgspec.Struct):
     """What the worker's rank 0 wrote."""
 
-    seen: dict[str, Seen]
+    seen: dict[str, Observation]
     failed: dict[str, str]
-    said: dict[str, str]  # by `proved`, with a GEMM limit of 108
+    said: dict[str, str]  # by `verified`, with a GEMM limit of 108
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +106,12 @@ def test_a_knob_that_did_nothing_is_caught(ran: Ran, scenario: str, setting: str
 
 
 def test_one_call_applies_what_works(ran: Ran) -> None:
-    """`proved` goes on with a limit that bf16 GEMMs listen to."""
+    """`verified` goes on with a limit that bf16 GEMMs listen to."""
     assert ran.said["mm"] == "applied"
 
 
 def test_one_call_raises_what_did_nothing(ran: Ran) -> None:
-    """`proved` raises NoEffect for a GEMM whose kernel is not persistent."""
+    """`verified` raises NoEffect for a GEMM whose kernel is not persistent."""
     assert ran.said["fp32 mm"].startswith("gemm_sms=108 had no effect: ")
 
 

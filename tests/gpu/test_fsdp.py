@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from gpu_ranks import run_ranks
+
+from tests.support.gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -34,7 +35,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         port = held.getsockname()[1]
     ended = run_ranks(
         WORKER, folder / "answer.json", folder=folder, world_size=2, timeout_s=TIMEOUT_S,
-        paths=[Path(__file__).parents[1] / "dist"],
+        paths=[Path(__file__).parents[2]],
         environment={
             "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

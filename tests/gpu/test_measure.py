@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from counterpoint.records import Measurement, Row
+from counterpoint.records.measurement import Measurement, Row
 
 MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta", "zero_sm")
 
@@ -85,7 +85,7 @@ def test_rates_are_possible(measured: Measurement) -> None:
 PUT_BACK = """
 import torch, torch.distributed as dist
 from counterpoint.controls.control import Lanes
-from counterpoint.measure.stage import Case, CudaStage
+from counterpoint.measurement.trial import CudaStage
 device = torch.device("cuda", 0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
 source, target = torch.zeros(1, device=device), torch.zeros(1, device=device)
@@ -96,7 +96,7 @@ lanes = Lanes(
 stage = CudaStage(device, dist.group.WORLD)
 torch.cuda._sleep(200_000_000)  # 100 ms, far longer than the stage holds the device back
 source.fill_(1)
-trial = stage.run(lanes, Case(what="comm_alone"))
+trial = stage.run(lanes, "comm_alone")
 print(target.item(), trial.late)
 dist.destroy_process_group()
 """

@@ -75,7 +75,7 @@ def compiled() -> Any:
     """`live` as a `CUfunction`."""
     from cuda.bindings import nvrtc
 
-    from counterpoint.controls.driver import call
+    from counterpoint.controls.control import call_driver
 
     torch.zeros(1, device="cuda")  # the context
     major, minor = torch.cuda.get_device_capability()
@@ -85,25 +85,25 @@ def compiled() -> Any:
     _, size = nvrtc.nvrtcGetCUBINSize(program)
     cubin = b" " * size
     nvrtc.nvrtcGetCUBIN(program, cubin)
-    return call("cuModuleGetFunction", call("cuModuleLoadData", cubin), b"live")
+    return call_driver("cuModuleGetFunction", call_driver("cuModuleLoadData", cubin), b"live")
 
 
 def launch(function: Any, log: Any, smem: int = 0) -> None:
     """One plain launch through cuda-bindings."""
     import ctypes
 
-    from counterpoint.controls.driver import call
+    from counterpoint.controls.control import call_driver
 
     arguments = ((log.data_ptr(), LIFE_NS), (ctypes.c_void_p, ctypes.c_longlong))
     stream = torch.cuda.current_stream().cuda_stream
-    call("cuLaunchKernel", function, NUM_BLOCKS, 1, 1, THREADS, 1, 1, smem, stream, arguments, 0)
+    call_driver("cuLaunchKernel", function, NUM_BLOCKS, 1, 1, THREADS, 1, 1, smem, stream, arguments, 0)
 
 
 def occupancy(function: Any, smem: int) -> int:
     """What the driver's calculator says."""
-    from counterpoint.controls.driver import call
+    from counterpoint.controls.control import call_driver
 
-    return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, smem))
+    return int(call_driver("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, smem))
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,7 @@ def function() -> Any:
 
 
 def shaper(blocks_per_sm: int) -> Any:
-    from counterpoint.controls.occupancy_shape import Wanted
-    from counterpoint.controls.occupancy_shaper import Shaper
+    from counterpoint.controls.occupancy_shape import Shaper, Wanted
 
     return Shaper(Wanted(blocks_per_sm=blocks_per_sm))
 
@@ -122,11 +121,13 @@ def test_the_most_of_one_block_is_the_drivers_own(function: Any) -> None:
     """An SM's shared memory less the reserve is the opt-in limit of this device."""
     from cuda.bindings import driver
 
-    from counterpoint.controls.driver import call
-    from counterpoint.controls.occupancy_shaper import device_limits
+    from counterpoint.controls.control import call_driver
+    from counterpoint.controls.occupancy_shape import device_limits
 
     optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    assert device_limits().most_smem_per_block == call("cuDeviceGetAttribute", optin, call("cuCtxGetDevice"))
+    assert device_limits().most_smem_per_block == call_driver(
+        "cuDeviceGetAttribute", optin, call_driver("cuCtxGetDevice")
+    )
 
 
 def test_the_least_bytes_are_the_drivers_own(function: Any) -> None:
@@ -143,9 +144,11 @@ def test_a_launch_through_cuda_bindings_is_shaped(function: Any) -> None:
     assert (shaped, most_at_once(lambda log: launch(function, log)) > 3) == (3, True)
 
 
+@pytest.mark.needs("cuda-core")
 def test_a_launch_through_cuda_core_is_shaped() -> None:
     """The shaper's copy of a LaunchConfig leaves three blocks on an SM, and the rest of it as it was."""
-    core = pytest.importorskip("cuda.core")
+    from cuda import core
+
     device = core.Device(torch.cuda.current_device())
     device.set_current()
     options = core.ProgramOptions(arch=f"sm_{device.arch}")
@@ -203,7 +206,7 @@ def interposed() -> dict[str, Any]:
 
 def watch_interposed() -> dict[str, Any]:
     """Everything that needs CUPTI to itself, in one go."""
-    from counterpoint.controls.launch_hook import LaunchHook
+    from counterpoint.controls.launch_hooks import LaunchHook
     from counterpoint.controls.occupancy import OccupancyShaping
     from counterpoint.errors import CounterpointError
 
@@ -252,7 +255,7 @@ def by_reference(function: Any) -> tuple[int, int]:
 
     from cuda.bindings import driver
 
-    from counterpoint.controls.driver import call
+    from counterpoint.controls.control import call_driver
 
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = NUM_BLOCKS, 1, 1
@@ -261,7 +264,7 @@ def by_reference(function: Any) -> tuple[int, int]:
 
     def run(log: Any) -> None:
         arguments = ((log.data_ptr(), LIFE_NS), (ctypes.c_void_p, ctypes.c_longlong))
-        call("cuLaunchKernelEx", config, function, arguments, 0)
+        call_driver("cuLaunchKernelEx", config, function, arguments, 0)
 
     return most_at_once(run), int(config.sharedMemBytes)
 
@@ -345,9 +348,9 @@ def test_a_failure_in_the_hook_is_raised_on_exit(interposed: dict[str, Any]) -> 
 
 def test_verify_tells_a_shaped_kernel_from_one_that_was_not() -> None:
     """What the profiler saw proves the control, and the same launch without it is a no-op."""
+    from counterpoint.controls.observe import observe
     from counterpoint.controls.occupancy import OccupancyShaping
-    from counterpoint.controls.what_ran import observe
-    from counterpoint.records.evidence import Seen
+    from counterpoint.records.measurement import Observation
 
     log = torch.zeros(NUM_BLOCKS, 3, dtype=torch.int64, device="cuda")
 
@@ -358,14 +361,14 @@ def test_verify_tells_a_shaped_kernel_from_one_that_was_not() -> None:
     without = observe(run, device=log.device)
     with control.launches():
         inside = observe(run, device=log.device)
-    proofs = [control.verify(Seen(compute=seen, compute_without=without)) for seen in (inside, without)]
+    proofs = [control.verify(Observation(compute=seen, compute_without=without)) for seen in (inside, without)]
     assert [proof.took_effect for proof in proofs] == [True, False], [proof.seen for proof in proofs]
 
 
 def test_the_hook_says_that_a_profiler_has_cupti() -> None:
     """After torch.profiler has run in this process, interposing is refused and the text names it."""
+    from counterpoint.controls.observe import observe
     from counterpoint.controls.occupancy import OccupancyShaping
-    from counterpoint.controls.what_ran import observe
     from counterpoint.errors import Unsupported
 
     x = torch.zeros(8, device="cuda")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import measured
 import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from counterpoint.cli import app
 from counterpoint.errors import CounterpointError, Misconfigured
-from counterpoint.measure import api
-from counterpoint.records import Measurement
+from counterpoint.measurement import api
+from counterpoint.records.measurement import Measurement
+from tests.support import example_measurement as measured
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, result: Measurement | None = None) -> Result:
@@ -61,7 +60,7 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("counterpoint.report.files.replacing", full)
+    monkeypatch.setattr("counterpoint.commands.measure.replacing", full)
     with pytest.raises(CounterpointError, match=r"No space left.*kept in .*x.json.partial.jsonl"):
         run(monkeypatch, "--out", tmp_path / "x.json")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json.partial.jsonl"]
@@ -74,8 +73,6 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
         (("--out", ""), "it is a folder"),
         (("--out", "/"), "it is a folder"),
         (("--html", "folder"), "it is a folder"),
-        (("--html", "pipe"), "it is no ordinary file"),
-        (("--out", "pipe"), "it is no ordinary file"),
         (("--out", "taken.json"), "cannot write taken.md: it is a folder"),
         (("--out", "x.json", "--html", "x.json"), "is where --out puts its results"),
         (("--out", "x.json", "--html", "folder/../x.md"), "is where --out puts its results or their table"),
@@ -84,14 +81,13 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
 def test_files_that_could_not_be_written_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    """Nothing is measured for a place that is taken, and no device or pipe is replaced by a file."""
+    """Nothing is measured for a place that is taken."""
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "taken.md"):
         Path(name).mkdir()
-    os.mkfifo("pipe")
     with pytest.raises(Misconfigured, match=said):
         run(monkeypatch, *arguments)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe", "taken.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "taken.md"]
 
 
 def test_a_plot_without_pairs_is_refused(tmp_path: Path) -> None:
@@ -104,10 +100,10 @@ def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyP
     """The text says where they are."""
 
     def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise CounterpointError("cannot write to standard output: No space left on device")
 
-    monkeypatch.setattr("counterpoint.report.ladder.render", full)
-    with pytest.raises(CounterpointError, match=r"cannot print the results: .*; they are in .*x.json"):
+    monkeypatch.setattr("counterpoint.report.measurement_text.render", full)
+    with pytest.raises(CounterpointError, match=r"No space left on device; the results are in .*x.json"):
         run(monkeypatch, "--out", tmp_path / "x.json")
 
 
@@ -128,7 +124,7 @@ CONTRACT = {
 
 @pytest.mark.parametrize(("of", "keys"), CONTRACT.items())
 def test_json_holds_the_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch, of: str, keys: str) -> None:
-    """docs/measure.md names them; they may be added to, never renamed."""
+    """docs/reference/measurement.md names them; they may be added to, never renamed."""
     found = json.loads(run(monkeypatch, "--json", "-").stdout)
     part = found[of] if of else found
     assert set(keys.split()) <= set(part[0] if isinstance(part, list) else part)

@@ -1,5 +1,11 @@
-"""Zero-SM collectives: programs as data (`program`, `plan`), their proof (`check`), their clock (`simulate`), and what
-runs them (`Communicator`, on GPUs and CPUs). Names are loaded when they are first used: the data needs no torch."""
+"""Zero-SM collectives between the GPUs (or processes) of a host, and over several hosts.
+
+- `communicator.py` is for users: `Communicator` and `available`; `options.py` and `work.py` are its options and result,
+  `connect.py` opens it.
+- `program/` and `proof/` need no torch: a collective as data, and the check that it is right.
+- `submit/` turns arguments into a submission; `cpu/` and `cuda/` carry it out; `host/` and `memory/` serve both.
+- `multihost/` composes collectives of several hosts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from counterpoint.collectives.communicator import Communicator, available
+    from counterpoint.collectives.communicator import Communicator
+    from counterpoint.collectives.connect import available
 
 __all__ = ["Communicator", "available"]
 

@@ -1,36 +1,27 @@
-"""A collective that was started and may not have ended."""
+"""What a call with `async_op=True` returns: a collective that was started and may not have ended."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from counterpoint.errors import PeerTimeout
 
-__all__ = ["Work"]
+__all__ = ["HostWork", "Work"]
 
 
-class Work:
-    """What a call with `async_op=True` returns. Its tensors belong to the collective until `wait` returns.
+class Work(Protocol):
+    """Represents a collective under way: it ends when its outputs may be read; until then its tensors belong to it.
 
     It holds them until then, and nothing else does: when they die is up to the program alone, not to when a thread has
     ended, or ranks would make their next tensors in different places.
-
-    Args:
-        text: the call.
-        keep: tensors that have to live until the end.
     """
 
-    path: Literal["zero_sm", "torch"] = "zero_sm"
+    path: Literal["zero_sm", "torch"]
     """Which way the call took."""
 
-    def __init__(self, text: str, *, keep: tuple[Any, ...] = ()) -> None:
-        self._text, self.keep = text, keep
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Returns True when the output may be read and the input overwritten.
+        """Return True when the output may be read and the input overwritten; on a GPU the current stream waits.
 
         Args:
             timeout_s: seconds to wait here; None: until it ends, or the communicator's watchdog ends it. A shorter
@@ -40,22 +31,56 @@ class Work:
             PeerTimeout: a rank died or did not come, or `timeout_s` has passed.
             Misconfigured: another rank made another call.
         """
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+
+    def exception(self) -> BaseException | None:
+        """Return why it failed; None if it did not, or if that is not known yet."""
+
+
+class HostWork:
+    """A call that a thread of this process carries out; see `Work`.
+
+    Args:
+        call: said by its `str` in errors.
+        keep: tensors that have to live until the end.
+    """
+
+    def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
+        self.path: Literal["zero_sm", "torch"] = "zero_sm"
+        self._call, self.keep = call, keep
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the output may be read and the input overwritten, or raise why that will not be; see `Work.wait`.
+
+        Args:
+            timeout_s: seconds to wait here; None: until it ends.
+
+        Returns:
+            True.
+
+        Raises:
+            PeerTimeout: `timeout_s` has passed.
+        """
         if not self._ended.wait(timeout_s):
-            raise PeerTimeout(f"{self._text} has not ended within {timeout_s:g} s; wait again, or longer")
+            raise PeerTimeout(f"{self._call} has not ended within {timeout_s:g} s; wait again, or longer")
         if self._error is not None:
             raise self._error
         self.keep = ()
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended."""
+        """Return why it failed; None if it did not, or has not ended."""
         return self._error
 
     def end(self, error: BaseException | None = None) -> None:
-        """Called by the executor, once."""
+        """Record that the call has ended; called once, by what runs it."""
         self._error = error
         self._ended.set()

@@ -1,1 +1,1 @@
-"""One module per verb of the command line: its options, the call, what is printed. Rooms are imported when called."""
+"""Run the verbs of the command line, one file each; terminal.py is what they share."""

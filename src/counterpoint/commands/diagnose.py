@@ -1,20 +1,19 @@
-"""`counterpoint diagnose`: parse, call, print."""
+"""Run `counterpoint diagnose`: parse, call, print."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_folders, progress
+from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
 from counterpoint.errors import BadTrace, Misconfigured
 
 if TYPE_CHECKING:
-    from counterpoint.diagnose.api import Result
-    from counterpoint.records import Diagnosis
+    from counterpoint.diagnosis.api import Result
+    from counterpoint.records.diagnosis import Diagnosis
 
 __all__ = ["diagnose"]
 
@@ -29,7 +28,8 @@ def diagnose(
         Path | None, typer.Option(help="An earlier --json file that gates must not fall behind.")
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="How far a gate may fall behind the baseline, in %: 5 unless told.", min=0.0)
+        float | None,
+        typer.Option(help="How far a gate may fall behind the baseline, in %; 5 if it is not given.", min=0.0),
     ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
@@ -38,9 +38,9 @@ def diagnose(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no progress.")] = False,
 ) -> None:
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
-    from counterpoint.diagnose import api
-    from counterpoint.diagnose.engine import Engine
-    from counterpoint.diagnose.gate import check_gate, parse_gate
+    from counterpoint.diagnosis import api
+    from counterpoint.diagnosis.engine import Engine
+    from counterpoint.diagnosis.gate import check_gate, parse_gate
     from counterpoint.trace.source import Limits
 
     gates = [parse_gate(text) for text in gate or []]
@@ -51,10 +51,15 @@ def diagnose(
     before = _read_baseline(baseline) if baseline is not None else None
     limits = Limits(trace_bytes=int(max_trace_gb * (1 << 30)))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
-    check_folders(out, perfetto, Path(json) if json and json != "-" else None)
+    json_path = json_file(json)
+    check_outputs(out, perfetto, json_path)
     with progress(quiet, "looking for traces") as tell:
         result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
-        _write(result, out, perfetto, json, tell)
+        if out is not None or perfetto is not None:
+            tell(0, 0, "drawing")
+            _draw(result, out, perfetto)
+        if json is not None:
+            write_json(result.diagnosis, json_path)
     if not quiet and json != "-":
         _summary(result, [p for p in (out, perfetto) if p is not None])
     allowed = (5.0 if tolerance is None else tolerance) / 100
@@ -65,38 +70,24 @@ def diagnose(
         raise typer.Exit(1)
 
 
-def _write(
-    result: Result, out: Path | None, perfetto: Path | None, json: str | None, tell: Callable[[int, int, str], None]
-) -> None:
-    if out is not None or perfetto is not None:
-        tell(0, 0, "drawing")
-        lanes = result.lanes
-        if out is not None:
-            from counterpoint.report.html import write_html
+def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
+    lanes = result.lanes
+    if out is not None:
+        from counterpoint.report.diagnosis_html import write_html
 
+        with writing(out):
             write_html(out, result.diagnosis, lanes)
-        if perfetto is not None:
-            from counterpoint.report.perfetto import write_perfetto
+    if perfetto is not None:
+        from counterpoint.report.diagnosis_perfetto import write_perfetto
 
+        with writing(perfetto):
             write_perfetto(perfetto, result.diagnosis, lanes)
-    if json is not None:
-        import msgspec
-
-        text = msgspec.json.encode(result.diagnosis)
-        if json == "-":
-            sys.stdout.buffer.write(text + b"\n")
-            sys.stdout.flush()
-        else:
-            from counterpoint.report.files import replacing
-
-            with replacing(Path(json)) as file:
-                file.write(msgspec.json.format(text, indent=1) + b"\n")
 
 
 def _summary(result: Result, written: list[Path]) -> None:
     from rich.console import Console
 
-    from counterpoint.report.terminal import render
+    from counterpoint.report.diagnosis_terminal import render
 
     console = Console(soft_wrap=False)
     render(result.diagnosis, console)
@@ -107,7 +98,7 @@ def _summary(result: Result, written: list[Path]) -> None:
 def _read_baseline(path: Path) -> Diagnosis:
     import msgspec
 
-    from counterpoint.records import SCHEMA, Diagnosis
+    from counterpoint.records.diagnosis import SCHEMA, Diagnosis
 
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)

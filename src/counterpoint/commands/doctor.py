@@ -1,15 +1,12 @@
-"""`counterpoint doctor`: parse, call, print. Exit codes: 0 nothing wrong, 1 a problem, 2 wrong use."""
+"""Run `counterpoint doctor`: parse, call, print. Exit codes: 0 nothing wrong, 1 a problem, 2 wrong use."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_folders, progress
-from counterpoint.errors import Misconfigured
+from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
 
 __all__ = ["doctor"]
 
@@ -29,39 +26,25 @@ def doctor(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report and no progress.")] = False,
 ) -> None:
     """Is this machine set up to overlap at all? Looks at GPUs, links, NCCL, environment and network; needs no GPU."""
-    from counterpoint.machine.checkup import examine, exit_code
-    from counterpoint.machine.look import look
+    from counterpoint.machine.checks.checkup import examine, exit_code
+    from counterpoint.machine.collect import collect_readings
+    from counterpoint.machine.profile import profile_of
 
-    if json == "":
-        raise Misconfigured("--json without a name; give a file, or - to print it")
-    path = Path(json) if json and json != "-" else None
-    check_folders(path)
+    json_path = json_file(json)
+    check_outputs(json_path)
     with progress(quiet, "looking") as tell:
-        readings = look(bandwidth=bandwidth, torch=device_checks, limit_s=timeout, tell=lambda what: tell(0, 0, what))
-    checkup = examine(readings, torch=device_checks)
+        readings = collect_readings(
+            bandwidth=bandwidth, torch=device_checks, limit_s=timeout, tell=lambda what: tell(0, 0, what)
+        )
+    kinds = [gpu.name for gpu in readings.gpus or readings.devices]
+    profile = profile_of(kinds[0]) if kinds else None
+    checkup = examine(readings, torch=device_checks, profile=profile)
     if json is not None:
-        _write(checkup, path)
+        write_json(checkup, json_path)
     if not quiet and json != "-":
         from rich.console import Console
 
-        from counterpoint.report.checkup import render_checkup
+        from counterpoint.report.doctor_terminal import render_checkup
 
         render_checkup(checkup, Console(soft_wrap=False))
     raise typer.Exit(exit_code(checkup.checks, strict=strict))
-
-
-def _write(checkup: object, path: Path | None) -> None:
-    import msgspec
-
-    text = msgspec.json.encode(checkup)
-    if path is None:
-        sys.stdout.buffer.write(text + b"\n")
-        sys.stdout.flush()
-        return
-    from counterpoint.report.files import replacing
-
-    try:
-        with replacing(path) as file:
-            file.write(msgspec.json.format(text, indent=1) + b"\n")
-    except OSError as error:
-        raise Misconfigured(f"cannot write {path}: {error.strerror}; name a file that may be written") from None

@@ -1,4 +1,4 @@
-"""`counterpoint measure`: parse, call, print."""
+"""Run `counterpoint measure`: parse, call, print."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from counterpoint.commands.terminal import check_folders, progress
+from counterpoint.commands.terminal import ReaderGone, check_outputs, json_file, progress, write_json, writing
 from counterpoint.errors import CounterpointError, Misconfigured
+from counterpoint.report.files import is_stream, replacing
 
 if TYPE_CHECKING:
-    from counterpoint.records import Measurement
+    from counterpoint.records.measurement import Measurement
 
 __all__ = ["measure"]
 
@@ -32,77 +33,76 @@ def measure(
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same pairs with gloo, to try it anywhere.")] = "cuda",
-    nproc: Annotated[int | None, typer.Option(help="Ranks: all GPUs unless told; 2 on CPUs.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table beside it (.md).")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks: by default all GPUs; 2 on CPUs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table next to it (.md).")] = None,
     html: Annotated[Path | None, typer.Option(help="Draw hidden by ratio and order: one self-contained page.")] = None,
     fresh: Annotated[
         bool | None,
         typer.Option(
-            "--fresh/--resume", help="Discard what an interrupted run left beside --out, or (by default) go on with it."
+            "--fresh/--resume", help="Discard what an interrupted run left near --out, or (by default) go on with it."
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
-    json: Annotated[str | None, typer.Option(help="- prints all results as JSON (and only it).")] = None,
+    json: Annotated[str | None, typer.Option(help="Write all results as JSON; - prints them (and only them).")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the last line; no progress.")] = False,
 ) -> None:
     """How much overlap does this machine allow, by which mechanism? Needs torch, and 2 GPUs or --device cpu."""
-    if json not in (None, "-"):
-        raise Misconfigured(f"--json {json}; only - is allowed, which prints; --out writes a file")
-    if json is not None and sys.stdout is None:
-        raise Misconfigured("--json - prints, and standard output is closed; --out writes a file")
-    if fresh is not None and out is None:
-        raise Misconfigured("--fresh and --resume are about what lies beside --out; give --out")
-    check_folders(out, html)
+    json_path = json_file(json)
+    if fresh is not None and (out is None or is_stream(out)):
+        raise Misconfigured("--fresh and --resume are about what lies next to --out; give --out an ordinary file")
+    check_outputs(out, html, json_path)
     if out is not None and out.suffix == ".md":
         raise Misconfigured(
             f"--out {out} is where the table goes; name the JSON file, as in {out.with_suffix('.json')}"
         )
-    table, partial = _beside(out)
-    check_folders(table, partial)
-    if html is not None and html.resolve() in {path.resolve() for path in (out, table, partial) if path}:
+    table, partial = _next_to(out)
+    check_outputs(table, partial)
+    if html is not None and html.resolve() in {path.resolve() for path in (table, partial, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
     if html is not None and suite == "blocks":
         raise Misconfigured("--html draws pairs, and suite 'blocks' has none; --out writes its table")
     with _ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
-        from counterpoint.measure import api
+        from counterpoint.measurement import api
 
         measured = api.measure(
             suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
             partial=partial, fresh=bool(fresh), progress=tell,
         )  # fmt: skip
-        with _told(partial):
-            _write(measured, out, html)
+        with _adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
+            _write(measured, out, table, html)
+            if json_path is not None:
+                write_json(measured, json_path)
     if partial is not None:
         partial.unlink(missing_ok=True)  # only now: the results are safe
-    try:
-        _print(measured, out, (out, table, html), json=json == "-", quiet=quiet)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise CounterpointError(f"cannot print the results: {error}{f'; they are in {out}' if out else ''}") from None
+    with _adding(f"; the results are in {out}" if out else ""):
+        if json == "-":
+            write_json(measured, None)
+        else:
+            _print(measured, out, (out, table, html), quiet=quiet)
 
 
-def _beside(out: Path | None) -> tuple[Path | None, Path | None]:
-    """The table and the partial results of `--out`."""
-    if out is None:
+def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the files of the table and of the partial results of `--out`; None for a device or pipe."""
+    if out is None or is_stream(out):
         return None, None
     return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
 
 
 @contextmanager
-def _told(partial: Path | None) -> Iterator[None]:
-    """Says what could not be written, and where the measured is."""
+def _adding(hint: str) -> Iterator[None]:
+    """Add to an error where the results are."""
     try:
         yield
-    except OSError as error:
-        kept = f"; what was measured is kept in {partial}: the same command goes on" if partial else ""
-        raise CounterpointError(f"cannot write the results: {error}{kept}") from None
+    except ReaderGone:
+        raise
+    except CounterpointError as error:
+        raise CounterpointError(f"{error}{hint}") from None
 
 
 @contextmanager
 def _ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal end all ranks, then this process with 128 + the signal's number."""
+    """End all ranks on Ctrl-C, SIGTERM or a closed terminal, then this process with 128 + the signal's number."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for each in before:
@@ -126,46 +126,43 @@ def _ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
 
 
 class _Stopped(BaseException):
-    """A signal that asks this process to end; not an error, so no handler of errors may take it."""
+    """Is raised by a signal that asks this process to end; it is not an error, so no handler of errors takes it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(number)
 
 
-def _write(measured: Measurement, out: Path | None, html: Path | None) -> None:
+def _write(measured: Measurement, out: Path | None, table: Path | None, html: Path | None) -> None:
     if out is not None:
         import msgspec
 
-        from counterpoint.report.files import replacing
-        from counterpoint.report.measurement_table import markdown
-
-        with replacing(out) as file:
-            text = msgspec.json.encode(measured)
-            for first_key in (b'{"scenario"', b'{"what"'):  # a line for each row; in a string the quotes are escaped
-                text = text.replace(first_key, b"\n" + first_key)
+        text = msgspec.json.encode(measured)
+        for first_key in (b'{"scenario"', b'{"what"'):  # a line for each row; in a string the quotes are escaped
+            text = text.replace(first_key, b"\n" + first_key)
+        with writing(out), replacing(out) as file:
             file.write(text + b"\n")
-        with replacing(out.with_suffix(".md")) as file:
+    if table is not None:
+        from counterpoint.report.measurement_text import markdown
+
+        with writing(table), replacing(table) as file:
             file.write(markdown(measured).encode())
     if html is not None:
-        from counterpoint.report.overlap_plot import write_overlap_plot
+        from counterpoint.report.measurement_html import write_overlap_plot
 
-        write_overlap_plot(html, measured)
+        with writing(html):
+            write_overlap_plot(html, measured)
 
 
-def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, json: bool, quiet: bool) -> None:
+def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.report.standing import summary
+    from counterpoint.report.measurement_text import summary
 
-    if json:
-        sys.stdout.buffer.write(msgspec.json.encode(measured) + b"\n")
-        sys.stdout.flush()
-        return
     if not quiet:
         from rich.console import Console
 
-        from counterpoint.report.ladder import render
+        from counterpoint.report.measurement_text import render
 
         console = Console(soft_wrap=False)
         console.width = max(console.width, NARROWEST if console.is_terminal else IN_A_FILE)

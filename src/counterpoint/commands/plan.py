@@ -1,18 +1,17 @@
-"""`counterpoint plan`: parse, call, print."""
+"""Run `counterpoint plan`: parse, call, print."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from counterpoint.commands.terminal import check_folders
+from counterpoint.commands.terminal import check_outputs, json_file, write_json, writing
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.what_if import WHAT_IFS
+from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
 
 if TYPE_CHECKING:
     from counterpoint.records.prediction import Prediction
@@ -23,7 +22,7 @@ MIN_WIDTH = 80
 
 
 def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each what-if, which it gets as `asked`: --nodes 16 as {"nodes": "16"}."""
+    """Return the command with an option for each what-if, which it gets as `asked`: --nodes 16 as {"nodes": "16"}."""
 
     def wrapped(**given: Any) -> None:
         asked = {name: given.pop(name) for name in WHAT_IFS}
@@ -72,6 +71,9 @@ def plan(
     topology: Annotated[
         Path | None, typer.Option(help="Where should the ranks be? Slurm's or Topograph's file, or a measured matrix.")
     ] = None,
+    topology_name: Annotated[
+        str | None, typer.Option(help="With --topology: which one of a topology.yaml; else the cluster's default.")
+    ] = None,
     hosts: Annotated[
         str | None, typer.Option(help="With --topology: the job's hosts in their order, as in n[1-4],n7.")
     ] = None,
@@ -79,71 +81,49 @@ def plan(
         Path | None, typer.Option(help="With --topology: a folder for rankfile, hostfile, SLURM_HOSTFILE, DeviceMesh.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page: timeline, scaling curves, sensitivities.")] = None,
-    json: Annotated[str | None, typer.Option(help="- prints the prediction as JSON (and only it).")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
     """What would more nodes, accumulation, compression, another placement do? Needs no GPU."""
-    if json not in (None, "-"):
-        raise Misconfigured(f"--json {json}; only - is allowed, which prints")
     if explain is not None and json is not None:
-        raise Misconfigured("--explain prints text, --json - only JSON: give one of them")
-    check_folders(html)
-    if topology is None and (hosts or launch_files) is not None:
-        raise Misconfigured("--hosts and --launch-files are about --topology: give it, too")
-    if launch_files is not None and not launch_files.is_dir():
-        raise Misconfigured(f"--launch-files {launch_files}: there is no such folder")
+        raise Misconfigured("--explain prints text, --json only JSON: give one of them")
+    json_path = json_file(json)
+    check_outputs(html, json_path)
+    _check_placement(topology, topology_name, hosts, launch_files)
     if from_trace is not None:
         given = {
             "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
             "--topology": topology,
         }  # fmt: skip
-        found = _from_trace(
-            from_trace, recorded_on, asked, [name for name, value in given.items() if value is not None]
-        )
+        found = _from_trace(from_trace, recorded_on, asked, [name for name in given if given[name] is not None])
     elif recorded_on is not None:
         raise Misconfigured("--recorded-on is about --from-trace: give both, or a network in the job")
     elif job is None:
         raise Misconfigured("there is nothing to plan: give a job, such as those of examples/plan, or --from-trace")
     else:
-        tables, changes = _changed(job, asked, set_ or [])
+        request = _Request(job, dict(_assignment("--set", text) for text in set_ or []) | dict(asked))
         if explain is not None:
-            _explain(tables, explain)
+            request.explain(explain)
             return
-        found = _answered(tables, changes, sweep or [], search=search, detailed=html is not None)
+        found = request.answer(sweep or [], search=search, detailed=html is not None)
         if topology is not None:
-            found = _placed(found, tables, topology, hosts, launch_files)
-    if html is not None:
-        from counterpoint.report.plan_page import write_plan_page
+            found = request.placed(found, topology, topology_name, hosts, launch_files)
+    _write(found, html, json, json_path)
 
-        write_plan_page(html, found)
-    _print(found, html, json=json == "-")
+
+def _check_placement(topology: Path | None, name: str | None, hosts: str | None, launch_files: Path | None) -> None:
+    if topology is None and (hosts or launch_files or name) is not None:
+        raise Misconfigured("--topology-name, --hosts and --launch-files are about --topology: give it, too")
+    if launch_files is not None and not launch_files.is_dir():
+        raise Misconfigured(f"--launch-files {launch_files}: there is no such folder")
 
 
 def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str], also: list[str]) -> Prediction:
-    from counterpoint.diagnose.api import diagnose
-    from counterpoint.plan.trace_answer import answer_from_trace
+    from counterpoint.diagnosis.api import diagnose
+    from counterpoint.plan.from_trace import answer_from_trace
 
     if also:
         raise Misconfigured(f"{also[0]} with --from-trace: a trace has no fields to change; give a job instead of it")
     return answer_from_trace(diagnose(str(traces)).diagnosis, recorded_on=recorded_on, asked=asked)
-
-
-def _explain(tables: dict[str, Any], word: str) -> None:
-    from counterpoint.plan.explain import explain
-    from counterpoint.plan.job_file import parse_job
-
-    print("\n".join(explain(parse_job(tables), word)))
-
-
-def _changed(job: Path, asked: Mapping[str, str], sets: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The job's tables after fields and then what-ifs were changed, and all that was asked."""
-    from counterpoint.plan.job_file import read_tables
-    from counterpoint.plan.what_if import edited
-
-    tables = read_tables(job)
-    changes = dict(_assignment("--set", text) for text in sets) | dict(asked)
-    for name, value in changes.items():
-        tables = edited(tables, name, value)
-    return tables, changes
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:
@@ -153,56 +133,63 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _values(text: str) -> tuple[str, list[str]]:
-    name, values = _assignment("--sweep", text)
-    return name, [value.strip() for value in values.split(",")]
+class _Request:
+    """Holds the job of a file with all changes that were asked for."""
 
+    def __init__(self, path: Path, changes: dict[str, str]) -> None:
+        from counterpoint.plan.job.job import read_tables
 
-def _answered(
-    tables: dict[str, Any], changes: Mapping[str, str], sweeps: list[str], *, search: bool, detailed: bool
-) -> Prediction:
-    import msgspec
+        self.tables, self.changes = read_tables(path), changes
+        self.job = build_job(self.tables, changes)
 
-    from counterpoint.plan.answer import answer, curve, searched
-    from counterpoint.plan.job_file import parse_job
+    def explain(self, word: str) -> None:
+        from counterpoint.plan.explain import explain
 
-    found = answer(tables, asked=changes, detailed=detailed)
-    curves = found.curves + tuple(curve(tables, *_values(text)) for text in sweeps)
-    result = None
-    if search:
+        print("\n".join(explain(self.job, word)))
+
+    def answer(self, sweeps: list[str], *, search: bool, detailed: bool) -> Prediction:
+        from msgspec.structs import replace
+
+        from counterpoint.plan.answer import answer, curve
         from counterpoint.plan.search import search as fastest
 
-        result = searched(fastest(parse_job(tables)))
-    return msgspec.structs.replace(found, curves=curves, search=result)
+        found = answer(self.job, asked=self.changes, detailed=detailed)
+        curves = list(found.curves)
+        for text in sweeps:
+            name, values = _assignment("--sweep", text)
+            each = [value.strip() for value in values.split(",")]
+            curves.append(curve(name, swept(self.tables, self.changes, name, each)))
+        return replace(found, curves=tuple(curves), search=fastest(self.job) if search else None)
+
+    def placed(
+        self, found: Prediction, topology: Path, name: str | None, hosts: str | None, folder: Path | None
+    ) -> Prediction:
+        from msgspec.structs import replace
+
+        from counterpoint.plan.answer import place_job
+        from counterpoint.report.files import replacing
+
+        placement, files = place_job(self.job, topology, hosts, name=name)
+        if folder is not None:
+            for file in files:
+                with writing(folder / file.name), replacing(folder / file.name) as opened:
+                    opened.write(file.text.encode())
+        return replace(found, placement=placement)
 
 
-def _placed(
-    found: Prediction, tables: dict[str, Any], topology: Path, hosts: str | None, folder: Path | None
-) -> Prediction:
-    import msgspec
+def _write(found: Prediction, html: Path | None, json: str | None, json_path: Path | None) -> None:
+    if html is not None:
+        from counterpoint.report.plan_html import write_plan_page
 
-    from counterpoint.plan.job_file import parse_job
-    from counterpoint.plan.place_answer import place_job
-    from counterpoint.report.files import replacing
-
-    placement, files = place_job(parse_job(tables), topology, hosts)
-    if folder is not None:
-        for file in files:
-            with replacing(folder / file.name) as opened:
-                opened.write(file.text.encode())
-    return msgspec.structs.replace(found, placement=placement)
-
-
-def _print(found: Prediction, html: Path | None, *, json: bool) -> None:
-    import msgspec
-
-    if json:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
-        sys.stdout.flush()
+        with writing(html):
+            write_plan_page(html, found)
+    if json is not None:
+        write_json(found, json_path)
+    if json == "-":
         return
     from rich.console import Console
 
-    from counterpoint.report.plan_table import render_prediction
+    from counterpoint.report.plan_terminal import render_prediction
 
     console = Console(soft_wrap=False)
     console.width = max(console.width, MIN_WIDTH)

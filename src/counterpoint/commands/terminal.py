@@ -1,40 +1,140 @@
-"""What the verbs share: output folders that are there, and a line that moves on a terminal."""
+"""Share what the verbs do with a terminal: check and write output files, print JSON, move a line of progress."""
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import CounterpointError, Misconfigured
+from counterpoint.report.files import is_stream, replacing
 
-__all__ = ["check_folders", "progress"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "ReaderGone", "check_outputs", "end_by_sigpipe", "json_file", "open_stdout", "progress", "write_json", "writing",
+]  # fmt: skip
 
 
-def check_folders(*paths: Path | None) -> None:
-    """Refuse output files that could not be written, before any work is done: they replace what lies there.
+class ReaderGone(CounterpointError):
+    """Is raised when the program that reads our output has ended, as `head` does."""
+
+
+class _Stdout(io.FileIO):
+    """Writes to standard output and says once, by an error of ours, that it is full or that its reader has ended.
+
+    rich and typer, which handle errors of the system in ways of their own, let these pass.
+    """
+
+    failed = False
+
+    def write(self, data: Buffer, /) -> int:
+        """Write bytes; discard them after a failure, so that the interpreter can flush and end."""
+        if self.failed:
+            return memoryview(data).nbytes
+        self.failed = True
+        with writing("to standard output"):
+            written = super().write(data)
+        self.failed = False
+        return written
+
+
+def open_stdout() -> None:
+    """Replace the interpreter's `sys.stdout` by a `_Stdout`, with a question mark for letters it cannot show."""
+    original = sys.__stdout__
+    if original is not None and sys.stdout is original:
+        raw, terminal = _Stdout(original.fileno(), "wb", closefd=False), original.isatty()
+        buffered = io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(buffered, original.encoding, errors="replace", line_buffering=terminal)
+
+
+def end_by_sigpipe() -> NoReturn:
+    """End this process as the signal does that programs get whose reader has ended."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    raise SystemExit(128 + signal.SIGPIPE)  # the signal is blocked
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Refuse output files that could not be written, before any work is done.
 
     Raises:
         Misconfigured: names the folder that is missing or closed, or what lies in the way.
     """
-    for path in paths:
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise Misconfigured(f"cannot write {path}: there is no folder {path.parent}")
-        if path.is_dir():
-            raise Misconfigured(f"cannot write {path}: it is a folder; name a file in it")
-        if path.exists() and not path.is_file():  # a device or pipe would be replaced, not written to
-            raise Misconfigured(f"cannot write {path}: it is no ordinary file; name another one")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise Misconfigured(f"cannot write {path}: the folder {path.parent} may not be written to")
+    for path in filter(None, paths):
+        try:
+            reason = _why_not(path)
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            raise Misconfigured(f"cannot write {path}: {reason}")
+
+
+def _why_not(path: Path) -> str | None:
+    if path.is_dir():
+        return "it is a folder; name a file in it"
+    if is_stream(path):
+        return None if os.access(path, os.W_OK) else "it may not be written to"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return None if os.access(path.parent, os.W_OK | os.X_OK) else f"the folder {path.parent} may not be written to"
+
+
+@contextmanager
+def writing(where: object) -> Iterator[None]:
+    """Say in one line what could not be written.
+
+    Raises:
+        ReaderGone: `where` is a pipe, and its reader has ended.
+        CounterpointError: it could not be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderGone(f"cannot write {where}: its reader has ended") from None
+    except OSError as error:
+        raise CounterpointError(f"cannot write {where}: {error.strerror}") from None
+
+
+def json_file(json: str | None) -> Path | None:
+    """Return the file that `--json` names; None for -, which prints.
+
+    Raises:
+        Misconfigured: the name is empty, or standard output is closed.
+    """
+    if json == "":
+        raise Misconfigured("--json without a name; give a file, or - to print it")
+    if json == "-" and sys.stdout is None:
+        raise Misconfigured("--json - prints, and standard output is closed; name a file")
+    return Path(json) if json is not None and json != "-" else None
+
+
+def write_json(record: object, path: Path | None) -> None:
+    """Write a record as JSON, for readers with line breaks; None prints it in one line."""
+    import msgspec
+
+    text = msgspec.json.encode(record)
+    if path is None:
+        sys.stdout.buffer.write(text + b"\n")
+        sys.stdout.flush()
+        return
+    with writing(path), replacing(path) as file:
+        file.write(msgspec.json.format(text, indent=1) + b"\n")
 
 
 @contextmanager
 def progress(quiet: bool, first: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A line on stderr that moves as `tell(done, total, what)` is called; nothing where nobody looks."""
+    """Show a line on stderr that moves as `tell(done, total, what)` is called; nothing where stderr is no terminal.
+
+    Yields:
+        The function `tell`.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, what: None
         return

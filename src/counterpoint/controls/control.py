@@ -1,22 +1,25 @@
-"""What every knob is: something that says why it cannot work, acts on one pair, and proves that it took effect."""
+"""Define what every control does: say why it cannot work, act on one pair, and verify that it took effect."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from counterpoint.errors import NoEffect
-from counterpoint.records.evidence import Evidence, Seen
+from counterpoint.errors import Unsupported
+from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = ["Control", "Lanes", "require"]
+__all__ = [
+    "Control", "Lanes", "applied", "call_driver", "first_reason", "nccl_config", "no_driver_calls", "no_gpu",
+    "no_nccl", "no_nccl_option",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Where the two sides of a pair run. A control returns a copy with a stream or a launch replaced.
+    """Holds where the two sides of a pair run. A control returns a copy with a stream or a launch replaced.
 
     `compute` and `comm` queue one trial of their side on the current stream and return at once.
     """
@@ -28,39 +31,122 @@ class Lanes:
 
 
 class Control(ABC):
-    """One knob with its setting. Subclasses are frozen keyword-only dataclasses, one file each."""
+    """Represents one knob with its setting. Subclasses are frozen keyword-only dataclasses."""
 
     remedy: ClassVar[str]
     """What to do where it did nothing, for the text of `NoEffect`."""
 
+    by_cluster: ClassVar[bool] = False
+    """Whether `verify` goes by cluster sizes, which only a captured graph shows."""
+
+    setting: ClassVar[str]
+    """How it stands in a mechanism's name, with its fields in braces: `gemm_sms={num_sms}`."""
+
+    driver_calls: ClassVar[tuple[str, ...]] = ()
+    """The functions of the CUDA driver that it needs."""
+
+    nccl_options: ClassVar[tuple[str, ...]] = ()
+    """The fields of NCCL's communicator configuration that it needs."""
+
     @property
-    @abstractmethod
     def name(self) -> str:
-        """As in a mechanism's name: `gemm_sms=108`."""
+        """The setting as it stands in a mechanism's name: `gemm_sms=108`."""
+        return self.setting.format_map(vars(self))
 
-    @abstractmethod
     def available(self) -> str | None:
-        """Why it cannot work with this machine, torch or NCCL; None if it can. Never raises."""
+        """Return why it cannot work with this machine, torch or NCCL; None if it can. Never raises."""
+        calls = no_driver_calls(*self.driver_calls) if self.driver_calls else None
+        return first_reason(no_gpu(), calls, *map(no_nccl_option, self.nccl_options))
 
     @abstractmethod
-    def verify(self, seen: Seen) -> Evidence:
-        """Whether it took effect, told from what ran and never from what was asked."""
+    def verify(self, seen: Observation) -> Evidence:
+        """Return whether it took effect, judged by what ran and never by what was asked."""
 
     def configure(self, options: Any) -> None:  # noqa: B027  most controls do not
         """Set fields of `torch.distributed.ProcessGroupNCCL.Options` before the process group is made."""
 
+    def evidence(self, *, asked: str, seen: str, took_effect: bool) -> Evidence:
+        """Return what `verify` found, under the name of this control."""
+        return Evidence(control=self.name, asked=asked, seen=seen, took_effect=took_effect)
+
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """The lanes with this control on; on exit everything is as it was."""
+        """Yield the lanes with this control on; on exit everything is as it was."""
         yield lanes
 
 
-def require(evidence: Evidence, *, fix: str) -> Evidence:
-    """`evidence` if the control took effect.
+@contextmanager
+def applied(controls: Sequence[Control], lanes: Lanes) -> Iterator[Lanes]:
+    """Yield the lanes with all controls on, in their order; on exit everything is as it was."""
+    with ExitStack() as stack:
+        for control in controls:
+            lanes = stack.enter_context(control.apply(lanes))
+        yield lanes
+
+
+def no_gpu() -> str | None:
+    """Return why torch cannot use a GPU here, or None."""
+    try:
+        import torch
+    except ImportError:
+        return "PyTorch is not installed: pip install 'counterpoint[torch]'"
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU"
+    return None
+
+
+def no_driver_calls(*names: str) -> str | None:
+    """Return why the driver's functions `names` cannot be called through cuda-bindings, or None."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return "cuda-bindings is not installed: pip install 'counterpoint[torch]'"
+    missing = [name for name in names if not hasattr(driver, name)]
+    return f"cuda-bindings is too old: it lacks {', '.join(missing)}" if missing else None
+
+
+def call_driver(name: str, *arguments: Any) -> Any:
+    """Return what the driver's function `name` returns after its error code: nothing, one value, or a tuple.
 
     Raises:
-        NoEffect: it did not.
+        Unsupported: the driver refused.
     """
-    if not evidence.took_effect:
-        raise NoEffect(evidence.control, asked=evidence.asked, seen=evidence.seen, fix=fix)
-    return evidence
+    from cuda.bindings import driver
+
+    error, *values = getattr(driver, name)(*arguments)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise Unsupported(f"{name} failed: {error.name}; the driver or GPU does not allow it")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def no_nccl() -> str | None:
+    """Return why NCCL cannot run here, or None."""
+    reason = no_gpu()
+    if reason is None:
+        import torch.distributed
+
+        if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+            return f"PyTorch {torch.__version__} was built without NCCL"
+    return reason
+
+
+def no_nccl_option(field: str) -> str | None:
+    """Return why `field` of NCCL's communicator configuration cannot be set for a process group, or None."""
+    reason = no_nccl()
+    if reason is not None:
+        return reason
+    import torch
+
+    if not hasattr(nccl_config(torch.distributed.ProcessGroupNCCL.Options()), field):
+        return f"PyTorch {torch.__version__} does not pass {field} on to NCCL {torch.cuda.nccl.version()}"
+    return None
+
+
+def nccl_config(options: Any) -> Any:
+    """Return NCCL's communicator configuration in `ProcessGroupNCCL.Options`; None if this torch hides it."""
+    return getattr(options, "config", None)
+
+
+def first_reason(*reasons: str | None) -> str | None:
+    """Return the first that is not None."""
+    return next((reason for reason in reasons if reason is not None), None)

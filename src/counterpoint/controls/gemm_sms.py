@@ -1,4 +1,4 @@
-"""GEMM SM limit: cuBLAS is told to launch persistent kernels for fewer SMs, so that others stay free."""
+"""Limit the SMs of GEMMs: cuBLAS launches its persistent kernels for fewer SMs, so that others stay free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import cache
 from typing import Any, ClassVar
 
 from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.kinds import matmul_kernels, written
-from counterpoint.controls.requirements import no_gpu
+from counterpoint.controls.observe import matmul_kernels, written
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.records.evidence import Evidence, Seen
+from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = ["GemmSmLimit"]
+__all__ = ["GemmSmFit", "GemmSmLimit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +29,10 @@ class GemmSmLimit(Control):
     Handles are per thread: inside `limit`, backward runs in the calling thread, too. Not reached: GEMMs that other
     threads launch, kernels whose grid is their number of tiles (not persistent), captured graphs, other libraries.
 
-    Args:
-        num_sms: most SMs for one GEMM, at least 1. 8192³ bf16 on an H200 with 132/124/108: 777/758/711 TFLOP/s.
-
-    Raises:
-        Misconfigured: below 1.
+    `num_sms` is at least 1. 8192³ bf16 on an H200 with 132/124/108: 777/758/711 TFLOP/s.
     """
 
+    setting: ClassVar[str] = "gemm_sms={num_sms}"
     remedy: ClassVar[str] = (
         "launch GEMMs of torch inside the limit, in the calling thread; one whose grid is its number of tiles (not "
         "persistent) cannot be limited: leave the control out"
@@ -48,13 +44,9 @@ class GemmSmLimit(Control):
         if self.num_sms < 1:
             raise Misconfigured(f"gemm_sms={self.num_sms} is not a number of SMs; give 1 or more")
 
-    @property
-    def name(self) -> str:
-        return f"gemm_sms={self.num_sms}"
-
     def available(self) -> str | None:
-        reason = no_gpu()
-        if reason is not None:
+        """Return why GEMMs cannot be limited to so few SMs, or None."""
+        if (reason := super().available()) is not None:
             return reason
         import torch
 
@@ -69,7 +61,7 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """The limit for everything that this thread launches, on the current device; undone on exit.
+        """Limit everything that this thread launches on the current device; undo it on exit.
 
         Raises:
             Unsupported: cuBLAS or its function is not there.
@@ -84,18 +76,20 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        """Limit the compute side."""
+
         def limited() -> None:
             with self.limit():
                 lanes.compute()
 
         yield replace(lanes, compute=limited)
 
-    def verify(self, seen: Seen) -> Evidence:
+    def verify(self, seen: Observation) -> Evidence:
+        """Compare the grids of the GEMMs with the limit and without it."""
         now = [one.num_blocks for one in matmul_kernels(seen.compute)]
         before = [one.num_blocks for one in matmul_kernels(seen.compute_without)]
         stuck = bool(now) and now == before and max(now) > self.num_sms
-        return Evidence(
-            control=self.name,
+        return self.evidence(
             asked=f"GEMM grids of at most {self.num_sms} blocks, of more without it",
             seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
             + (" (not persistent, or launched where the limit does not reach)" if stuck else ""),
@@ -103,9 +97,32 @@ class GemmSmLimit(Control):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GemmSmFit(Control):
+    """Asks for the number of a rule; `found` makes it a `GemmSmLimit`. As it is, it limits nothing."""
+
+    setting: ClassVar[str] = "gemm_sms=fit"
+    remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
+
+    def found(self, num_sms: int | None) -> Control:
+        """Return the control for the number that the rule found for a pair; None: no limit."""
+        return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
+
+    def verify(self, seen: Observation) -> Evidence:
+        """Check that the GEMMs have the grids that they have without it."""
+        now, before = (
+            [one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without)
+        )
+        return self.evidence(
+            asked="all SMs: the rule found no limit that pays",
+            seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}",
+            took_effect=now == before,
+        )
+
+
 @contextmanager
 def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
-    """cuBLAS's own SM limit on one handle."""
+    """Set the SM limit of one cuBLAS handle."""
     cublas = _cublas()
     old = ctypes.c_int(0)
     _check(cublas.cublasGetSmCountTarget(ctypes.c_void_p(handle), ctypes.byref(old)), "cublasGetSmCountTarget")
@@ -118,7 +135,7 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """torch's carve-out, the only way to cuBLASLt's descriptors; private, so it may be missing: `verify` tells."""
+    """Set torch's carve-out, the only way to cuBLASLt; it is private and may be missing, which `verify` then shows."""
     import torch
 
     if not hasattr(torch._C, "_set_sm_carveout_experimental"):
@@ -135,7 +152,7 @@ def _carveout(num_sms: int) -> Iterator[None]:
 
 @cache
 def _cublas() -> Any:
-    """The cuBLAS that torch has loaded."""
+    """Return the cuBLAS that torch has loaded."""
     import torch
 
     name = f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}"

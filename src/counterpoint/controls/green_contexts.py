@@ -1,4 +1,4 @@
-"""Green contexts: one explicit split of the SMs, one part for the compute stream, the other for the collective's."""
+"""Split the SMs by green contexts: one part for the compute stream, the other for the collective's."""
 
 from __future__ import annotations
 
@@ -8,27 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.driver import call
-from counterpoint.controls.requirements import first_reason, no_driver_calls, no_gpu
+from counterpoint.controls.control import Control, Lanes, call_driver
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.records.evidence import Evidence, Seen
+from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = ["GreenContexts", "Partition", "Split", "plan_split"]
-
-_CALLS = ("cuDevSmResourceSplitByCount", "cuGreenCtxCreate", "cuGreenCtxStreamCreate", "cuGreenCtxGetDevResource")
+__all__ = ["GreenContexts", "Partition", "plan_split"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """Which side gets the group that the driver cuts off; the other one gets what remains."""
-
-    group: Literal["compute", "comm"]
-    group_sms: int
-
-
-def plan_split(compute_sms: int, *, total: int, grain: int) -> Split:
-    """How to give `compute_sms` SMs to compute and the others to communication in one cut.
+def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
+    """Return the side whose SMs the driver cuts off, so that compute has `compute_sms` and the collective the others.
 
     The driver cuts off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 
@@ -38,9 +26,9 @@ def plan_split(compute_sms: int, *, total: int, grain: int) -> Split:
     comm_sms = total - compute_sms
     if compute_sms >= grain and comm_sms >= grain:
         if comm_sms % grain == 0:
-            return Split(group="comm", group_sms=comm_sms)
+            return "comm"
         if compute_sms % grain == 0:
-            return Split(group="compute", group_sms=compute_sms)
+            return "compute"
     can = [n for n in range(grain, total - grain + 1) if n % grain == 0 or (total - n) % grain == 0]
     near = sorted(sorted(can, key=lambda n: abs(n - compute_sms))[:4])
     raise Misconfigured(
@@ -51,7 +39,7 @@ def plan_split(compute_sms: int, *, total: int, grain: int) -> Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Two streams on disjoint SMs, and how many SMs the driver says that each has."""
+    """Holds two streams on disjoint SMs, and how many SMs the driver says that each has."""
 
     compute_stream: Any  # torch.cuda.ExternalStream
     comm_stream: Any
@@ -70,13 +58,16 @@ class GreenContexts(Control):
     in no green context. A GEMM still launches as for the whole device, NCCL too: CTAs beyond its SMs wait for the
     first ones.
 
-    Args:
-        compute_sms: SMs for compute; it or the rest must be a multiple of 8 (Hopper; 2 on older GPUs).
-
-    Raises:
-        Misconfigured: below 1; in `partition` and `apply`, a number that this GPU cannot split off.
+    `compute_sms` or the rest must be a multiple of 8 (Hopper; 2 on older GPUs).
     """
 
+    setting: ClassVar[str] = "green={compute_sms}"
+    driver_calls: ClassVar[tuple[str, ...]] = (
+        "cuDevSmResourceSplitByCount",
+        "cuGreenCtxCreate",
+        "cuGreenCtxStreamCreate",
+        "cuGreenCtxGetDevResource",
+    )
     remedy: ClassVar[str] = (
         "launch both sides on the lanes' streams, NCCL with async_op=False (otherwise it takes a stream of its own)"
     )
@@ -87,13 +78,9 @@ class GreenContexts(Control):
         if self.compute_sms < 1:
             raise Misconfigured(f"green={self.compute_sms} is not a number of SMs; give 1 or more")
 
-    @property
-    def name(self) -> str:
-        return f"green={self.compute_sms}"
-
     def available(self) -> str | None:
-        reason = first_reason(no_gpu(), no_driver_calls(*_CALLS))
-        if reason is not None:
+        """Return why this GPU cannot be split so, or None."""
+        if (reason := super().available()) is not None:
             return reason
         import torch
 
@@ -105,7 +92,7 @@ class GreenContexts(Control):
         return None
 
     def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
-        """The two streams on `device`, made once for the same numbers and kept as long as the process runs.
+        """Return two streams on `device`, made once for the same numbers and kept as long as the process runs.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
         when that memory is freed, however late; on a destroyed green context this ends the process.
@@ -123,6 +110,7 @@ class GreenContexts(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        """Replace both streams by those of the partition."""
         part = self.partition(
             lanes.compute_stream.device,
             compute_priority=lanes.compute_stream.priority,
@@ -130,12 +118,12 @@ class GreenContexts(Control):
         )
         yield replace(lanes, compute_stream=part.compute_stream, comm_stream=part.comm_stream)
 
-    def verify(self, seen: Seen) -> Evidence:
+    def verify(self, seen: Observation) -> Evidence:
+        """Compare the SMs on which a probe ran in each stream."""
         compute, comm = set(seen.compute_sms or ()), set(seen.comm_sms or ())
         ran = (*seen.compute, *seen.comm)  # a priority is known of what ran on the lanes' streams, and of nothing else
         outside = sum(one.kind == "kernel" and one.priority is None for one in ran)
-        return Evidence(
-            control=self.name,
+        return self.evidence(
             asked=f"a probe on {self.compute_sms} SMs in the compute stream, on others in the collective's, and no "
             "kernel in other streams",
             seen=f"{len(compute)} SMs for compute, {len(comm)} for the collective, {len(compute & comm)} shared, "
@@ -147,7 +135,7 @@ class GreenContexts(Control):
 
 
 def _grain(major: int) -> int:
-    """SMs by which the driver splits (CUDA driver API, cuDevSmResourceSplitByCount)."""
+    """Return the SMs by which the driver splits (CUDA driver API, cuDevSmResourceSplitByCount)."""
     return 8 if major >= 9 else 2
 
 
@@ -157,11 +145,11 @@ def _partition(device: int, compute_sms: int, compute_priority: int, comm_priori
 
     properties = torch.cuda.get_device_properties(device)
     total = properties.multi_processor_count
-    split = plan_split(compute_sms, total=total, grain=_grain(properties.major))
+    side = plan_split(compute_sms, total=total, grain=_grain(properties.major))
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes the primary context, too
-        group, rest = _cut(device, split)
-        compute, comm = (group, rest) if split.group == "compute" else (rest, group)
+        group, rest = _cut(device, compute_sms if side == "compute" else total - compute_sms)
+        compute, comm = (group, rest) if side == "compute" else (rest, group)
         found = compute.sm.smCount, comm.sm.smCount
         if found != (compute_sms, total - compute_sms):
             raise Unsupported(
@@ -176,24 +164,30 @@ def _partition(device: int, compute_sms: int, compute_priority: int, comm_priori
         )
 
 
-def _cut(device: int, split: Split) -> tuple[Any, Any]:
-    """The group and the rest of the device's SMs."""
+def _cut(device: int, num_sms: int) -> tuple[Any, Any]:
+    """Return a group of `num_sms` SMs and the rest of the device's SMs."""
     from cuda.bindings import driver
 
-    all_sms = call("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
-    groups, _, rest = call("cuDevSmResourceSplitByCount", 1, all_sms, 0, split.group_sms)
+    all_sms = call_driver("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    groups, _, rest = call_driver("cuDevSmResourceSplitByCount", 1, all_sms, 0, num_sms)
     return groups[0], rest
 
 
 def _green_stream(device: int, resource: Any, priority: int) -> Any:
-    """A stream in a new green context of these SMs, whose number the driver confirms."""
+    """Return a stream in a new green context of these SMs, whose number the driver confirms."""
     import torch
     from cuda.bindings import driver
 
-    description = call("cuDevResourceGenerateDesc", [resource], 1)
-    context = call("cuGreenCtxCreate", description, device, driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
-    given = call("cuGreenCtxGetDevResource", context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM).sm.smCount
+    description = call_driver("cuDevResourceGenerateDesc", [resource], 1)
+    context = call_driver(
+        "cuGreenCtxCreate", description, device, driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    )
+    given = call_driver(
+        "cuGreenCtxGetDevResource", context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    ).sm.smCount
     if given != resource.sm.smCount:
         raise Unsupported(f"a green context of {resource.sm.smCount} SMs got {given}; the driver cannot split so")
-    stream = call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value, priority)
+    stream = call_driver(
+        "cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value, priority
+    )
     return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", device))

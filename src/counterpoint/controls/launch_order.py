@@ -1,4 +1,4 @@
-"""Launch order: the collective's kernel becomes resident before the GEMM, without CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Order the launches: the collective becomes resident before the GEMM, without CUDA_DEVICE_MAX_CONNECTIONS."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.driver import call
-from counterpoint.controls.kinds import nccl_kernels
-from counterpoint.controls.requirements import first_reason, no_driver_calls, no_gpu
+from counterpoint.controls.control import Control, Lanes, call_driver
+from counterpoint.controls.observe import nccl_kernels
 from counterpoint.errors import Misconfigured
-from counterpoint.records.evidence import Evidence, Launched, Seen
+from counterpoint.records.measurement import Evidence, Launched, Observation
 
 __all__ = ["CommFirst", "Lead"]
 
@@ -34,32 +32,21 @@ class CommFirst(Control):
     that helps: a stream that goes on, even with 64 memsets, can keep the GPU's front end from the collective's launch.
     The host must queue the collective **before** the compute, as programs that prefetch do; a compute queued first goes
     ahead at once (waiting for what is not queued could hang). Costs: the lead, some 20 µs of the host, and all the
-    time for which work before the collective holds up its stream. Measured: docs/controls.md.
-
-    Args:
-        lead_us: µs between the collective's turn and the compute's.
-
-    Raises:
-        Misconfigured: a lead outside 0..1000 µs.
+        time for which work before the collective holds up its stream. Measured: docs/results/controls.md.
     """
 
+    setting: ClassVar[str] = "order=comm_resident"
+    driver_calls: ClassVar[tuple[str, ...]] = ("cuMemsetD32Async",)
     remedy: ClassVar[str] = "let the host queue the collective before the compute, on another stream"
 
-    lead_us: float = 8.0
+    lead_us: float = 8.0  # between the collective's turn and the compute's, 0 to 1000
 
     def __post_init__(self) -> None:
         if not 0 <= self.lead_us <= 1000:
             raise Misconfigured(f"a lead of {self.lead_us} µs makes no sense; give 0 to 1000")
 
-    @property
-    def name(self) -> str:
-        return "order=comm_resident"
-
-    def available(self) -> str | None:
-        return first_reason(no_gpu(), no_driver_calls("cuMemsetD32Async"))
-
     def lead(self, comm_stream: Any, compute_stream: Any) -> Lead:
-        """A lead of `lead_us` for these streams; what a round trip takes is measured once, now (it synchronizes)."""
+        """Return a lead of `lead_us` for these streams; measure now how long a round trip takes (this synchronizes)."""
         import torch
 
         device = compute_stream.device
@@ -80,6 +67,7 @@ class CommFirst(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        """Mark each collective, and hold the compute that follows it."""
         import torch
 
         lead = self.lead(lanes.comm_stream, lanes.compute_stream)
@@ -97,10 +85,10 @@ class CommFirst(Control):
 
         yield replace(lanes, comm=comm, compute=compute)
 
-    def verify(self, seen: Seen) -> Evidence:
+    def verify(self, seen: Observation) -> Evidence:
+        """Compare how long before compute the collective starts."""
         now, before = _lead_us(seen.comm, seen.compute), _lead_us(seen.comm_without, seen.compute_without)
-        return Evidence(
-            control=self.name,
+        return self.evidence(
             asked=f"the collective starts {self.lead_us:g} µs or more before compute, and sooner than without it",
             seen=f"it starts {now:.1f} µs before, without it {before:.1f} µs",
             took_effect=now >= self.lead_us and now > before,
@@ -109,14 +97,14 @@ class CommFirst(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """A delay of so many handovers from the current stream to another one and back, which need no SM."""
+    """Holds a stream for so many handovers to another stream and back, which need no SM."""
 
     round_trips: int
     relay: Any  # torch.cuda.Stream, neither of the two sides'
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:
-        """Marks this point of the current stream, right before a collective."""
+        """Mark this point of the current stream, right before a collective."""
         import torch
 
         mark = torch.cuda.Event()
@@ -124,25 +112,25 @@ class Lead:
         return mark
 
     def hold(self, mark: Any) -> None:
-        """The current stream waits for `mark`, and then for the lead."""
+        """Make the current stream wait for `mark`, and then for the lead."""
         import torch
 
         torch.cuda.current_stream(self.relay.device).wait_event(mark)
         self.delay()
 
     def delay(self) -> None:
-        """Queues the round trips on the current stream."""
+        """Queue the round trips on the current stream."""
         import torch
 
         stream = torch.cuda.current_stream(self.relay.device)
         for _ in range(self.round_trips):
             for giver, taker in ((stream, self.relay), (self.relay, stream)):
-                call("cuMemsetD32Async", self.target.data_ptr(), 0, 1, giver.cuda_stream)
+                call_driver("cuMemsetD32Async", self.target.data_ptr(), 0, 1, giver.cuda_stream)
                 taker.wait_stream(giver)
 
 
 def _lead_us(comm: tuple[Launched, ...], compute: tuple[Launched, ...]) -> float:
-    """By how many µs the collective starts before the first compute kernel; NaN if one side did not run."""
+    """Return by how many µs the collective starts before the first compute kernel; NaN if one side did not run."""
     starts = [one.start_us for one in nccl_kernels(comm) or comm if one.kind != "memset"]
     kernels = [one.start_us for one in compute if one.kind == "kernel"]
     return min(kernels) - min(starts) if starts and kernels else math.nan

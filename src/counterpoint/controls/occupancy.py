@@ -1,4 +1,4 @@
-"""Occupancy shaping: fewer blocks of the compute kernels on each SM, by shared memory that they do not use."""
+"""Shape occupancy: fewer blocks of the compute kernels on each SM, by shared memory that they do not use."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
-from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.launch_hook import Launch, LaunchHook, no_cupti
-from counterpoint.controls.occupancy_shape import Kernel, Shape, Wanted, shape
-from counterpoint.controls.occupancy_shaper import Shaper, device_limits
-from counterpoint.controls.occupancy_triton import no_triton, shaped_triton
-from counterpoint.controls.requirements import first_reason, no_driver_calls, no_gpu
+from counterpoint.controls.control import Control, Lanes, first_reason
+from counterpoint.controls.launch_hooks import KernelLaunch, LaunchHook, no_cupti, no_triton, shaped_triton
+from counterpoint.controls.occupancy_shape import Shaper, UnshapedKernel, Wanted, device_limits, shape
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import SmLimits
-from counterpoint.records.evidence import Evidence, Launched, Seen
+from counterpoint.records.measurement import Evidence, Launched, Observation
 
 __all__ = ["OccupancyShaping"]
-
-_CALLS = ("cuFuncGetAttribute", "cuFuncSetAttribute", "cuFuncGetName", "cuKernelGetFunction", "cuDeviceGetAttribute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +28,11 @@ class OccupancyShaping(Control):
         shaper.shapes                           # what became of each kernel, and why some stayed as they were
 
     No kernel or library is modified. Reached are Triton kernels; with `interpose` every kernel that the driver
-    launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hook.py). Kernels
+    launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hooks.py). Kernels
     launched through cuda-bindings or cuda.core can ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
 
-    What it is good for was measured on H200 (docs/occupancy.md): a collective that comes second gets in by *priority*,
-    with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
+    What it is good for was measured on H200 (docs/results/occupancy.md): a collective that comes second gets in by
+    *priority*, with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
     Source: "Resource-aware Computation-Communication Overlap", arXiv 2606.09200.
 
     Args:
@@ -51,6 +46,13 @@ class OccupancyShaping(Control):
         Misconfigured: not exactly one of the two, one below 1, or not a regular expression.
     """
 
+    driver_calls: ClassVar[tuple[str, ...]] = (
+        "cuFuncGetAttribute",
+        "cuFuncSetAttribute",
+        "cuFuncGetName",
+        "cuKernelGetFunction",
+        "cuDeviceGetAttribute",
+    )
     remedy: ClassVar[str] = (
         "ask for fewer blocks than fit by themselves, of a kernel that Triton launches (others: interpose=True); one "
         "block per SM already: a smaller grid, gemm_sms=N"
@@ -73,20 +75,25 @@ class OccupancyShaping(Control):
 
     @property
     def wanted(self) -> Wanted:
-        """What every kernel should have."""
+        """The shape that every kernel should have."""
         return Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
 
     @property
     def name(self) -> str:
+        """The setting, such as `blocks_per_sm=3`."""
         asked = f"smem={self.smem_bytes}" if self.blocks_per_sm is None else f"blocks_per_sm={self.blocks_per_sm}"
         return asked + (",interposed" if self.interpose else "")
 
     def available(self) -> str | None:
-        return first_reason(no_gpu(), no_driver_calls(*_CALLS), no_cupti() if self.interpose else no_triton())
+        """Return why launches cannot be changed, or None."""
+        return first_reason(super().available(), no_cupti() if self.interpose else no_triton())
 
     @contextmanager
     def launches(self) -> Iterator[Shaper]:
-        """Shape what is launched inside; the shaper says what became of each kernel.
+        """Shape what is launched inside.
+
+        Yields:
+            The shaper, which says what became of each kernel.
 
         Raises:
             Unsupported: no Triton, or with `interpose` no CUPTI or a profiler that has it.
@@ -97,6 +104,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        """Shape what the compute side launches."""
         with self.launches() as shaper:
             shaper.active = False  # the communication side stays as it is
 
@@ -107,33 +115,34 @@ class OccupancyShaping(Control):
             yield replace(lanes, compute=shaped)
 
     def smaller_grid(self, *, num_ctas: int) -> Control:
-        """The same end for kernels with one block per SM, such as cuBLAS's on Hopper: leave SMs to `num_ctas` CTAs."""
+        """Return the control for kernels with one block per SM, such as cuBLAS's: it leaves SMs to `num_ctas` CTAs."""
         from counterpoint.controls.gemm_sms import GemmSmLimit
 
         return GemmSmLimit(num_sms=(self.sm or device_limits()).num_sms - num_ctas)
 
-    def verify(self, seen: Seen) -> Evidence:
-        """By the kernel, of those that `kernels` names, that takes longest without it: times of others matter less."""
+    def verify(self, seen: Observation) -> Evidence:
+        """Compare the blocks per SM of one kernel: of those that `kernels` names, the longest without the control."""
         sm = self.sm or device_limits()
         before = self._longest(seen.compute_without)
         after = self._longest(tuple(one for one in seen.compute if before is not None and one.name == before.name))
         if before is None or after is None:
             missing = "without the control" if before is None else "with it"
-            return self._evidence(f"no kernel {self.kernels!r} that the profiler knows the size of {missing}", False)
+            return self._result(f"no kernel {self.kernels!r} that the profiler knows the size of {missing}", False)
         would = shape(_kernel(before), self.wanted, sm=sm)
         has, had = (shape(_kernel(one), self.wanted, sm=sm).blocks_before for one in (after, before))
         text = f"{had} blocks per SM before, {has} after ({before.smem_bytes} and {after.smem_bytes} bytes a block)"
         if would.refused is not None:
-            return self._evidence(f"{text}: {before.name} cannot be shaped: {would.refused}", False)
-        return self._evidence(f"{text}: {before.name}", _grown(after, would) and has == would.blocks_after)
+            return self._result(f"{text}: {before.name} cannot be shaped: {would.refused}", False)
+        grown = after.smem_bytes == would.kernel.static_smem_bytes + would.dynamic_smem_bytes
+        return self._result(f"{text}: {before.name}", grown and has == would.blocks_after)
 
-    def _evidence(self, text: str, took_effect: bool) -> Evidence:
+    def _result(self, text: str, took_effect: bool) -> Evidence:
         asked = (
             f"{self.blocks_per_sm} blocks per SM"
             if self.smem_bytes is None
             else f"{self.smem_bytes} bytes of shared memory per block"
         )
-        return Evidence(control=self.name, asked=asked, seen=text, took_effect=took_effect)
+        return self.evidence(asked=asked, seen=text, took_effect=took_effect)
 
     def _longest(self, launched: tuple[Launched, ...]) -> Launched | None:
         kernels = [one for one in launched if one.block and one.smem_bytes is not None and one.regs_per_thread]
@@ -141,15 +150,10 @@ class OccupancyShaping(Control):
         return max(named, key=lambda one: one.duration_us, default=None)
 
 
-def _grown(after: Launched, would: Shape) -> bool:
-    """Whether it was launched with what it should have had."""
-    return after.smem_bytes == would.kernel.static_smem_bytes + would.dynamic_smem_bytes
-
-
-def _kernel(seen: Launched) -> Kernel:
-    """A kernel that ran, as one about to be launched; the profiler does not split its shared memory."""
+def _kernel(seen: Launched) -> UnshapedKernel:
+    """Return a kernel that ran as one about to be launched; the profiler does not split its shared memory."""
     assert seen.block is not None, "chosen for having one"
-    return Kernel(
+    return UnshapedKernel(
         name=seen.name,
         threads=prod(seen.block),
         regs_per_thread=seen.regs_per_thread or 0,
@@ -158,8 +162,8 @@ def _kernel(seen: Launched) -> Kernel:
     )
 
 
-def _hooked(shaper: Shaper, launch: Launch) -> int | None:
-    """The shaper's answer to one launch of the process."""
+def _hooked(shaper: Shaper, launch: KernelLaunch) -> int | None:
+    """Return the shaper's answer to one launch of the process."""
     if not shaper.active:
         return None
     return shaper.dynamic_smem(

@@ -1,18 +1,27 @@
-"""What extra shared memory does to one kernel, or why it can do nothing: pure, before anything is launched."""
+"""Decide what extra shared memory does to a kernel, and let the driver launch it with that much.
+
+Kernels launched through cuda-bindings or cuda.core ask `Shaper.dynamic_smem` for the bytes to launch with, or
+`Shaper.launch_config` for the whole configuration; the hooks of launch_hooks.py ask for all others.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from counterpoint.errors import Misconfigured
+from counterpoint.controls.control import call_driver
+from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_per_sm, smem_for_blocks_per_sm
 
-__all__ = ["Kernel", "Shape", "Wanted", "shape"]
+__all__ = ["Shape", "Shaper", "UnshapedKernel", "Wanted", "device_limits", "shape"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """A kernel as it is about to be launched."""
+class UnshapedKernel:
+    """Describes a kernel that is about to be launched."""
 
     name: str
     threads: int
@@ -24,7 +33,7 @@ class Kernel:
 
     @property
     def footprint(self) -> Footprint:
-        """What one block takes of an SM."""
+        """The resources that one block takes of an SM."""
         return Footprint(
             threads=self.threads,
             regs_per_thread=self.regs_per_thread,
@@ -34,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Either so many blocks per SM, or so many bytes of shared memory per block, static + dynamic.
+    """Asks for so many blocks per SM, or for so many bytes of shared memory per block, static + dynamic.
 
     Raises:
         Misconfigured: not exactly one of the two, or one below 1.
@@ -53,17 +62,17 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What is launched instead. `refused` says why it is what it was."""
+    """Describes what is launched instead; `refused` says why nothing changes."""
 
-    kernel: Kernel
+    kernel: UnshapedKernel
     blocks_before: int
     blocks_after: int
     dynamic_smem_bytes: int
     refused: str | None = None
 
 
-def shape(kernel: Kernel, wanted: Wanted, *, sm: SmLimits) -> Shape:
-    """`kernel` with as much dynamic shared memory as `wanted` asks for. Never raises: what cannot be is `refused`."""
+def shape(kernel: UnshapedKernel, wanted: Wanted, *, sm: SmLimits) -> Shape:
+    """Return `kernel` with as much dynamic shared memory as `wanted` asks for, or `refused` with the reason."""
     before = _fit(kernel.footprint, sm)
     try:
         total = _total(kernel, wanted, before, sm)
@@ -81,8 +90,8 @@ def shape(kernel: Kernel, wanted: Wanted, *, sm: SmLimits) -> Shape:
     )
 
 
-def _total(kernel: Kernel, wanted: Wanted, before: int, sm: SmLimits) -> int:
-    """Static + dynamic bytes to launch with; Misconfigured, with the reason, if the kernel has to stay as it is."""
+def _total(kernel: UnshapedKernel, wanted: Wanted, before: int, sm: SmLimits) -> int:
+    """Return static + dynamic bytes to launch with; raise Misconfigured if the kernel has to stay as it is."""
     if kernel.clustered:
         raise Misconfigured("it is launched in clusters, and its blocks are placed by the cluster")
     if kernel.cooperative:
@@ -104,4 +113,144 @@ def _total(kernel: Kernel, wanted: Wanted, before: int, sm: SmLimits) -> int:
 def _fit(block: Footprint, sm: SmLimits) -> int:
     return blocks_per_sm(
         threads=block.threads, regs_per_thread=block.regs_per_thread, smem_bytes=block.smem_bytes, sm=sm
+    )
+
+
+class Shaper:
+    """Decides for every kernel once and remembers it. Usable from several threads: a decision taken twice is the same.
+
+    Args:
+        wanted: what every kernel should have.
+        kernels: regular expression; kernels whose names it is not found in stay as they are.
+    """
+
+    def __init__(self, wanted: Wanted, *, kernels: str = "") -> None:
+        self.active = True  # read by the hooks: off while the communication side is queued
+        self._wanted, self._pattern = wanted, re.compile(kernels)
+        self._shapes: dict[tuple[int, int, int, bool, bool], Shape | None] = {}
+        self._limits: dict[int, SmLimits] = {}  # by device
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every kernel that was launched, shaped or refused, in the order of its first launch."""
+        return tuple(found for found in self._shapes.values() if found is not None)
+
+    def dynamic_smem(
+        self,
+        handle: int,
+        *,
+        threads: int,
+        dynamic_smem_bytes: int = 0,
+        clustered: bool = False,
+        cooperative: bool = False,
+    ) -> int:
+        """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
+
+        That permission stays: it changes nothing by itself, and captured graphs need it.
+
+        Args:
+            handle: `CUfunction` or `CUkernel`, as an integer.
+            threads: per block.
+            dynamic_smem_bytes: what it needs by itself.
+            clustered: launched with a cluster dimension.
+            cooperative: launched cooperatively.
+
+        Raises:
+            Unsupported: the driver refused.
+        """
+        key = (handle, threads, dynamic_smem_bytes, clustered, cooperative)
+        if key not in self._shapes:
+            function = _function(handle)
+            kernel = UnshapedKernel(
+                name=call_driver("cuFuncGetName", function).decode(),
+                threads=threads,
+                regs_per_thread=_attribute(function, "NUM_REGS"),
+                static_smem_bytes=_attribute(function, "SHARED_SIZE_BYTES"),
+                dynamic_smem_bytes=dynamic_smem_bytes,
+                clustered=clustered or _attribute(function, "REQUIRED_CLUSTER_WIDTH") > 0,
+                cooperative=cooperative,
+            )
+            self._shapes[key] = self._decide(kernel, function)
+        found = self._shapes[key]
+        return dynamic_smem_bytes if found is None else found.dynamic_smem_bytes
+
+    def launch_config(self, config: Any, kernel: Any) -> Any:
+        """Return a copy of cuda.core's `LaunchConfig` with the shared memory to launch its `UnshapedKernel` with."""
+        threads = config.block[0] * config.block[1] * config.block[2]
+        smem = self.dynamic_smem(
+            int(kernel.handle if hasattr(kernel, "handle") else kernel._handle),
+            threads=threads,
+            dynamic_smem_bytes=config.shmem_size,
+            clustered=bool(config.cluster),
+            cooperative=bool(getattr(config, "is_cooperative", False)),
+        )
+        fields = ("grid", "cluster", "block", "is_cooperative", "programmatic_stream_serialization")
+        kept = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
+        return type(config)(**kept, shmem_size=smem)
+
+    @contextmanager
+    def only_here(self) -> Iterator[None]:
+        """Shape what is launched inside, and nothing that is launched after it."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def _decide(self, kernel: UnshapedKernel, function: Any) -> Shape | None:
+        if not self._pattern.search(kernel.name):
+            return None
+        device = int(call_driver("cuCtxGetDevice"))
+        if device not in self._limits:
+            self._limits[device] = device_limits(device)
+        found = shape(kernel, self._wanted, sm=self._limits[device])
+        if found.dynamic_smem_bytes > _attribute(function, "MAX_DYNAMIC_SHARED_SIZE_BYTES"):
+            from cuda.bindings import driver
+
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call_driver("cuFuncSetAttribute", function, most, found.dynamic_smem_bytes)
+        return found
+
+
+def device_limits(device: int | None = None) -> SmLimits:
+    """Return what an SM of the device (None: of the current context) holds, as the driver reports it.
+
+    Raises:
+        Unsupported: no context, or the driver is too old to say.
+    """
+    from cuda.bindings import driver
+
+    which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)
+
+    def ask(name: str) -> int:
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call_driver("cuDeviceGetAttribute", attribute, which))
+
+    return SmLimits(
+        num_sms=ask("MULTIPROCESSOR_COUNT"),
+        regs=ask("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        smem=ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        threads=ask("MAX_THREADS_PER_MULTIPROCESSOR"),
+        blocks=ask("MAX_BLOCKS_PER_MULTIPROCESSOR"),
+        smem_reserved=ask("RESERVED_SHARED_MEMORY_PER_BLOCK"),
+    )
+
+
+def _function(handle: int) -> Any:
+    """Return the function behind a launch: cuBLAS and the CUDA runtime launch `CUkernel`s, Triton `CUfunction`s."""
+    from cuda.bindings import driver
+
+    function = driver.CUfunction(handle)
+    try:
+        _attribute(function, "NUM_REGS")
+    except Unsupported:
+        return call_driver("cuKernelGetFunction", driver.CUkernel(handle))
+    return function
+
+
+def _attribute(function: Any, name: str) -> int:
+    from cuda.bindings import driver
+
+    return int(
+        call_driver("cuFuncGetAttribute", getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}"), function)
     )

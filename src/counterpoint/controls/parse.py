@@ -1,4 +1,4 @@
-"""A mechanism's name, such as `nccl+max_ctas=8+gemm_sms=124`, as a base and the controls that it asks for."""
+"""Parse a mechanism's name, such as `nccl+max_ctas=8+gemm_sms=124`, into a base and its controls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from counterpoint.controls.control import Control
-from counterpoint.controls.gemm_sms import GemmSmLimit
-from counterpoint.controls.gemm_sms_fit import GemmSmFit
+from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
 from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
-from counterpoint.controls.nccl_cluster import NcclCluster
-from counterpoint.controls.nccl_cta_policy import NcclCtaPolicy
-from counterpoint.controls.nccl_ctas import NcclCtas
-from counterpoint.controls.nccl_windows import NcclWindows
+from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
 from counterpoint.controls.priority import StreamPriority
 from counterpoint.errors import Misconfigured
 
@@ -25,7 +21,7 @@ _BASE = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """A control and the keys that set it, in the order in which controls are applied.
+    """Holds a control and the keys that set it.
 
     `build` gets the value of each key, None for one that was not given.
     """
@@ -35,10 +31,7 @@ class Knob:
 
 
 def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
-    """The base ("nccl") and its controls, in the order in which to apply them.
-
-    Args:
-        name: `base[+key[=value]]...`; see docs/controls.md for the keys.
+    """Return the base ("nccl") and its controls, in the order in which to apply them, of `base[+key[=value]]...`.
 
     Raises:
         Misconfigured: no base, an unknown key or value, or a key given twice; the text names what is allowed.
@@ -64,7 +57,7 @@ def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
 
 
 def _number(values: dict[str, str | None], key: str) -> int | None:
-    """The value of `key` as an integer, None if it was not given."""
+    """Return the value of `key` as an integer; None if it was not given."""
     value = values[key]
     try:
         return None if value is None else int(value)
@@ -89,10 +82,6 @@ def _gemm_sms(values: dict[str, str | None]) -> Control:
     return GemmSmFit() if values["gemm_sms"] == "fit" else GemmSmLimit(num_sms=_needed(values, "gemm_sms"))
 
 
-def _policy(values: dict[str, str | None]) -> Control:
-    return NcclCtaPolicy(policy=values["cta_policy"])  # type: ignore[arg-type]  # it refuses unknown words itself
-
-
 def _order(values: dict[str, str | None]) -> Control:
     if values["order"] != "comm_resident":
         raise Misconfigured(f"order={values['order']} is unknown; write order=comm_resident")
@@ -113,7 +102,10 @@ _KNOBS = (  # streams first: green contexts take over the priorities of the stre
         build=lambda v: NcclCtas(max_ctas=_number(v, "max_ctas"), min_ctas=_number(v, "min_ctas")),
     ),
     Knob(keys={"cga_cluster": "N"}, build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
-    Knob(keys={"cta_policy": "default|efficiency|zero"}, build=_policy),
+    Knob(
+        keys={"cta_policy": "default|efficiency|zero"},
+        build=lambda v: NcclCtaPolicy(policy=v["cta_policy"]),  # type: ignore[arg-type]  # it refuses unknown words itself
+    ),
     Knob(keys={"windows": ""}, build=lambda v: NcclWindows()),
     Knob(keys={"gemm_sms": "N|fit"}, build=_gemm_sms),
     Knob(keys={"blocks_per_sm": "N", "smem": "BYTES"}, build=_occupancy),

@@ -1,4 +1,4 @@
-"""Stream priority: which side goes first when both wait for the same SMs. Resident blocks are never pre-empted."""
+"""Set stream priorities: which side goes first when both wait for SMs. Resident blocks are never pre-empted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from counterpoint.controls.control import Control, Lanes
-from counterpoint.controls.kinds import written
-from counterpoint.controls.requirements import no_gpu
+from counterpoint.controls.observe import written
 from counterpoint.errors import Misconfigured
-from counterpoint.records.evidence import Evidence, Seen
+from counterpoint.records.measurement import Evidence, Observation
 
 __all__ = ["StreamPriority"]
 
@@ -27,14 +26,9 @@ class StreamPriority(Control):
     stream gets the highest; `default`: 0; a number: exactly that, 0 or below. Does nothing once the blocks of the other
     side are resident, and nothing for copies. A collective with `async_op=True` runs on NCCL's own stream:
     `configure` raises that one, too.
-
-    Args:
-        level: "high", "default", "low", or a CUDA priority.
-
-    Raises:
-        Misconfigured: a priority above 0, or an unknown word.
     """
 
+    setting: ClassVar[str] = "priority={level}"
     remedy: ClassVar[str] = (
         "launch the collective on the lanes' stream (async_op=False) and with a priority that the GPU has; copies "
         "have none"
@@ -49,18 +43,13 @@ class StreamPriority(Control):
                 "lowest) down to what torch.cuda.Stream.priority_range() gives"
             )
 
-    @property
-    def name(self) -> str:
-        return f"priority={self.level}"
-
-    def available(self) -> str | None:
-        return no_gpu()
-
     def configure(self, options: Any) -> None:
+        """Raise the priority of NCCL's own stream."""
         options.is_high_priority_stream = self.level == "high" or (isinstance(self.level, int) and self.level < 0)
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
+        """Replace the collective's stream, and for `low` that of compute."""
         import torch
 
         device = lanes.comm_stream.device
@@ -75,7 +64,8 @@ class StreamPriority(Control):
             wanted = {"high": highest, "default": 0}.get(str(self.level), self.level)
             yield replace(lanes, comm_stream=torch.cuda.Stream(device, priority=wanted))
 
-    def verify(self, seen: Seen) -> Evidence:
+    def verify(self, seen: Observation) -> Evidence:
+        """Compare the priorities of the streams that kernels ran on."""
         kernels = [one for one in seen.comm if one.kind == "kernel"]  # what copies and memsets do, no priority changes
         comm = sorted({one.priority for one in kernels if one.priority is not None})
         compute = sorted({one.priority for one in seen.compute if one.priority is not None})
@@ -91,8 +81,7 @@ class StreamPriority(Control):
             took_effect = known and bool(compute) and compute[-1] < comm[0]
         else:
             took_effect = known and comm == [0 if self.level == "default" else self.level]
-        return Evidence(
-            control=self.name,
+        return self.evidence(
             asked=asked,
             seen=f"priority {written(comm, nothing='unknown') if kernels else 'of no kernel'} of the collective, "
             f"{written(compute, nothing='unknown')} of compute",

@@ -1,95 +1,93 @@
-"""The CUDA driver through ctypes: the dozen calls that `doctor` needs, without cuda-bindings and without torch."""
+"""Call the CUDA driver through ctypes, without cuda-bindings and without torch: the dozen calls that `doctor` needs."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from itertools import permutations
 from typing import Any
 
-from counterpoint.machine.blind import Blind, Broken
+from counterpoint.machine.readings import Cuda, CudaDevice, ProbeFailed, ProbeUnavailable
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "read_cuda", "visible_gpus"]
 
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
 _REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
 _PEER_ACCESS_ALREADY = 704
-_MOST_DEVICES = 1024  # more is no answer; whoever believed it would ask for days
+_MOST_DEVICES = 1024  # more is no answer, and asking all of them would take days
+# CUdevice_attribute, cuda.h 13.0
+_NUM_SMS, _ASYNC_ENGINES, _STREAM_MEMORY_OPS_V1, _DMA_BUF, _MULTICAST = 16, 40, 92, 124, 132
+_STREAM_MEMORY_OPS_SINCE = 12000  # CUDA 12 made them part of every device; before, attribute 92 tells
 
 
 class Driver:
-    """libcuda, started. Handles of contexts, streams and events are plain integers.
+    """Calls libcuda, which it starts. Handles of contexts, streams and events are plain integers.
 
     Raises:
-        Blind: there is no driver, or the GPU is in use.
-        Broken: a call failed (the text has CUDA's name of the error), is missing, or its answer makes no sense.
+        ProbeUnavailable: there is no driver, or the GPU is in use.
+        ProbeFailed: a call failed (the text has CUDA's name of the error), is missing, or its answer makes no sense.
     """
 
     def __init__(self) -> None:
         try:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError:
-            raise Blind("no CUDA driver: libcuda.so.1 is not on this machine") from None
+            raise ProbeUnavailable("no CUDA driver: libcuda.so.1 is not on this machine") from None
         self.no_device = self._function("cuInit")(0) in _NO_DEVICE
         if not self.no_device:
             self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
-        """One driver call; raises `Broken` if it fails, `Blind` if the GPU is in use."""
+        """Call a function of the driver; raise `ProbeFailed` if it fails, `ProbeUnavailable` if the GPU is in use."""
         code = self._function(name)(*arguments)
         if code:
             text = c_char_p()
             self._function("cuGetErrorName")(code, byref(text))
-            failed = Blind if code in _REFUSED else Broken
+            failed = ProbeUnavailable if code in _REFUSED else ProbeFailed
             raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
 
     def _function(self, name: str) -> Any:
         try:
             return getattr(self._lib, name)
         except AttributeError:
-            raise Broken(f"libcuda.so.1 has no {name}: it is not NVIDIA's driver, or damaged") from None
+            raise ProbeFailed(f"libcuda.so.1 has no {name}: it is not NVIDIA's driver, or damaged") from None
 
     def version(self) -> int:
-        """CUDA version that the driver supports, 13000 for 13.0."""
+        """Return the CUDA version that the driver supports, 13000 for 13.0."""
         value = c_int()
         self.call("cuDriverGetVersion", byref(value))
         if value.value <= 0:
-            raise Broken(f"cuDriverGetVersion says {value.value}, which is no version of CUDA")
+            raise ProbeFailed(f"cuDriverGetVersion says {value.value}, which is no version of CUDA")
         return value.value
 
     def device_count(self) -> int:
-        """Devices that CUDA_VISIBLE_DEVICES leaves."""
+        """Return the number of devices that CUDA_VISIBLE_DEVICES leaves."""
         value = c_int()
         if not self.no_device:
             self.call("cuDeviceGetCount", byref(value))
         if not 0 <= value.value <= _MOST_DEVICES:
-            raise Broken(f"cuDeviceGetCount says {value.value}, which is no number of GPUs")
+            raise ProbeFailed(f"cuDeviceGetCount says {value.value}, which is no number of GPUs")
         return value.value
 
     def attribute(self, device: int, which: int) -> int:
-        """One `CUdevice_attribute`; 0 if the driver does not know it."""
+        """Return the value of a `CUdevice_attribute`; 0 if the driver does not know it."""
         value = c_int()
         return 0 if self._function("cuDeviceGetAttribute")(byref(value), which, device) else value.value
 
     def name(self, device: int) -> str:
-        """Device name."""
+        """Return the name of a device."""
         text = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", text, c_int(256), device)
         return text.value.decode(errors="replace")
 
-    def bus_id(self, device: int) -> str:
-        """PCI address, in lower case."""
-        text = ctypes.create_string_buffer(32)
-        self.call("cuDeviceGetPCIBusId", text, c_int(32), device)
-        return text.value.decode(errors="replace").lower()
-
     def can_access(self, device: int, peer: int) -> bool:
-        """Whether `device` can map memory of `peer`."""
+        """Return whether `device` can map memory of `peer`."""
         value = c_int()
         self.call("cuDeviceCanAccessPeer", byref(value), device, peer)
         return value.value == 1
 
     def context(self, device: int) -> int:
-        """The device's primary context."""
+        """Return the primary context of a device."""
         handle = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(handle), device)
         return handle.value or 0
@@ -105,19 +103,19 @@ class Driver:
             self.call("cuCtxEnablePeerAccess", c_void_p(peer_context), c_uint(0))
 
     def allocate(self, size_bytes: int) -> int:
-        """Device memory in the current context."""
+        """Allocate device memory in the current context and return its address."""
         pointer = c_uint64()
         self.call("cuMemAlloc_v2", byref(pointer), c_size_t(size_bytes))
         return pointer.value
 
     def stream(self) -> int:
-        """A stream that does not wait for the default stream."""
+        """Create a stream that does not wait for the default stream."""
         handle = c_void_p()
         self.call("cuStreamCreate", byref(handle), c_uint(1))
         return handle.value or 0
 
     def event(self) -> int:
-        """An event with a time."""
+        """Create an event that records a time."""
         handle = c_void_p()
         self.call("cuEventCreate", byref(handle), c_uint(0))
         return handle.value or 0
@@ -127,14 +125,41 @@ class Driver:
         self.call("cuEventRecord", c_void_p(event), c_void_p(stream))
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        """Wait for `end`, then the time between two recorded events."""
+        """Wait for the event `end` and return the time since the event `start`."""
         value = c_float()
         self.call("cuEventSynchronize", c_void_p(end))
         self.call("cuEventElapsedTime", byref(value), c_void_p(start), c_void_p(end))
         return value.value
 
     def copy_peer(self, target: tuple[int, int], source: tuple[int, int], size_bytes: int, stream: int) -> None:
-        """Queue a copy between devices; both ends are (pointer, context)."""
+        """Queue a copy from `source` to `target`, each given as (address, context)."""
         (to, to_context), (start, start_context) = target, source
         ends = (c_uint64(to), c_void_p(to_context), c_uint64(start), c_void_p(start_context))
         self.call("cuMemcpyPeerAsync", *ends, c_size_t(size_bytes), c_void_p(stream))
+
+
+def read_cuda() -> Cuda:
+    """Read every device that this process may use, and which of them cannot map the memory of which others."""
+    driver = Driver()
+    version = driver.version()
+    devices = range(driver.device_count())
+    denied = tuple(pair for pair in permutations(devices, 2) if not driver.can_access(*pair))
+    return Cuda(version=version, devices=tuple(_device(driver, i, version) for i in devices), no_peer_access=denied)
+
+
+def _device(driver: Driver, device: int, version: int) -> CudaDevice:
+    memory_ops = version >= _STREAM_MEMORY_OPS_SINCE or driver.attribute(device, _STREAM_MEMORY_OPS_V1) == 1
+    return CudaDevice(
+        name=driver.name(device),
+        num_sms=driver.attribute(device, _NUM_SMS),
+        copy_engines=driver.attribute(device, _ASYNC_ENGINES),
+        stream_memory_ops=memory_ops,
+        multicast=driver.attribute(device, _MULTICAST) == 1,
+        dma_buf=driver.attribute(device, _DMA_BUF) == 1,
+    )
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the names of the GPUs that CUDA shows to this process; raise `Unsupported` without a driver."""
+    driver = Driver()
+    return tuple(driver.name(ordinal) for ordinal in range(driver.device_count()))

@@ -1,54 +1,106 @@
-"""Datasheet facts of GPUs by the name that the driver gives them."""
+"""The data sheets of GPUs: dense peaks without sparsity, memory, and the limits of one SM.
+
+Limits of an SM are from the CUDA programming guide, "compute capabilities". A GPU without memory figures can be
+recognised in a trace, but not planned with.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Gpu", "find_gpu", "peak_tflops"]
+from counterpoint.machine.occupancy import SmLimits
+
+__all__ = ["GPUS", "GpuSheet", "find_gpu", "peak_tflops"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """Dense peak without sparsity, from the vendor's datasheet; limits of one SM from the CUDA programming guide."""
+class GpuSheet:
+    """Holds the data sheet of one kind of GPU.
 
-    key: str
+    Args:
+        name: the part of the driver's device name that identifies it.
+        bf16_tflops: dense peak of matrix products in bf16 and fp16 (fp16 alone on V100).
+        sm: its SMs and what each of them holds.
+        tf32_tflops, fp8_tflops: the same in other precisions; None: not in this table, or not supported.
+        memory_gib, memory_gb_per_s: device memory; None: not in this table.
+        source: the sheet.
+    """
+
+    name: str
     bf16_tflops: float
-    num_sms: int
-    regs_per_sm: int = 65536
-    smem_per_sm: int = 167936
-    threads_per_sm: int = 2048
-    blocks_per_sm: int = 32
-    smem_reserved: int = 1024  # per block
+    sm: SmLimits
+    tf32_tflops: float | None = None
+    fp8_tflops: float | None = None
+    memory_gib: float | None = None
+    memory_gb_per_s: float | None = None
+    source: str = ""
+
+    @property
+    def tflops(self) -> dict[str, float]:
+        """Dense peaks of matrix products by precision; fp32 is TF32."""
+        peaks = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp32": self.tf32_tflops, "fp8": self.fp8_tflops}
+        return {precision: peak for precision, peak in peaks.items() if peak is not None}
 
 
-_GPUS = (  # the first whose key is in the name
-    Gpu(key="B300", bf16_tflops=2500.0, num_sms=148, smem_per_sm=233472),
-    Gpu(key="B200", bf16_tflops=2250.0, num_sms=148, smem_per_sm=233472),
-    Gpu(key="GH200", bf16_tflops=989.4, num_sms=132, smem_per_sm=233472),
-    Gpu(key="H200", bf16_tflops=989.4, num_sms=132, smem_per_sm=233472),
-    Gpu(key="H100 PCIe", bf16_tflops=756.5, num_sms=114, smem_per_sm=233472),
-    Gpu(key="H100", bf16_tflops=989.4, num_sms=132, smem_per_sm=233472),
-    Gpu(key="H800", bf16_tflops=989.4, num_sms=132, smem_per_sm=233472),
-    Gpu(key="H20", bf16_tflops=148.0, num_sms=78, smem_per_sm=233472),
-    Gpu(key="A100", bf16_tflops=312.0, num_sms=108),
-    Gpu(key="A800", bf16_tflops=312.0, num_sms=108),
-    Gpu(key="A40", bf16_tflops=149.7, num_sms=84, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=16),
-    Gpu(key="A10", bf16_tflops=125.0, num_sms=72, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=16),
-    Gpu(key="L40", bf16_tflops=362.0, num_sms=142, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=24),
-    Gpu(key="L4", bf16_tflops=121.0, num_sms=58, smem_per_sm=102400, threads_per_sm=1536, blocks_per_sm=24),
-    Gpu(key="V100", bf16_tflops=125.0, num_sms=80, smem_per_sm=98304, smem_reserved=0),
-    Gpu(key="MI325X", bf16_tflops=1307.4, num_sms=304, regs_per_sm=131072, smem_per_sm=65536),
-    Gpu(key="MI300X", bf16_tflops=1307.4, num_sms=304, regs_per_sm=131072, smem_per_sm=65536),
-    Gpu(key="MI250", bf16_tflops=191.5, num_sms=104, regs_per_sm=131072, smem_per_sm=65536),
-)
+def _sms(num_sms: int, base: SmLimits) -> SmLimits:
+    return replace(base, num_sms=num_sms)
 
 
-def find_gpu(name: str | None) -> Gpu | None:
-    """The entry for a driver's device name; None if it is not listed."""
-    return next((gpu for gpu in _GPUS if name and gpu.key in name), None)
+HOPPER = SmLimits(num_sms=132, regs=65536, smem=233472, threads=2048)  # and Blackwell
+AMPERE = SmLimits(num_sms=108, regs=65536, smem=167936, threads=2048)
+SMALL = SmLimits(num_sms=84, regs=65536, smem=102400, threads=1536, blocks=16)  # compute capability 8.6
+ADA = SmLimits(num_sms=142, regs=65536, smem=102400, threads=1536, blocks=24)
+VOLTA = SmLimits(num_sms=80, regs=65536, smem=98304, threads=2048, smem_reserved=0)
+CDNA = SmLimits(num_sms=304, regs=131072, smem=65536, threads=2048)
+
+GPUS: tuple[GpuSheet, ...] = (  # a driver's name is that of the first whose `name` is part of it
+    GpuSheet(name="B300", bf16_tflops=2500.0, sm=_sms(148, HOPPER)),
+    GpuSheet(
+        name="GB200", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
+        memory_gib=186.0, memory_gb_per_s=8000.0, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+    ),
+    GpuSheet(
+        name="B200", bf16_tflops=2250.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
+        memory_gib=180.0, memory_gb_per_s=7700.0, source="NVIDIA HGX B200 data sheet, per GPU",
+    ),
+    GpuSheet(name="GH200", bf16_tflops=989.4, sm=HOPPER),
+    GpuSheet(
+        name="H200", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER,
+        memory_gib=141.0, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet, SXM",
+    ),
+    GpuSheet(name="H100 PCIe", bf16_tflops=756.5, sm=_sms(114, HOPPER)),
+    GpuSheet(
+        name="H100", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER,
+        memory_gib=80.0, memory_gb_per_s=3350.0, source="NVIDIA H100 data sheet, SXM5",
+    ),
+    GpuSheet(name="H800", bf16_tflops=989.4, sm=HOPPER),
+    GpuSheet(name="H20", bf16_tflops=148.0, sm=_sms(78, HOPPER)),
+    GpuSheet(
+        name="A100", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
+        memory_gib=80.0, memory_gb_per_s=2039.0, source="NVIDIA A100 data sheet, SXM4 80 GB",
+    ),
+    GpuSheet(
+        name="A100-40", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
+        memory_gib=40.0, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet, SXM4 40 GB",
+    ),
+    GpuSheet(name="A800", bf16_tflops=312.0, sm=AMPERE),
+    GpuSheet(name="A40", bf16_tflops=149.7, sm=SMALL),
+    GpuSheet(name="A10", bf16_tflops=125.0, sm=_sms(72, SMALL)),
+    GpuSheet(name="L40", bf16_tflops=362.0, sm=ADA),
+    GpuSheet(name="L4", bf16_tflops=121.0, sm=_sms(58, ADA)),
+    GpuSheet(name="V100", bf16_tflops=125.0, sm=VOLTA),
+    GpuSheet(name="MI325X", bf16_tflops=1307.4, sm=CDNA),
+    GpuSheet(name="MI300X", bf16_tflops=1307.4, sm=CDNA),
+    GpuSheet(name="MI250", bf16_tflops=191.5, sm=_sms(104, CDNA)),
+)  # fmt: skip
+
+
+def find_gpu(name: str | None) -> GpuSheet | None:
+    """Return the sheet for a driver's device name; None if it is not listed."""
+    return next((gpu for gpu in GPUS if name and gpu.name in name), None)
 
 
 def peak_tflops(name: str | None) -> float | None:
-    """Dense bf16 peak in TFLOP/s (fp16 on V100); None for an unknown device."""
+    """Return the dense bf16 peak in TFLOP/s (fp16 on V100); None for an unknown device."""
     gpu = find_gpu(name)
     return gpu.bf16_tflops if gpu else None

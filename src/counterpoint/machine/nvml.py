@@ -13,8 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.blind import Blind, Broken
-from counterpoint.machine.readings import GpuReading, NvLink, Nvml
+from counterpoint.machine.readings import GpuReading, NvLink, Nvml, ProbeFailed, ProbeUnavailable
 
 __all__ = ["CLOCK_REASONS", "read_nvml"]
 
@@ -39,7 +38,7 @@ _PEER_STATUS = {
     5: "not_supported",
 }
 _MAX_LINKS = 18
-_MOST_GPUS = 1024  # more is no answer; whoever believed it would ask for days
+_MOST_GPUS = 1024  # more is no answer, and asking all of them would take days
 _ABSENT = (4, 9, 12, 13)  # no permission; no driver loaded; no library; not a function of it: nothing is broken
 _FIELD_REPLAY, _FIELD_RECOVERY, _FIELD_CRC, _FIELD_SPEED = 161, 162, 163, 164
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -48,26 +47,29 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Every GPU of the machine.
+    """Read every GPU of the machine.
+
+    Returns:
+        The GPUs, those that do not answer last; what a GPU or driver does not offer is None.
 
     Raises:
-        Blind: nvidia-ml-py or the driver is missing.
-        Broken: NVML does not start, such as after an update of the driver without a reboot, or answers nonsense.
+        ProbeUnavailable: nvidia-ml-py or the driver is missing.
+        ProbeFailed: NVML does not start, such as after an update of the driver without a reboot, or answers nonsense.
     """
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        raise Blind("no NVIDIA driver: libnvidia-ml.so.1 is not on this machine") from None
+        raise ProbeUnavailable("no NVIDIA driver: libnvidia-ml.so.1 is not on this machine") from None
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise Blind("nvidia-ml-py is not installed: pip install nvidia-ml-py") from None
+        raise ProbeUnavailable("nvidia-ml-py is not installed: pip install nvidia-ml-py") from None
     with _session(nvml):
         handles: dict[int, Any] = {}
         lost: list[GpuReading] = []
         count = nvml.nvmlDeviceGetCount()
         if count > _MOST_GPUS:
-            raise Broken(f"nvmlDeviceGetCount says {count}, which is no number of GPUs")
+            raise ProbeFailed(f"nvmlDeviceGetCount says {count}, which is no number of GPUs")
         for index in range(count):
             try:
                 handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -84,7 +86,7 @@ def _session(nvml: Any) -> Iterator[None]:
         yield
     except nvml.NVMLError as error:
         absent = getattr(error, "value", None) in _ABSENT
-        raise (Blind if absent else Broken)(f"NVML: {error}") from None
+        raise (ProbeUnavailable if absent else ProbeFailed)(f"NVML: {error}") from None
 
 
 def _text(value: object) -> str:
@@ -93,7 +95,7 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """The function's answer; None if this driver, GPU or nvidia-ml-py does not have it, or it is no text."""
+        """Return the function's answer; None if this driver, GPU or nvidia-ml-py lacks it, or it is no text."""
         try:
             return getattr(nvml, name)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
@@ -104,14 +106,13 @@ def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
 
 def _gpu(nvml: Any, handle: Any, index: int) -> GpuReading:
     ask = _asking(nvml, handle)
-    pci, use, mig, ecc = (ask(f"nvmlDeviceGet{name}") for name in ("PciInfo", "UtilizationRates", "MigMode", "EccMode"))
+    use, mig, ecc = (ask(f"nvmlDeviceGet{name}") for name in ("UtilizationRates", "MigMode", "EccMode"))
     limit, default = ask("nvmlDeviceGetPowerManagementLimit"), ask("nvmlDeviceGetPowerManagementDefaultLimit")
     rows = ask("nvmlDeviceGetRemappedRows")
     mode = ask("nvmlDeviceGetComputeMode")
     return GpuReading(
         index=index,
         name=_text(ask("nvmlDeviceGetName") or "a GPU without a name"),
-        bus_id=None if pci is None else _text(pci.busId).lower(),
         mig=None if mig is None else mig[0] == 1,
         compute_mode=_COMPUTE_MODES.get(mode),
         persistence=_flag(ask("nvmlDeviceGetPersistenceMode")),
@@ -167,7 +168,7 @@ def _link(nvml: Any, ask: Callable[..., Any], link: int, active: bool) -> NvLink
 
 
 def _field(nvml: Any, value: Any) -> int | None:
-    """A field's value; its type says which member of the union holds it."""
+    """Return a field's value; its type says which member of the union holds it."""
     members = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
     if value.nvmlReturn != nvml.NVML_SUCCESS or value.valueType not in members:
         return None
@@ -175,7 +176,7 @@ def _field(nvml: Any, value: Any) -> int | None:
 
 
 def _fabric(nvml: Any, handle: Any) -> str | None:
-    """State of the NVSwitch fabric; None without one, or with a driver before 535."""
+    """Return the state of the NVSwitch fabric; None without one, or with a driver before 535."""
     try:
         info = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))

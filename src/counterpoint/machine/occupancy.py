@@ -1,9 +1,9 @@
-"""How many blocks of a kernel live on one SM, and how many waves a grid takes.
+"""Compute how many blocks of a kernel fit on one SM, and how many waves a grid takes.
 
     waves = ceil(blocks / ((SMs - communication CTAs) * blocks per SM))
 
 One communication CTA takes one SM: NCCL's blocks (544 threads, ~100 registers, ~100 KB of shared memory) leave no room
-for a block of a GEMM beside them. Source: CUDA programming guide, "compute capabilities"; measured on H200, 2026-11-20.
+for a block of a GEMM next to them. Source: CUDA programming guide, "compute capabilities"; H200, 2026-11-20.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from counterpoint.errors import Misconfigured
 
 __all__ = [
-    "HOPPER_TILE",
     "Footprint",
     "SmLimits",
     "blocks_beside",
@@ -24,14 +23,13 @@ __all__ = [
     "waves",
 ]
 
-HOPPER_TILE = (128, 256)  # what cuBLAS' nvjet kernels take for large bf16 products; their names say it
 _REGISTERS_ALLOCATED_BY = 256  # per warp
 _WARPS_ALLOCATED_BY = 4  # one for each of an SM's four register files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmLimits:
-    """What one SM holds."""
+    """Holds the limits of one SM, and how many SMs the GPU has."""
 
     num_sms: int
     regs: int
@@ -42,13 +40,13 @@ class SmLimits:
 
     @property
     def most_smem_per_block(self) -> int:
-        """What one block may have, after opting in: all of an SM's, less what the system reserves."""
+        """The bytes that one block may have after opting in: all of an SM's, less what the system reserves."""
         return self.smem - self.smem_reserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What one block of a kernel takes of an SM."""
+    """Holds what one block of a kernel takes of an SM."""
 
     threads: int
     regs_per_thread: int
@@ -56,7 +54,7 @@ class Footprint:
 
 
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
-    """Blocks of a kernel that fit on one SM at once, at least 1 (it did run).
+    """Return how many blocks of a kernel fit on one SM at once, at least 1 (it did run).
 
     Args:
         threads: per block.
@@ -74,7 +72,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """The least shared memory per block, static + dynamic in bytes, with which exactly `wanted` blocks fit on one SM.
+    """Return the least shared memory per block (static + dynamic, bytes) at which exactly `wanted` blocks fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.
@@ -97,7 +95,7 @@ def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> i
 
 
 def blocks_beside(kernel: Footprint, guest: Footprint, *, sm: SmLimits) -> int:
-    """Blocks of `kernel` that fit on an SM beside one block of `guest`; 0: the guest has the SM for itself.
+    """Return how many blocks of `kernel` fit on an SM with one block of `guest`; 0: the guest has the SM for itself.
 
     Registers are in four files, one for every fourth warp of a block: what counts is the fullest file, not the sum.
     NCCL's block of 544 threads × 96 registers puts 5 of its 17 warps into one file and leaves 32 registers a thread
@@ -121,17 +119,17 @@ def _regs_per_warp(regs_per_thread: int) -> int:
     return -(-regs_per_thread * 32 // _REGISTERS_ALLOCATED_BY) * _REGISTERS_ALLOCATED_BY
 
 
-def tiles_of(m: int, n: int, tile: tuple[int, int] = HOPPER_TILE) -> int:
-    """Tiles into which a product of `m` rows and `n` columns is cut, each worked on by one block."""
+def tiles_of(m: int, n: int, tile: tuple[int, int]) -> int:
+    """Return the tiles into which a product of `m` rows and `n` columns is cut, each worked on by one block."""
     return -(-m // tile[0]) * -(-n // tile[1])
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """Rounds in which `blocks` run on `num_sms` SMs."""
+    """Return in how many rounds `blocks` run on `num_sms` SMs."""
     return -(-blocks // (max(num_sms, 1) * blocks_per_sm))
 
 
 def most_ctas_without_extra_wave(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """The most SMs that communication can take before `blocks` need one more wave."""
+    """Return the most SMs that communication can take before `blocks` need one more wave."""
     alone = waves(blocks, num_sms=num_sms, blocks_per_sm=blocks_per_sm)
     return num_sms - -(-blocks // (alone * blocks_per_sm))

@@ -1,12 +1,14 @@
-"""What a machine said about itself: frozen readings, before anything is judged. Unknown is None, never a guess.
+"""Hold what a machine says about itself: frozen readings, before anything is judged. Unknown is None, never a guess.
 
-A probe runs in a child process and prints one of these as JSON; `checkup.examine` turns all of them into checks.
+A probe runs in a child process and prints one of these as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns
+all of them into checks.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from counterpoint.errors import Unsupported
 from counterpoint.records.base import Record
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
     "NvLink",
     "Nvml",
     "PairRate",
+    "ProbeFailed",
+    "ProbeUnavailable",
     "RdmaPort",
     "Readings",
     "Software",
@@ -27,8 +31,16 @@ __all__ = [
 ]
 
 
+class ProbeUnavailable(Unsupported):
+    """Says that a probe cannot look; its text names what is missing."""
+
+
+class ProbeFailed(ProbeUnavailable):
+    """Says that what a probe asked failed or gave nonsense; its text says how."""
+
+
 class NvLink(Record, frozen=True, kw_only=True):
-    """One link of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
+    """Describes one link of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
 
     active: bool
     speed_mb_per_s: int | None = None
@@ -38,12 +50,11 @@ class NvLink(Record, frozen=True, kw_only=True):
 
 
 class GpuReading(Record, frozen=True, kw_only=True):
-    """One GPU, as NVML sees it; indices are NVML's, which ignores CUDA_VISIBLE_DEVICES."""
+    """Describes one GPU, as NVML sees it; indices are NVML's, which ignores CUDA_VISIBLE_DEVICES."""
 
     index: int
     name: str
     lost: str | None = None  # NVML's error, if the GPU does not answer at all
-    bus_id: str | None = None
     mig: bool | None = None
     compute_mode: str | None = None  # default | exclusive_thread | prohibited | exclusive_process
     persistence: bool | None = None
@@ -70,7 +81,7 @@ class GpuReading(Record, frozen=True, kw_only=True):
 
 
 class Nvml(Record, frozen=True, kw_only=True):
-    """All GPUs of the machine, and why NVML denies peer access where it does."""
+    """Holds all GPUs of the machine, and why NVML denies peer access where it does."""
 
     driver: str | None = None
     gpus: tuple[GpuReading, ...] = ()
@@ -78,11 +89,9 @@ class Nvml(Record, frozen=True, kw_only=True):
 
 
 class CudaDevice(Record, frozen=True, kw_only=True):
-    """One device, as the CUDA driver shows it to this process."""
+    """Describes one device, as the CUDA driver shows it to this process."""
 
     name: str
-    bus_id: str
-    capability: tuple[int, int]
     num_sms: int
     copy_engines: int
     stream_memory_ops: bool
@@ -91,7 +100,7 @@ class CudaDevice(Record, frozen=True, kw_only=True):
 
 
 class Cuda(Record, frozen=True, kw_only=True):
-    """All devices of this process; indices are CUDA's."""
+    """Holds all devices of this process; indices are CUDA's."""
 
     version: int  # 13000 for 13.0, what the driver supports
     devices: tuple[CudaDevice, ...] = ()
@@ -99,7 +108,7 @@ class Cuda(Record, frozen=True, kw_only=True):
 
 
 class Nccl(Record, frozen=True, kw_only=True):
-    """The libnccl that torch would load."""
+    """Describes the libnccl that torch would load."""
 
     path: str
     found_by: str
@@ -108,17 +117,16 @@ class Nccl(Record, frozen=True, kw_only=True):
 
 
 class Software(Record, frozen=True, kw_only=True):
-    """torch as its files describe it, without importing it."""
+    """Describes torch as its files do, without importing it."""
 
     torch: str | None = None
     torch_cuda: str | None = None  # the CUDA it was built with; None for a CPU or ROCm build
     torch_hip: str | None = None
     features: dict[str, bool] = msgspec.field(default_factory=dict)
-    packages: dict[str, str | None] = msgspec.field(default_factory=dict)
 
 
 class TorchRuntime(Record, frozen=True, kw_only=True):
-    """torch as a child process found it after importing it."""
+    """Describes torch as a child process found it after importing it."""
 
     device_count: int
     nccl_version: tuple[int, ...] | None = None
@@ -126,7 +134,7 @@ class TorchRuntime(Record, frozen=True, kw_only=True):
 
 
 class RdmaPort(Record, frozen=True, kw_only=True):
-    """One port of one device of /sys/class/infiniband."""
+    """Describes one port of one device of /sys/class/infiniband."""
 
     device: str
     port: str
@@ -139,7 +147,7 @@ class RdmaPort(Record, frozen=True, kw_only=True):
 
 
 class NetPort(Record, frozen=True, kw_only=True):
-    """One network interface with hardware behind it."""
+    """Describes one network interface with hardware behind it."""
 
     name: str
     state: str | None = None
@@ -148,9 +156,8 @@ class NetPort(Record, frozen=True, kw_only=True):
 
 
 class System(Record, frozen=True, kw_only=True):
-    """What /sys, /proc and /etc say."""
+    """Holds what /sys, /proc and /etc say."""
 
-    kernel: str | None = None
     modules: tuple[str, ...] | None = None
     open_driver: bool | None = None  # the open kernel module of NVIDIA
     gpu_iommu: dict[str, str] | None = None  # bus id: type of its IOMMU group; {} without an IOMMU
@@ -161,7 +168,7 @@ class System(Record, frozen=True, kw_only=True):
 
 
 class PairRate(Record, frozen=True, kw_only=True):
-    """One copy by a copy engine, alone on the machine."""
+    """Holds the rate of one copy by a copy engine, alone on the machine."""
 
     source: int
     target: int
@@ -169,15 +176,14 @@ class PairRate(Record, frozen=True, kw_only=True):
 
 
 class Bandwidth(Record, frozen=True, kw_only=True):
-    """Copies between GPUs: pairs alone, then all GPUs in a rotation at once. Medians; indices are CUDA's."""
+    """Holds median rates between GPUs: pairs alone, then all GPUs in a rotation at once; indices are CUDA's."""
 
     pairs: tuple[PairRate, ...]
     rotation: tuple[PairRate, ...] = ()  # of the slowest GPU of every rotation: `target - source` is its shift
-    size_bytes: int = 0
 
 
 class Readings(Record, frozen=True, kw_only=True):
-    """All that was read. A part that is None is in `blind` with the reason."""
+    """Holds all that was read. A part that is None is in `unavailable` with the reason."""
 
     host: str
     nvml: Nvml | None = None
@@ -188,24 +194,24 @@ class Readings(Record, frozen=True, kw_only=True):
     system: System | None = None
     bandwidth: Bandwidth | None = None
     environment: dict[str, str] = msgspec.field(default_factory=dict)
-    blind: dict[str, str] = msgspec.field(default_factory=dict)
-    broken: tuple[str, ...] = ()  # probes that hung, crashed, or failed where they should not
+    unavailable: dict[str, str] = msgspec.field(default_factory=dict)
+    failed: tuple[str, ...] = ()  # probes that hung, crashed, or failed where they should not
 
     @property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """The GPUs that answered NVML; empty if it was blind."""
+        """The GPUs that answered NVML; none if NVML could not be asked."""
         return tuple(gpu for gpu in self.nvml.gpus if gpu.lost is None) if self.nvml else ()
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
-        """What CUDA saw; empty if it was blind."""
+        """The devices that CUDA shows; none if CUDA could not be asked."""
         return self.cuda.devices if self.cuda else ()
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether any GPU has an active NVLink."""
+        """True if any GPU has an active NVLink."""
         return any(link.active for gpu in self.gpus for link in gpu.nvlinks or ())
 
     def why_no_device(self) -> str:
-        """Why `devices` is empty."""
-        return self.blind.get("cuda", "CUDA shows no device to this process")
+        """Return why `devices` is empty."""
+        return self.unavailable.get("cuda", "CUDA shows no device to this process")

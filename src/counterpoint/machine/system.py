@@ -21,13 +21,12 @@ _REDIRECTS = 0x4 | 0x8  # ACS control: request redirect, completion redirect
 
 
 def read_system(root: Path = Path("/")) -> System:
-    """All that the files below `root` say. Never raises."""
+    """Read all that the files below `root` say; never raise."""
     sys = root / "sys"
     driver = _read(root / "proc/driver/nvidia/version")
     modules = tuple(sorted(path.name for path in _list(sys / "module"))) if _is_there(sys / "module") else None
     pci = sys / "bus/pci/devices"
     return System(
-        kernel=_read(root / "proc/sys/kernel/osrelease"),
         modules=modules,
         open_driver=None if driver is None else "Open Kernel Module" in driver,
         gpu_iommu=_gpu_iommu(pci) if _is_there(pci) else None,
@@ -39,16 +38,16 @@ def read_system(root: Path = Path("/")) -> System:
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """`NAME=VALUE` lines of an nccl.conf; # starts a comment."""
+    """Parse the `NAME=VALUE` lines of an nccl.conf, where # starts a comment."""
     lines = (line.partition("#")[0] for line in text.splitlines())
     pairs = (line.partition("=") for line in lines if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def acs_redirects(config: bytes) -> bool | None:
-    """Whether a bridge with this configuration space sends peer-to-peer requests up to the root complex.
+    """Return whether a bridge with this configuration space sends peer-to-peer requests up to the root complex.
 
-    None if the extended part, which only root may read, is missing. Source: PCI Express base specification, 7.7.
+    Return None if the extended part, which only root may read, is missing. Source: PCI Express base specification, 7.7.
     """
     if len(config) < 4096:
         return None
@@ -64,7 +63,7 @@ def acs_redirects(config: bytes) -> bool | None:
 
 
 def _bytes(path: Path, most: int) -> bytes | None:
-    """The first bytes; None if they cannot be read. Never waits, whatever lies there (a pipe, say)."""
+    """Return the first bytes, or None if they cannot be read; never wait, whatever lies there (a pipe, say)."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.read(most)
@@ -78,7 +77,7 @@ def _read(path: Path) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether it can be looked at."""
+    """Return whether something at `path` can be looked at."""
     try:
         path.stat()
     except OSError:
@@ -94,7 +93,7 @@ def _list(path: Path) -> list[Path]:
 
 
 def _number(text: str | None) -> float | None:
-    """The first word as a number; None for rubbish and for -1, which is "unknown" in /sys."""
+    """Return the first word as a number; None for rubbish and for -1, which is "unknown" in /sys."""
     try:
         value = float((text or "").split()[0])
     except (IndexError, ValueError):
@@ -109,7 +108,7 @@ def _gpu_iommu(pci: Path) -> dict[str, str]:
 
 
 def _redirecting(pci: Path) -> tuple[str, ...] | None:
-    """Bridges that redirect; None if none of them could be read."""
+    """Return the bridges that redirect; None if none of them could be read."""
     bridges = [device for device in _list(pci) if (_read(device / "class") or "").startswith(_BRIDGE)]
     answers = {bridge.name: _bridge(bridge / "config") for bridge in bridges}
     if all(answer is None for answer in answers.values()):
@@ -143,7 +142,7 @@ def _port(device: Path, port: Path) -> RdmaPort:
 
 
 def _net(folder: Path) -> list[NetPort]:
-    """Interfaces with hardware behind them: no bridges, tunnels or loopback."""
+    """Read the interfaces with hardware behind them: no bridges, tunnels or loopback."""
     ports = []
     for interface in _list(folder):
         if _is_there(interface / "device"):

@@ -1,1 +1,1 @@
-"""A line for the user: zero-SM collectives under torch's own ways to train in parallel."""
+"""Zero-SM collectives under torch's own ways to train in parallel: `overlap.py` for the user, `fsdp/` beneath it."""

@@ -1,23 +1,35 @@
-"""A job's step as the record that is printed: parts with their meaning, timeline, curves, sensitivities."""
+"""A job's step as the records that are printed: parts with their meaning, timeline, curves, sensitivities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job import Job
-from counterpoint.plan.job_file import parse_job
-from counterpoint.plan.memory import Memory
-from counterpoint.plan.schedule import placed
-from counterpoint.plan.search import Searched
-from counterpoint.plan.step import Step, step
-from counterpoint.plan.what_if import WHAT_IFS, swept
-from counterpoint.records.prediction import Bar, Choice, Curve, Part, Point, Prediction, SearchResult, Sensitivity
+from counterpoint.plan.job.cluster import Level
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.what_if import WHAT_IFS, what_if
+from counterpoint.plan.step.schedule import scheduled
+from counterpoint.plan.step.step import PredictedStep, predict_step
+from counterpoint.records.prediction import (
+    Bar,
+    Curve,
+    PlacementResult,
+    Point,
+    Prediction,
+    Sensitivity,
+    TimePart,
+)
 
-__all__ = ["PARTS", "answer", "curve", "predict", "scaling", "searched", "sensitivities"]
+if TYPE_CHECKING:
+    from counterpoint.plan.placement.launch_files import LaunchFile
+
+__all__ = ["AXES", "PARTS", "answer", "curve", "place_job", "scaling", "sensitivities"]
 
 PARTS = {
     "matmul": "matrix products",
@@ -41,35 +53,23 @@ AXES = {
     "shards": "parameters and gradients of zero 3",
     "gradients": "replicas, once a step",
 }
-NOTHING = 1e-9  # of a step: what is left when equal times are taken from each other
+NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
 MAX_BARS = 8000  # of a timeline
-SHOWN = 4  # times as many micro-batches as stages
-DOUBLED = ("network between nodes", "NVLink", "matrix throughput", "memory bandwidth")
+SHOWN_ROUNDS = 4  # of as many micro-batches as there are stages
 
 
-def answer(tables: Mapping[str, Any], *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:
-    """The prediction of a job.
-
-    Args:
-        tables: of its file, after what was asked.
-        asked: what was changed in them, to be shown.
-        detailed: also timeline, scaling over nodes and sensitivities, for a page.
-
-    Raises:
-        Misconfigured: no such job.
-    """
-    job = parse_job(tables)
-    mine = step(job)
-    found = predict(job, mine, asked or {})
+def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:
+    """Return the prediction of a job; `asked` is shown, `detailed` adds timeline, scaling and sensitivities."""
+    step = predict_step(job)
+    found = _prediction(job, step, asked or {})
     if not detailed:
         return found
-    return msgspec.structs.replace(
-        found, timeline=_timeline(job, mine), curves=scaling(tables, job), sensitivities=sensitivities(job)
-    )
+    return replace(found, timeline=_timeline(job, step), curves=scaling(job), sensitivities=sensitivities(job))
 
 
-def predict(job: Job, found: Step, asked: Mapping[str, str]) -> Prediction:
-    """A step as a record."""
+def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Prediction:
+    tables = msgspec.to_builtins(job)
+    del tables["cluster"]["network"]  # the levels say all that was predicted from
     memory = found.memory
     return Prediction(
         model=job.model.name,
@@ -77,11 +77,13 @@ def predict(job: Job, found: Step, asked: Mapping[str, str]) -> Prediction:
         gpus=job.parallel.world_size,
         step_us=found.step_us,
         parts=tuple(
-            Part(name=name, us=found.parts[f"{name}_us"], means=means)
+            TimePart(name=name, us=found.parts[f"{name}_us"], means=means)
             for name, means in PARTS.items()
-            if found.parts[f"{name}_us"] > NOTHING * found.step_us
+            if found.parts[f"{name}_us"] > NEGLIGIBLE * found.step_us
         ),
-        comm=tuple(Part(name=axis, us=us, means=AXES.get(axis, axis)) for axis, us in found.comm_us.items() if us > 0),
+        comm=tuple(
+            TimePart(name=axis, us=us, means=AXES.get(axis, axis)) for axis, us in found.comm_us.items() if us > 0
+        ),
         exposed_comm_us=found.exposed_comm_us,
         comm_to_compute=found.comm_to_compute,
         serial_us=found.serial_us,
@@ -90,40 +92,30 @@ def predict(job: Job, found: Step, asked: Mapping[str, str]) -> Prediction:
         tokens_per_s=found.tokens_per_s,
         model_tflops=found.model_tflops,
         mfu=found.mfu,
-        memory=_memory(memory),
+        memory=memory.gib,
         memory_available_gib=memory.available_gib,
         fits=memory.fits,
         verdict=memory.verdict,
         validated=found.validated,
         notes=found.notes,
-        job=msgspec.to_builtins(job),
+        job=tables,
         asked=dict(asked),
     )
 
 
-def _memory(memory: Memory) -> dict[str, float]:
-    names = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "reserved")
-    return {name: getattr(memory, f"{name}_gib") for name in names}
-
-
-def curve(tables: Mapping[str, Any], name: str, values: Sequence[str]) -> Curve:
-    """The job over the values of one what-if or field; a value that cannot be has its reason.
-
-    Raises:
-        Misconfigured: no values, too many, or no such name.
-    """
-    unit = WHAT_IFS[name].unit if name in WHAT_IFS else ""
-    points = tuple(_point(value, job) for value, job in swept(tables, name, values))
+def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
+    """Return the curve over the values that `swept` gives; a value that cannot be has its reason."""
+    points = tuple(_point(value, job) for value, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
-    return Curve(name=name, unit=unit, points=points)
+    return Curve(name=name, unit=WHAT_IFS[name].unit if name in WHAT_IFS else "", points=points)
 
 
 def _point(value: str, job: Job | Misconfigured) -> Point:
     try:
         if isinstance(job, Misconfigured):
             raise job
-        found = step(job)
+        found = predict_step(job)
     except Misconfigured as error:
         return Point(value=value, why_not=str(error))
     return Point(
@@ -137,57 +129,62 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
     )
 
 
-def scaling(tables: Mapping[str, Any], job: Job) -> tuple[Curve, ...]:
-    """The same batch, and the same batch per replica, on a quarter to four times the nodes; only what can be."""
-    nodes = max(1, job.parallel.world_size // job.cluster.levels[0].size)
-    values = [str(n) for n in sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})]
+def scaling(job: Job) -> tuple[Curve, ...]:
+    """Return strong and weak scaling on a quarter to four times the nodes, where the job can be divided so."""
+    nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
+    counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
     for name in ("nodes", "weak_nodes"):
-        points = tuple(point for point in (_point(*each) for each in swept(tables, name, values)) if not point.why_not)
+        points = []
+        for count in map(str, counts):
+            with suppress(Misconfigured):
+                points.append(_point(count, what_if(job, name, count)))
+        points = [point for point in points if not point.why_not]
         if len(points) > 1:
-            found.append(Curve(name=name, unit=WHAT_IFS[name].unit, points=points))
+            found.append(Curve(name=name, unit=WHAT_IFS[name].unit, points=tuple(points)))
     return tuple(found)
 
 
 def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
-    """The step with one thing twice as good, or without it; what changes it most first."""
-    now = step(job).step_us
-    others = {f"{name}, twice": _doubled(job, name) for name in DOUBLED}
-    others["latency of the network, none"] = _levels(job, lambda level: {"latency_us": 0.0})
-    others["overlap without disturbance"] = msgspec.structs.replace(job, mechanism="ideal")
+    """Return the step with one thing twice as good, or without it; the largest change first."""
+    now, gpu = predict_step(job).step_us, job.cluster.gpu
+
+    def faster(network: bool) -> Job:
+        return _with_levels(
+            job, lambda level: {"gb_per_s": 2 * level.gb_per_s} if (level.kind == "network") == network else {}
+        )
+
+    others = {
+        "network between nodes, twice": faster(network=True),
+        "NVLink, twice": faster(network=False),
+        "matrix throughput, twice": _with_gpu(job, tflops={what: 2 * each for what, each in gpu.tflops.items()}),
+        "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
+        "latency of the network, none": _with_levels(job, lambda level: {"latency_us": 0.0}),
+    }
+    others["overlap without disturbance"] = replace(job, mechanism="ideal")
     if job.mechanism != "zero_sm":
-        others["zero-SM collectives"] = msgspec.structs.replace(job, mechanism="zero_sm")
+        others["zero-SM collectives"] = replace(job, mechanism="zero_sm")
     found = [
         Sensitivity(name=name, step_us=us, change=us / now - 1)
-        for name, us in ((name, step(other).step_us) for name, other in others.items())
+        for name, us in ((name, predict_step(other).step_us) for name, other in others.items())
         if us != now
     ]
     return tuple(sorted(found, key=lambda each: each.change))
 
 
-def _doubled(job: Job, name: str) -> Job:
-    gpu = job.cluster.gpu
-    match name:
-        case "matrix throughput":
-            faster = msgspec.structs.replace(gpu, tflops={what: 2 * each for what, each in gpu.tflops.items()})
-        case "memory bandwidth":
-            faster = msgspec.structs.replace(gpu, memory_gb_per_s=2 * gpu.memory_gb_per_s)
-        case _:
-            network = name == "network between nodes"
-            return _levels(
-                job, lambda level: {"gb_per_s": 2 * level.gb_per_s} if (level.kind == "network") == network else {}
-            )
-    return msgspec.structs.replace(job, cluster=msgspec.structs.replace(job.cluster, gpu=faster))
+def _with_gpu(job: Job, **figures: object) -> Job:
+    gpu = replace(job.cluster.gpu, **figures)
+    return replace(job, cluster=replace(job.cluster, gpu=gpu))
 
 
-def _levels(job: Job, change: Any) -> Job:
-    levels = tuple(msgspec.structs.replace(level, **change(level)) for level in job.cluster.levels)
-    return msgspec.structs.replace(job, cluster=msgspec.structs.replace(job.cluster, levels=levels))
+def _with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
+    levels = tuple(replace(level, **change(level)) for level in job.cluster.levels)
+    return replace(job, cluster=replace(job.cluster, levels=levels))
 
 
-def _timeline(job: Job, found: Step) -> tuple[Bar, ...]:
-    """What the stages run: all micro-batches, or as many as show how the pipeline fills, goes on and drains."""
-    bars = placed(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN * job.parallel.pp))
+def _timeline(job: Job, found: PredictedStep) -> tuple[Bar, ...]:
+    """Return what the stages run: as many micro-batches as show how the pipeline fills, goes on and drains."""
+    bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(
             stage=bar.stage, kind=bar.slot.kind, micro=bar.slot.micro, part=bar.slot.part,
@@ -197,26 +194,40 @@ def _timeline(job: Job, found: Step) -> tuple[Bar, ...]:
     )  # fmt: skip
 
 
-def searched(found: Searched) -> SearchResult:
-    """A search as a record."""
-    return SearchResult(
-        considered=found.considered,
-        priced=found.priced,
-        too_large=found.too_large,
-        impossible=found.impossible,
-        choices=tuple(
-            Choice(
-                settings=_settings(each.job),
-                step_us=each.step.step_us,
-                mfu=each.step.mfu,
-                memory_gib=each.step.memory.total_gib,
-            )
-            for each in found.best
-        ),
+def place_job(
+    job: Job, path: Path, hosts: str | None, *, name: str | None = None
+) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
+    """Return rank orders of a job on hosts with as many GPUs as its cluster, and files for launchers; this needs scipy.
+
+    Args:
+        job: its groups and volumes decide.
+        path: of the topology.
+        hosts: the job's in its launcher's order, as in n[1-4],n7; None: the first ones of the topology.
+        name: of one topology of a topology.yaml; None: the cluster's default.
+
+    Raises:
+        Misconfigured: too few hosts; the readers raise it for a topology that cannot be read, or lacks a host.
+    """
+    from counterpoint.plan.placement.launch_files import launch_files
+    from counterpoint.plan.placement.place import place
+    from counterpoint.plan.placement.read_slurm import hostlist
+    from counterpoint.plan.placement.read_topology import read_topology
+    from counterpoint.plan.placement.traffic import RankTraffic, sent_bytes
+
+    gpus = job.cluster.gpus_per_node
+    whole = read_topology(path, gpus=gpus, name=name)
+    needed = -(-job.parallel.world_size // gpus)
+    chosen = whole.hosts[:needed] if hosts is None else tuple(hostlist(hosts))
+    if len(chosen) < needed:
+        ranks = job.parallel.world_size
+        raise Misconfigured(f"{ranks} ranks on {len(chosen)} hosts of {gpus} GPUs: give {needed} hosts, by --hosts")
+    traffic = RankTraffic.of_job(job.parallel, sent_bytes(job))
+    found = place(traffic, whole.only(list(chosen)).rated(job.cluster))
+    files = launch_files(found, traffic.mesh)
+    result = PlacementResult(
+        orders=(found.found, *found.compared),
+        host_of=tuple(found.host_of(rank) for rank in range(len(found.slots))),
+        files={file.name: file.use for file in files},
+        steps=found.steps,
     )
-
-
-def _settings(job: Job) -> dict[str, int | str]:
-    degrees = ("dp", "tp", "pp", "virtual", "schedule", "cp", "ep", "zero")
-    mine = {f"parallel.{name}": getattr(job.parallel, name) for name in degrees}
-    return mine | {"training.micro_batch": job.training.micro_batch, "training.recompute": job.training.recompute}
+    return result, files

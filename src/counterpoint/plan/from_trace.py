@@ -1,42 +1,54 @@
 """A measured step on more nodes or another network: compute and communication from real ranks, not from formulas.
 
     T    = compute + exposed + waits + rest                              as measured: n ranks, per step and rank
-    compute' = compute - lists · (1 - n / n')            if shards are what grows: lists, of compute, is what nothing
-                                                         but kernels over lists of tensors takes
+    compute' = compute - lists · (1 - n / n')            if shards grow with the job; lists: the part of compute in
+                                                         which only kernels over lists of tensors run
     C'   = Σ over collectives of transfer · estimate(there) / estimate(here)
     exposed' = C' - h · min(compute', C'),   h = (C - exposed) / min(compute, C) as measured
-    waits'   = waits · z(n') / z(n),         z(n): expected slowest of n in standard deviations (`stragglers.py`)
+    waits'   = waits · z(n') / z(n),         z(n): expected slowest of n in standard deviations (`step.py`)
 
-The batch of a rank stays (weak scaling), so its compute and what is neither (copies, idle) stay, too, but for what goes
-over a rank's shards: optimizer, clipping, casts. Of the groups of ranks those with the largest stride grow with the
-job, which are the replicas; the others stay inside. Shards get smaller if these groups gather them. The model only says
-how a collective's time changes from one machine to the other: its error on the measured machine cancels.
+The batch of a rank stays (weak scaling), so its compute, copies and idle time stay, too, except for the kernels over a
+rank's shards: optimizer, clipping, casts. Of the groups of ranks those with the largest stride grow with the job, which
+are the replicas; the others stay inside. Shards get smaller if these groups gather them. The model only says how a
+collective's time changes from one machine to the other: its error on the measured machine cancels.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.collective_cost import estimate
-from counterpoint.plan.groups import Group
-from counterpoint.plan.network import OPERATIONS
-from counterpoint.plan.networks import network_of
-from counterpoint.plan.stragglers import Jitter, expected_slowest
-from counterpoint.records import Collective, Diagnosis
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import Model
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.job.what_if import what_if
+from counterpoint.plan.network.estimate import estimate
+from counterpoint.plan.network.group import Group
+from counterpoint.plan.network.protocols import OPERATIONS, all_levels, levels, names, network_of
+from counterpoint.plan.step.step import expected_slowest
 from counterpoint.records.base import Record
-from counterpoint.records.prediction import Part
+from counterpoint.records.diagnosis import Collective, Diagnosis
+from counterpoint.records.prediction import Prediction, TimePart
 
-__all__ = ["Observed", "Seen", "There", "elsewhere", "observed"]
+__all__ = ["ALLOWED", "MeasuredCollective", "MeasuredStep", "answer_from_trace", "measured_step", "predict_on"]
 
-UNIT = Jitter(spread=1.0)
+NOTE = "compute, copies and idle time of the trace; transfers by the ratio of the model's estimates"
+ALLOWED = ("weak_nodes", "network", "nic_gbit", "nics", "failed_nics", "oversubscription", "slow_rank")
+"""What-ifs that a trace can answer; the others would change the compute of each rank."""
+VALIDATED = (
+    "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
+    "with a mean error of 0.9%, 1.3% at worst (results/plan-from-trace.md)"
+)
+ONE_NODE = {"H200": "h100"}  # the same links
 
 
-class Seen(Record, frozen=True, kw_only=True):
-    """One kind of collective: µs of transfer in a step, over all of its calls."""
+class MeasuredCollective(Record, frozen=True, kw_only=True):
+    """Holds one kind of collective of a step: µs of transfer over all of its calls."""
 
     operation: str
     num_bytes: int
@@ -45,48 +57,71 @@ class Seen(Record, frozen=True, kw_only=True):
     transfer_us: float
 
 
-class Observed(Record, frozen=True, kw_only=True):
-    """A mean step of a mean rank; compute + exposed + waits + rest = step."""
+class MeasuredStep(Record, frozen=True, kw_only=True):
+    """Holds a mean step of a mean rank; compute + exposed + waits + rest = step."""
 
-    ranks: int
-    gpu: str
-    step_us: float
-    compute_us: float
-    lists_us: float
-    exposed_us: float
-    waits_us: float
-    rest_us: float
-    seen: tuple[Seen, ...]
-    mfu: float | None
-    left_out: int
+    ranks: int  # of the job
+    gpu: str  # as the data sheets name it
+    step_us: float  # of the step
+    compute_us: float  # while compute runs
+    lists_us: float  # the part of compute in which only kernels over lists of tensors run
+    exposed_us: float  # transfers while no compute runs
+    waits_us: float  # for the last rank, while no compute runs
+    rest_us: float  # copies and idle time
+    collectives: tuple[MeasuredCollective, ...]  # by operation, size and kind of group
+    mfu: float | None  # null if the diagnosis has none
+    left_out: int  # collectives without a known size
 
     @property
     def transfer_us(self) -> float:
-        return sum(each.transfer_us for each in self.seen)
+        """The transfers of all collectives."""
+        return sum(each.transfer_us for each in self.collectives)
 
     @property
     def hidden(self) -> float:
-        """Of the shorter of compute and communication."""
+        """The hidden communication over the shorter of compute and communication."""
         shorter = min(self.compute_us, self.transfer_us)
         return (self.transfer_us - self.exposed_us) / shorter if shorter else 0.0
 
 
-class There(Record, frozen=True, kw_only=True):
-    """The step elsewhere; `parts` add up to it."""
+def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
+    """Return the measured step after what-ifs of `ALLOWED`; `recorded_on` None: by NVLink, all ranks in one node."""
+    for name in asked:
+        if name not in ALLOWED:
+            raise Misconfigured(
+                f"{name} with --from-trace: a trace can answer {', '.join(ALLOWED)}; give a job instead"
+            )
+    measured = measured_step(diagnosis)
+    job = _stand_in(measured, recorded_on or _nvlink(measured))
+    here = job.cluster
+    for name, value in asked.items():
+        job = what_if(job, name, value)
+    found = predict_on(measured, here, job.cluster, ranks=job.parallel.world_size, slow=job.ranks.slow)
+    return replace(found, asked=dict(asked))
 
-    step_us: float
-    parts: tuple[Part, ...]
-    comm: tuple[Part, ...]
-    exposed_us: float
-    mfu: float | None
+
+def _stand_in(measured: MeasuredStep, network: str) -> Job:
+    """Return a job with as many ranks on that network; its compute is in the trace."""
+    return Job(
+        model=Model(name="trace", layers=1, hidden=1, heads=1, vocab=1),
+        training=Training(sequence=1, global_batch=measured.ranks),
+        parallel=Parallel(dp=measured.ranks),
+        cluster=Cluster(gpu=find_gpu(measured.gpu), levels=levels(network, measured.ranks), network=network),
+    )
 
 
-def observed(diagnosis: Diagnosis) -> Observed:
-    """What a diagnosis says of a mean step.
+def _nvlink(measured: MeasuredStep) -> str:
+    """Return the network of one node of such GPUs."""
+    name = f"nvlink-{ONE_NODE.get(measured.gpu, measured.gpu.lower())}"
+    if name in names() and measured.ranks <= all_levels(name)[-1].size:
+        return name
+    raise Misconfigured(
+        f"--recorded-on is missing: name the network of {measured.ranks} × {measured.gpu}, one of {', '.join(names())}"
+    )
 
-    Raises:
-        Misconfigured: ranks are missing, or no step or collective with a known size was found.
-    """
+
+def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
+    """Return the mean step of a mean rank of a diagnosis; Misconfigured if ranks, steps or sizes are missing."""
     if diagnosis.missing_ranks:
         missing = ", ".join(map(str, diagnosis.missing_ranks[:8]))
         raise Misconfigured(
@@ -100,7 +135,7 @@ def observed(diagnosis: Diagnosis) -> Observed:
         raise Misconfigured("no collective with a known size was found: record traces with record_shapes=True")
     waits = (totals.exposed_wait_us or 0.0) / steps
     exposed = totals.exposed_comm_us / steps - waits
-    return Observed(
+    return MeasuredStep(
         ranks=diagnosis.world_size,
         gpu=_gpu_name(diagnosis.gpu),
         step_us=totals.duration_us / steps,
@@ -109,20 +144,20 @@ def observed(diagnosis: Diagnosis) -> Observed:
         exposed_us=exposed,
         waits_us=waits,
         rest_us=(totals.duration_us - totals.compute_us - totals.exposed_comm_us) / steps,
-        seen=_seen(known, diagnosis.world_size, steps),
+        collectives=_by_kind(known, diagnosis.world_size, steps),
         mfu=totals.mfu,
         left_out=len(diagnosis.collectives) - len(known),
     )
 
 
-def _seen(known: Iterable[Collective], world_size: int, steps: int) -> tuple[Seen, ...]:
-    """By operation, size and kind of group: a rank is in one group of a kind, so equal groups count once."""
+def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[MeasuredCollective, ...]:
+    """Return collectives by operation, size and group; a rank is in one group of a kind, so equal groups count once."""
     found: dict[tuple[str, int, int, int], list[Collective]] = defaultdict(list)
     for each in known:
         stride = each.ranks[1] - each.ranks[0]
         found[each.op, each.bytes or 0, len(each.ranks), stride].append(each)
     return tuple(
-        Seen(
+        MeasuredCollective(
             operation=op,
             num_bytes=size,
             group=Group(ranks=ranks, stride=stride),
@@ -133,81 +168,95 @@ def _seen(known: Iterable[Collective], world_size: int, steps: int) -> tuple[See
     )
 
 
-def elsewhere(of: Observed, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> There:
-    """The step on `ranks` ranks of another cluster.
+def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> Prediction:
+    """Return the step on `ranks` ranks of another cluster, to be printed; Misconfigured if its groups cannot grow so.
 
     Args:
-        of: the measured step.
-        here: the machine it was measured on.
+        measured: the step.
+        here: the cluster that it was measured on.
         there: the other.
         ranks: of the job there, a multiple of those here, or a divisor.
         slow: one rank computes so many times as long.
-
-    Raises:
-        Misconfigured: the groups cannot grow so, or one of the clusters is too small.
     """
-    times = [(each, each.transfer_us * _ratio(each, of, here, there, ranks)) for each in of.seen]
-    shrinks = of.lists_us * (1.0 - of.ranks / ranks) if _shards_grow(of) else 0.0
-    comm, compute = sum(us for _, us in times), (of.compute_us - shrinks) * slow
-    exposed = max(comm - of.hidden * min(compute, comm), 0.0)
-    waits = of.waits_us * _slowest(ranks) / _slowest(of.ranks) if of.waits_us else 0.0
-    parts = (
-        Part(name="compute", us=compute, means=_said(of, shrinks, slow)),
-        Part(
-            name="exposed", us=exposed, means=f"communication that compute does not hide; {of.hidden:.0%} as measured"
-        ),
-        Part(name="waits", us=waits, means="for the last rank to come, outside compute"),
-        Part(name="rest", us=of.rest_us, means="copies and idle time, as in the trace"),
-    )
+    times = [(each, each.transfer_us * _ratio(each, measured, here, there, ranks)) for each in measured.collectives]
+    parts = _parts(measured, sum(us for _, us in times), ranks, slow)
+    compute_us, exposed_us = parts[0].us, parts[1].us + parts[2].us
     step_us = sum(part.us for part in parts)
     alone: dict[str, float] = defaultdict(float)
     for each, us in times:
         alone[each.operation] += us
-    return There(
+    comm_us = sum(alone.values())
+    left_out = (f"{measured.left_out} collectives without a known size are left out",) if measured.left_out else ()
+    return Prediction(
+        model="trace",
+        gpu=measured.gpu,
+        gpus=ranks,
         step_us=step_us,
-        parts=parts,
-        comm=tuple(Part(name=name, us=us, means="transfers of a step") for name, us in alone.items()),
-        exposed_us=exposed + waits,
-        mfu=None if of.mfu is None else of.mfu * of.step_us / step_us,
+        parts=tuple(part for part in parts if part.us > 0),
+        comm=tuple(TimePart(name=name, us=us, means="transfers of a step") for name, us in alone.items()),
+        exposed_comm_us=exposed_us,
+        comm_to_compute=comm_us / compute_us,
+        serial_us=step_us - exposed_us + comm_us,
+        ideal_us=max(step_us - exposed_us, comm_us),
+        mfu=None if measured.mfu is None else measured.mfu * measured.step_us / step_us,
+        memory={},
+        verdict=f"measured: {measured.step_us / 1e3:,.1f} ms a step on {measured.ranks} × {measured.gpu}",
+        validated=VALIDATED,
+        notes=(NOTE, *left_out),
+        job={},
     )
 
 
-def _said(of: Observed, shrinks: float, slow: float) -> str:
-    less = f", {abs(shrinks) / 1e3:.1f} ms {'less' if shrinks > 0 else 'more'} for shards of another size"
-    return "as in the trace" + less * bool(shrinks) + f", the slowest {slow:g} times" * (slow > 1)
+def _parts(measured: MeasuredStep, comm_us: float, ranks: int, slow: float) -> tuple[TimePart, ...]:
+    """Return compute, exposed communication, waits and the rest of a step with such transfers on so many ranks."""
+    shrinks_us = measured.lists_us * (1.0 - measured.ranks / ranks) if _shards_grow(measured) else 0.0
+    compute_us = (measured.compute_us - shrinks_us) * slow
+    exposed_us = max(comm_us - measured.hidden * min(compute_us, comm_us), 0.0)
+    waits_us = measured.waits_us * _slowest(ranks) / _slowest(measured.ranks) if measured.waits_us else 0.0
+    hidden = f"communication that compute does not hide; {measured.hidden:.0%} as measured"
+    return (
+        TimePart(name="compute", us=compute_us, means=_compute_means(shrinks_us, slow)),
+        TimePart(name="exposed", us=exposed_us, means=hidden),
+        TimePart(name="waits", us=waits_us, means="for the last rank to come, outside compute"),
+        TimePart(name="rest", us=measured.rest_us, means="copies and idle time, as in the trace"),
+    )
 
 
-def _shards_grow(of: Observed) -> bool:
-    """Whether the groups that grow with the job are those that gather parameters and scatter gradients."""
-    outermost = max(each.group.stride for each in of.seen)
-    grown = {each.operation for each in of.seen if each.group.stride == outermost}
+def _compute_means(shrinks_us: float, slow: float) -> str:
+    less = f", {abs(shrinks_us) / 1e3:.1f} ms {'less' if shrinks_us > 0 else 'more'} for shards of another size"
+    return "as in the trace" + less * bool(shrinks_us) + f", the slowest {slow:g} times" * (slow > 1)
+
+
+def _shards_grow(measured: MeasuredStep) -> bool:
+    """Return whether the groups that grow with the job are those that gather parameters and scatter gradients."""
+    outermost = max(each.group.stride for each in measured.collectives)
+    grown = {each.operation for each in measured.collectives if each.group.stride == outermost}
     return {"all_gather", "reduce_scatter"} <= grown
 
 
-def _ratio(each: Seen, of: Observed, here: Cluster, there: Cluster, ranks: int) -> float:
-    """The model's time there over its time here."""
+def _ratio(each: MeasuredCollective, measured: MeasuredStep, here: Cluster, there: Cluster, ranks: int) -> float:
+    """Return the model's time there over its time here."""
     before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
-    after = estimate(each.operation, each.num_bytes, _grown(each.group, of, ranks), network_of(there)).us
+    after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
     return after / before
 
 
-def _grown(group: Group, of: Observed, ranks: int) -> Group:
-    """Groups of the largest stride are those between replicas."""
-    outermost = max(each.group.stride for each in of.seen)
+def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
+    """Return the group there; groups of the largest stride are those between replicas, which grow."""
+    outermost = max(each.group.stride for each in measured.collectives)
     if group.stride < outermost:
         return group
-    if (group.ranks * ranks) % of.ranks:
-        raise Misconfigured(
-            f"{ranks} ranks from a trace of {of.ranks}: its groups of {group.ranks} cannot grow so; give a multiple"
-        )
-    return Group(ranks=group.ranks * ranks // of.ranks, stride=group.stride)
+    if (group.ranks * ranks) % measured.ranks:
+        trace = f"a trace of {measured.ranks}: its groups of {group.ranks}"
+        raise Misconfigured(f"{ranks} ranks from {trace} cannot grow so; give a multiple")
+    return Group(ranks=group.ranks * ranks // measured.ranks, stride=group.stride)
 
 
 def _gpu_name(text: str | None) -> str:
-    """As `gpus.py` has it: H100 of "NVIDIA H100 80GB HBM3"."""
+    """Return the name on the data sheet: H100 of "NVIDIA H100 80GB HBM3"."""
     found = re.search(r"\b[A-Z]{1,2}\d{3}\b", text or "")
     return found.group() if found else text or "unknown"
 
 
 def _slowest(ranks: int) -> float:
-    return expected_slowest(UNIT, ranks) - 1.0
+    return expected_slowest(1.0, ranks) - 1.0

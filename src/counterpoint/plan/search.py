@@ -1,7 +1,7 @@
 """The fastest way to divide a job that fits in memory: every combination of degrees is priced, none guessed.
 
 Choices: tp and cp up to a node, pp, virtual parts, schedule, zero, micro-batch, recomputation and ep, for the GPUs and
-the batch of the job. What cannot be divided so, or does not fit, is counted and left out; memory is looked at first.
+the batch of the job. A combination that cannot be, or does not fit in memory, is counted and left out.
 """
 
 from __future__ import annotations
@@ -13,97 +13,70 @@ from itertools import product
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.compute_cost import Machine
-from counterpoint.plan.job import Job
-from counterpoint.plan.memory import memory
-from counterpoint.plan.networks import network_of
-from counterpoint.plan.parallel import Parallel, Training
-from counterpoint.plan.prices import Prices
-from counterpoint.plan.step import Step, step
-from counterpoint.records.base import Record
+from counterpoint.plan.compute.memory import memory
+from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.estimate import CollectiveTimes
+from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.step.step import PredictedStep, predict_step
+from counterpoint.records.prediction import Choice, SearchResult
 
-__all__ = ["Found", "Searched", "search"]
+__all__ = ["search"]
 
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "full")
-VIRTUAL = (1, 2, 4)
-TP_BEYOND = 8  # ranks of tensor parallelism, at most a node's
+VIRTUAL = (2, 4)  # parts per stage, with interleaving
+ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
+MAX_TP = 8  # at most a node's GPUs
 
 
-class Found(Record, frozen=True, kw_only=True):
-    """One way to divide the job, and its step."""
-
-    job: Job
-    step: Step
-
-
-class Searched(Record, frozen=True, kw_only=True):
-    """What a search has seen.
-
-    Args:
-        best: fastest first.
-        priced: jobs whose step was computed.
-        too_large: that do not fit in memory.
-        impossible: that cannot be divided so.
-    """
-
-    best: tuple[Found, ...]
-    priced: int
-    too_large: int
-    impossible: int
-
-    @property
-    def considered(self) -> int:
-        return self.priced + self.too_large + self.impossible
-
-
-def search(job: Job, *, best: int = 10) -> Searched:
-    """All combinations for this job's model, batch, GPUs and mechanism.
-
-    Args:
-        job: its degrees, micro-batch and recomputation are the ones that are sought.
-        best: how many to keep.
-
-    Raises:
-        Misconfigured: no combination fits, and what the closest lacks.
-    """
-    machine, prices = Machine.of(job.cluster.gpu, job.training.precision), Prices(network_of(job.cluster))
-    impossible, too_large, smallest = 0, 0, float("inf")
-    found: list[Found] = []
-    priced = 0
+def search(job: Job, *, best: int = 10) -> SearchResult:
+    """Return the `best` fastest of all combinations of degrees for this job's model, batch, GPUs and mechanism."""
+    rates, prices = GpuRates.of(job.cluster.gpu, job.training.precision), CollectiveTimes(network_of(job.cluster))
+    impossible, too_large, priced, smallest = 0, 0, 0, float("inf")
+    found: list[tuple[Job, PredictedStep]] = []
     for candidate in _candidates(job):
         if candidate is None:
             impossible += 1
             continue
-        need = memory(candidate)
-        if not need.fits:
+        if not (need := memory(candidate)).fits:
             too_large, smallest = too_large + 1, min(smallest, need.total_gib)
             continue
         try:
-            found.append(Found(job=candidate, step=step(candidate, prices=prices, machine=machine)))
+            found.append((candidate, predict_step(candidate, prices=prices, rates=rates)))
             priced += 1
         except Misconfigured:
             impossible += 1
         if len(found) > 64 * best:
             found = nsmallest(best, found, key=_us)
     if not found:
-        raise Misconfigured(
-            f"none of {too_large + impossible} ways to divide the job fits: the smallest takes {smallest:.1f} of "
-            f"{job.cluster.gpu.memory_gib:g} GiB; give more GPUs, a smaller micro_batch or GPUs with more memory"
-        )
-    return Searched(
-        best=tuple(nsmallest(best, found, key=_us)), priced=priced, too_large=too_large, impossible=impossible
+        ways, gib = too_large + impossible, f"{smallest:.1f} of {job.cluster.gpu.memory_gib:g} GiB"
+        raise Misconfigured(f"none of {ways} ways to divide the job fits: the smallest takes {gib}; {ADVICE}")
+    return SearchResult(
+        considered=priced + too_large + impossible,
+        priced=priced,
+        too_large=too_large,
+        impossible=impossible,
+        choices=tuple(_choice(*each) for each in nsmallest(best, found, key=_us)),
     )
 
 
-def _us(found: Found) -> float:
-    return found.step.step_us
+def _us(found: tuple[Job, PredictedStep]) -> float:
+    return found[1].step_us
+
+
+def _choice(job: Job, step: PredictedStep) -> Choice:
+    degrees = ("dp", "tp", "pp", "virtual", "schedule", "cp", "ep", "zero")
+    settings = {f"parallel.{name}": getattr(job.parallel, name) for name in degrees}
+    settings |= {"training.micro_batch": job.training.micro_batch, "training.recompute": job.training.recompute}
+    return Choice(settings=settings, step_us=step.step_us, mfu=step.mfu, memory_gib=step.memory.total_gib)
 
 
 def _candidates(job: Job) -> Iterator[Job | None]:
-    """Every job of the search; None where the model or batch cannot be divided so."""
-    ranks, node = job.parallel.world_size, job.cluster.levels[0].size
-    inside = [n for n in _divisors(ranks) if n <= min(node, TP_BEYOND)]
+    """Yield every job of the search; None where the model or batch cannot be divided so."""
+    ranks, node = job.parallel.world_size, job.cluster.gpus_per_node
+    inside = [n for n in _divisors(ranks) if n <= min(node, MAX_TP)]
     experts = _divisors(job.model.experts.count) if job.model.experts else [1]
     for tp, cp, pp in product(inside, [n for n in _divisors(ranks) if n <= node], _divisors(ranks)):
         if ranks % (tp * cp * pp) or pp > job.model.layers:
@@ -121,7 +94,7 @@ def _candidates(job: Job) -> Iterator[Job | None]:
 def _schedules(pp: int) -> list[tuple[int, str]]:
     if pp == 1:
         return [(1, "1f1b")]
-    return [(1, "1f1b"), (1, "zero_bubble"), *((virtual, "interleaved") for virtual in VIRTUAL if virtual > 1)]
+    return [(1, "1f1b"), (1, "zero_bubble"), *((virtual, "interleaved") for virtual in VIRTUAL)]
 
 
 def _changed(job: Job, degrees: dict[str, object], micro_batch: int, recompute: str) -> Job | None:

@@ -1,4 +1,4 @@
-"""What every record is."""
+"""Define what every record is."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["Record"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base: immutable, compared by value, `msgspec.json` reads and writes it. (msgspec does not inherit `kw_only`.)"""
+    """Is immutable, compared by value, read and written by `msgspec.json`; subclasses must repeat `kw_only`."""

@@ -1,7 +1,7 @@
-"""Frozen records: what one room hands to another, and what `--json` prints.
+"""Hold what `diagnose` answers: the records that `--json` prints.
 
 Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counterpoint.diagnosis/1`
-(docs/diagnose.md): keys may be added, never renamed. A value that is not known is `null`, never 0.
+(docs/reference/diagnosis.md): keys may be added, never renamed. A value that is not known is `null`, never 0.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = [
     "Collective",
     "Diagnosis",
     "Finding",
-    "Kernel",
     "KernelCause",
-    "Lane",
+    "KernelComparison",
     "RankAccount",
     "Replay",
     "Severity",
     "Source",
-    "Step",
+    "StepTime",
     "Straggler",
-    "WhatIf",
+    "TimelineLane",
+    "WhatIfStep",
 ]
 
 SCHEMA = "counterpoint.diagnosis/1"
@@ -37,15 +37,15 @@ Severity = Literal["high", "medium", "low"]
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """What was read."""
+    """Says what was read."""
 
     format: str  # kineto | nsys | mixed
     files: tuple[str, ...]
     events: int
 
 
-class Step(Record, frozen=True, kw_only=True):
-    """One training step, on the clock of the lowest rank, 0 = start of the first step."""
+class StepTime(Record, frozen=True, kw_only=True):
+    """Holds one training step, on the clock of the lowest rank, 0 = start of the first step."""
 
     name: str
     start_us: float
@@ -53,7 +53,7 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class Account(Record, frozen=True, kw_only=True):
-    """Where the time of all analysed steps went (`totals`: mean over ranks).
+    """Accounts for the time of all analysed steps (`totals`: mean over ranks).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined (of copies:
@@ -78,13 +78,13 @@ class Account(Record, frozen=True, kw_only=True):
 
 
 class RankAccount(Account, frozen=True, kw_only=True):
-    """`Account` of one rank."""
+    """Accounts for the time of one rank."""
 
     rank: int
 
 
 class Collective(Record, frozen=True, kw_only=True):
-    """One collective, joined over the ranks that took part in it.
+    """Describes one collective, joined over the ranks that took part in it.
 
     wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
     in it with no compute running. `bytes` is the full array (nccl-tests), null where the trace does not say.
@@ -109,7 +109,7 @@ class Collective(Record, frozen=True, kw_only=True):
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """A rank that makes others wait. delay = how much later than the others it arrived, summed."""
+    """Names a rank that makes others wait; delay = how much later than the others it arrived, summed."""
 
     rank: int
     delay_us: float
@@ -121,8 +121,8 @@ class Straggler(Record, frozen=True, kw_only=True):
     end_us: float | None = None
 
 
-class Kernel(Record, frozen=True, kw_only=True):
-    """One kind of compute kernel (same name, grid, block, shapes), alone against beside communication; medians."""
+class KernelComparison(Record, frozen=True, kw_only=True):
+    """Compares medians of one kind of compute kernel (name, grid, block, shapes) alone and during communication."""
 
     name: str
     grid: tuple[int, int, int]
@@ -147,7 +147,7 @@ class Kernel(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Something to act on; `cost_us` is step time (from the replay where one exists), worst first."""
+    """Names something to act on; `cost_us` is step time (from the replay where one exists), worst first."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float
@@ -160,25 +160,25 @@ class Finding(Record, frozen=True, kw_only=True):
     end_us: float | None = None
 
 
-class WhatIf(Record, frozen=True, kw_only=True):
-    """The step as it would be: replayed, not subtracted."""
+class WhatIfStep(Record, frozen=True, kw_only=True):
+    """Says how long the step would take if one thing were different: replayed, not subtracted."""
 
     name: str
     step_us: float
 
 
 class Replay(Record, frozen=True, kw_only=True):
-    """Measured and replayed time of a mean step; `error` = replayed / measured - 1."""
+    """Holds measured and replayed time of a mean step; `error` = replayed / measured - 1."""
 
     measured_us: float
     replayed_us: float
     error: float
-    what_if: tuple[WhatIf, ...]
+    what_if: tuple[WhatIfStep, ...]
     steps: int
 
 
-class Lane(Record, frozen=True, kw_only=True):
-    """One row of the timeline picture: spans of one kind of one rank (µs, clock of `Step`)."""
+class TimelineLane(Record, frozen=True, kw_only=True):
+    """Holds one row of the timeline picture: spans of one kind of one rank (µs, clock of `StepTime`)."""
 
     rank: int
     name: str  # compute | communication | wait | memcpy | host
@@ -188,7 +188,7 @@ class Lane(Record, frozen=True, kw_only=True):
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
-    """The whole answer of `counterpoint diagnose`."""
+    """Holds the whole answer of `counterpoint diagnose`."""
 
     schema: str = SCHEMA
     source: Source
@@ -201,11 +201,11 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     clock_drift_ppm: dict[str, float | None]
     verdict: str
     notes: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[StepTime, ...]
     totals: Account
     per_rank: tuple[RankAccount, ...]
     collectives: tuple[Collective, ...]
     stragglers: tuple[Straggler, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelComparison, ...]
     findings: tuple[Finding, ...]
     replay: Replay | None

@@ -1,4 +1,4 @@
-"""Frozen records of `doctor`: what was looked at and what it means for overlap. Contract `counterpoint.doctor/1`."""
+"""Hold what `doctor` answers: what was looked at and what it means for overlap. Contract `counterpoint.doctor/1`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKUP_SCHEMA = "counterpoint.doctor/1"
 
 
 class Check(Record, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """Describes one thing that was looked at."""
 
     name: str  # "peer_access"
     status: Literal["ok", "warning", "problem", "not_seen"]
@@ -25,7 +25,7 @@ class Check(Record, frozen=True, kw_only=True):
 
 
 class Checkup(Record, frozen=True, kw_only=True):
-    """All checks of one machine."""
+    """Holds all checks of one machine."""
 
     schema: str = CHECKUP_SCHEMA
     host: str

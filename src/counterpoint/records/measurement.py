@@ -1,6 +1,7 @@
-"""Frozen records of `measure`: what was asked to run together and what it cost. Times µs, sizes bytes.
+"""Hold what `measure` answers: what was asked to run together, what it cost, what ran. Times µs, sizes bytes.
 
-`Measurement` is the contract `counterpoint.measurement/1` (docs/measure.md): keys may be added, never renamed.
+`Measurement` is the contract `counterpoint.measurement/1` (docs/reference/measurement.md): keys may be added, never
+renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Literal
 import msgspec
 
 from counterpoint.records.base import Record
-from counterpoint.records.evidence import Evidence
 
 __all__ = [
     "MEASUREMENT_SCHEMA",
@@ -18,12 +18,15 @@ __all__ = [
     "BlockRow",
     "DeviceState",
     "Environment",
-    "Failure",
+    "Evidence",
+    "Launched",
     "Measurement",
+    "Observation",
     "Order",
     "Outcome",
     "PairClass",
     "Plan",
+    "RankFailure",
     "Row",
     "Scenario",
     "Timing",
@@ -37,7 +40,7 @@ PairClass = Literal["G-long", "C-long", "GC-equal"]
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """One duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile."""
+    """Holds one duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile."""
 
     us: float
     p10_us: float
@@ -47,10 +50,10 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True):
-    """One pair of operations to be measured by several mechanisms in several orders, all in the same rounds."""
+    """Asks for one pair of operations by several mechanisms in several orders, all in the same rounds."""
 
     name: str  # unique within its suite
-    workload: str  # a name of measure/workloads.py: "gemm 8192x8192x8192"
+    workload: str  # a name of measurement/workloads.py: "gemm 8192x8192x8192"
     collective: str  # PyTorch's name: "all_gather"
     size_bytes: int | None = None  # of the full array; None: from `ratio`
     ratio: float | None = None  # wanted T_c / T_g, for the fastest mechanism alone
@@ -59,7 +62,7 @@ class Scenario(Record, frozen=True, kw_only=True):
 
 
 class BlockRow(Record, frozen=True, kw_only=True):
-    """One building block alone: a collective by size and CTAs, a copy engine, or a GEMM by SMs."""
+    """Holds the time of one building block alone: a collective by size and CTAs, a copy engine, or a GEMM by SMs."""
 
     what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192"
     mechanism: str
@@ -73,7 +76,7 @@ class BlockRow(Record, frozen=True, kw_only=True):
 
 
 class Block(Record, frozen=True, kw_only=True):
-    """Building blocks to be measured alone, in the same rounds: one operation by size, or by setting of a control."""
+    """Asks for building blocks alone, in the same rounds: one operation by size, or by setting of a control."""
 
     name: str  # unique within its suite
     what: str  # a collective, or a workload's name
@@ -82,7 +85,7 @@ class Block(Record, frozen=True, kw_only=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """What the parent asks of its workers: one JSON file that every rank reads, so that no two can differ."""
+    """Holds what the parent asks of its workers: one JSON file that every rank reads, so that no two can differ."""
 
     suite: str
     device: Literal["cuda", "cpu"]
@@ -98,12 +101,12 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Scenario | Block, ...]:
-        """What each line of results is about, in the order in which it is measured."""
+        """The subjects of the lines of results, in the order in which they are measured."""
         return (*self.scenarios, *self.blocks)
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """One line of progress: a finished scenario, or building blocks."""
+    """Holds one line of progress: a finished scenario, or building blocks."""
 
     scenario: str
     rows: tuple[Row, ...] = ()
@@ -112,8 +115,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     environment: Environment | None = None  # in the first line of a run
 
 
-class Failure(Record, frozen=True, kw_only=True):
-    """Why one rank ended early."""
+class RankFailure(Record, frozen=True, kw_only=True):
+    """Says why one rank ended early."""
 
     rank: int
     kind: str  # name of the exception's class
@@ -122,7 +125,7 @@ class Failure(Record, frozen=True, kw_only=True):
 
 
 class Usage(Record, frozen=True, kw_only=True):
-    """Blocks and SMs of each side, as seen in the profiler; `null` where nobody could look (CPU)."""
+    """Counts blocks and SMs of each side, as seen in the profiler; `null` where nobody could look (CPU)."""
 
     compute_blocks: int | None = None  # of its longest kernel
     compute_blocks_per_sm: int | None = None
@@ -133,7 +136,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class DeviceState(Record, frozen=True, kw_only=True):
-    """What NVML said right after a scenario, extremes over ranks."""
+    """Holds what NVML said right after a scenario, extremes over ranks."""
 
     sm_mhz_min: int
     sm_mhz_max: int
@@ -143,7 +146,7 @@ class DeviceState(Record, frozen=True, kw_only=True):
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """One scenario by one mechanism in one order. Formulas: docs/measure.md."""
+    """Holds one scenario by one mechanism in one order; formulas: docs/reference/measurement.md."""
 
     scenario: str
     workload: str
@@ -178,17 +181,17 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def serial_us(self) -> float:
-        """T_g + T_c, and the head start: what `hidden` and `speedup` compare with."""
+        """The time of one after the other, T_g + T_c and the head start, with which `hidden` and `speedup` compare."""
         return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
 
     @property
     def speedup(self) -> float:
-        """Over one after the other: serial / T."""
+        """The speedup over one after the other: serial / T."""
         return self.serial_us / self.together.us
 
 
 class Environment(Record, frozen=True, kw_only=True):
-    """Where it was measured."""
+    """Says where it was measured."""
 
     device: str  # cuda | cpu
     gpu: str | None
@@ -204,7 +207,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 class Measurement(Record, frozen=True, kw_only=True):
-    """All rows of one suite."""
+    """Holds all rows of one suite."""
 
     schema: str = MEASUREMENT_SCHEMA
     suite: str
@@ -214,3 +217,45 @@ class Measurement(Record, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     unavailable: dict[str, str] = msgspec.field(default_factory=dict)  # mechanism: why it was not measured
     blocks: tuple[BlockRow, ...] = ()
+
+
+class Launched(Record, frozen=True, kw_only=True):
+    """Describes one kernel, copy or memset as the profiler (CUPTI) or the driver saw it; unknown is `null`."""
+
+    kind: Literal["kernel", "copy", "memset"]
+    name: str
+    stream: int | None = None  # the profiler's number of the stream
+    priority: int | None = None  # of the stream, as the driver says; lower goes first, 0 is the default
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    cluster: tuple[int, int, int] | None = None
+    regs_per_thread: int | None = None
+    smem_bytes: int | None = None  # static + dynamic, per block
+    bytes: int | None = None  # of a copy
+    start_us: float = 0.0  # on the profiler's clock
+    duration_us: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the grid; 0 for a copy."""
+        return 0 if self.grid is None else self.grid[0] * self.grid[1] * self.grid[2]
+
+
+class Observation(Record, frozen=True, kw_only=True):
+    """Holds what ran of one pair with a control and without it: all that `Control.verify` may look at."""
+
+    compute: tuple[Launched, ...] = ()
+    comm: tuple[Launched, ...] = ()
+    compute_without: tuple[Launched, ...] = ()  # the same launches with the control off
+    comm_without: tuple[Launched, ...] = ()
+    compute_sms: tuple[int, ...] | None = None  # ids of the SMs on which a probe ran in the compute stream
+    comm_sms: tuple[int, ...] | None = None
+
+
+class Evidence(Record, frozen=True, kw_only=True):
+    """Says whether one control did what was asked, and what shows it."""
+
+    control: str  # as in a mechanism's name: "gemm_sms=108"
+    asked: str
+    seen: str
+    took_effect: bool

@@ -1,4 +1,4 @@
-"""Frozen records of `plan`: what a job is predicted to take. Contract `counterpoint.plan/1`. Times are µs."""
+"""Hold what `plan` answers: what a job is predicted to take. Contract `counterpoint.plan/1`. Times are µs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = [
     "Choice",
     "Curve",
     "LevelLoad",
-    "Part",
     "PlacementResult",
     "Point",
     "Prediction",
     "RankOrder",
     "SearchResult",
     "Sensitivity",
+    "TimePart",
 ]
 
 PREDICTION_SCHEMA = "counterpoint.plan/1"
 
 
-class Part(Record, frozen=True, kw_only=True):
-    """A named part of a whole; `means` says what it is."""
+class TimePart(Record, frozen=True, kw_only=True):
+    """Holds the time of a named part of a whole; `means` says what it is."""
 
     name: str
     us: float
@@ -35,7 +35,7 @@ class Part(Record, frozen=True, kw_only=True):
 
 
 class Bar(Record, frozen=True, kw_only=True):
-    """What a stage runs from `start_us` to `end_us`: kind F, B or W, of one micro-batch and part of the model."""
+    """Says what a stage runs from `start_us` to `end_us`: kind F, B or W, of one micro-batch and part of the model."""
 
     stage: int
     kind: str
@@ -46,7 +46,7 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """The job with one value changed; `why_not` where it cannot be, and all else is null."""
+    """Predicts the job with one value changed; `why_not` where it cannot be, and all else is null."""
 
     value: str
     step_us: float | None = None
@@ -59,7 +59,7 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """The job over the values of one what-if or field."""
+    """Predicts the job over the values of one what-if or field."""
 
     name: str
     unit: str
@@ -67,7 +67,7 @@ class Curve(Record, frozen=True, kw_only=True):
 
 
 class Sensitivity(Record, frozen=True, kw_only=True):
-    """What the step would be if one thing were better."""
+    """Says what the step would be if one thing were better."""
 
     name: str
     step_us: float
@@ -75,7 +75,7 @@ class Sensitivity(Record, frozen=True, kw_only=True):
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """One way to divide the job: `settings` by field of the job's file."""
+    """Describes one way to divide the job: `settings` by field of the job's file."""
 
     settings: dict[str, int | str]
     step_us: float
@@ -84,7 +84,7 @@ class Choice(Record, frozen=True, kw_only=True):
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
-    """Fastest first; `considered` = priced + too_large + impossible."""
+    """Lists ways to divide a job, fastest first; `considered` = priced + too_large + impossible."""
 
     considered: int
     priced: int
@@ -94,7 +94,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
-    """What crosses one level of the network in a step, both ways; `time_us`: of its busiest GPU, null: unknown."""
+    """Says what crosses one level of the network in a step, both ways; `time_us`: of its busiest GPU, null: unknown."""
 
     level: str
     num_bytes: float
@@ -103,7 +103,7 @@ class LevelLoad(Record, frozen=True, kw_only=True):
 
 
 class RankOrder(Record, frozen=True, kw_only=True):
-    """One way to place the ranks: cost = distance · bytes, summed over its levels, inside out."""
+    """Describes one way to place the ranks: cost = distance · bytes, summed over its levels, inside out."""
 
     name: str
     cost: float
@@ -112,7 +112,7 @@ class RankOrder(Record, frozen=True, kw_only=True):
 
 
 class PlacementResult(Record, frozen=True, kw_only=True):
-    """The rank order found, first, and those it is compared with; `host_of` has the host of every rank.
+    """Holds the rank order found, first, and those it is compared with; `host_of` has the host of every rank.
 
     `files`: name to how it is used, of what was or could be written for launchers.
     """
@@ -124,7 +124,7 @@ class PlacementResult(Record, frozen=True, kw_only=True):
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """The whole answer of `counterpoint plan`.
+    """Holds the whole answer of `counterpoint plan`.
 
     `parts` add up to `step_us`; communication in them is what is exposed. `comm` is communication alone, by axis
     (from a trace: by operation). What a trace does not say is null.
@@ -135,19 +135,19 @@ class Prediction(Record, frozen=True, kw_only=True):
     gpu: str
     gpus: int
     step_us: float
-    parts: tuple[Part, ...]
-    comm: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
+    comm: tuple[TimePart, ...]
     exposed_comm_us: float
     comm_to_compute: float
     serial_us: float
     ideal_us: float
-    micro_batches: int | None
-    tokens_per_s: float | None
-    model_tflops: float | None
+    micro_batches: int | None = None
+    tokens_per_s: float | None = None
+    model_tflops: float | None = None
     mfu: float | None
     memory: dict[str, float]
-    memory_available_gib: float | None
-    fits: bool | None
+    memory_available_gib: float | None = None
+    fits: bool | None = None
     verdict: str
     validated: str
     notes: tuple[str, ...]

@@ -1,1 +1,5 @@
-"""Ways out of a diagnosis: terminal, HTML, Perfetto, data frames. Each module stands alone and imports late."""
+"""Show results, one file per verb and medium, from records alone; nothing here computes what it shows.
+
+formatting.py says how numbers look everywhere, safe_html.py writes pages on which no name of a trace is interpreted
+(templates and scripts are in page/), and files.py writes files that appear whole or not at all.
+"""

@@ -1,4 +1,4 @@
-"""A JSON trace, whatever its layout and size, as a stream of decodable runs of whole events.
+"""Cut a JSON trace, whatever its layout and size, into decodable runs of whole events.
 
 The array of events is cut at the last `}, {` of each block, and the cut is proved by decoding: JSON is read from left
 to right, so a run that starts at an event and decodes as a list of objects also ends at one. Where a cut falls into a
@@ -33,7 +33,7 @@ E = TypeVar("E")
 
 
 class EventRuns(Generic[E]):
-    """Iterate over lists of typed events; `header` holds every other key of the file once the iteration has ended.
+    """Iterates over lists of typed events; `header` holds every other key of the file once the iteration has ended.
 
     Args:
         stream: decompressed bytes.
@@ -63,10 +63,11 @@ class EventRuns(Generic[E]):
         self.header: dict[str, Any] = {}
 
     def bad(self, reason: str, at: int = 0) -> BadTrace:
+        """Return the error to raise about byte `at` of the buffer."""
         return BadTrace(reason, path=self._label, offset=self._offset + at)
 
     def offset_of(self, run: bytes, index: int) -> int:
-        """Byte offset in the file of event `index` of the run that was yielded last."""
+        """Return the byte offset in the file of event `index` of the run that was yielded last."""
         return self._run_offset + _element(run, index)
 
     def __iter__(self) -> Iterator[tuple[bytes, list[E]]]:
@@ -176,7 +177,7 @@ class EventRuns(Generic[E]):
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Just after the last `}` that looks like the end of an event followed by another; 0 if none is near."""
+    """Return the place after the last `}` that looks like the end of an event before another; 0 if none is near."""
     at = len(buffer)
     for _ in range(64):
         at = buffer.rfind(b"}", 0, at)
@@ -188,7 +189,7 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _walk(buffer: bytes) -> tuple[int, int | None]:
-    """(end of the last whole event, position of the `]` that closes the array or None), by walking every token."""
+    """Return the end of the last whole event and the `]` that closes the array (or None), by walking every token."""
     depth, last = 0, 0
     for token in _TOKEN.finditer(buffer):
         mark = token.group()
@@ -206,7 +207,7 @@ def _walk(buffer: bytes) -> tuple[int, int | None]:
 
 
 def _element(run: bytes, index: int) -> int:
-    """Offset of element `index` of a run of events."""
+    """Return the offset of element `index` of a run of events."""
     depth = 0
     for token in _TOKEN.finditer(run):
         mark = token.group()

@@ -1,4 +1,4 @@
-"""What a GPU operation is: told by its name and metadata, never by its stream.
+"""Say what a GPU operation is, by its name and metadata and never by its stream.
 
 Names seen in the wild (2020-2026): `ncclKernel_AllReduce_RING_LL_Sum_float(...)`, `ncclDevKernel_AllGather_RING_LL`,
 `ncclSymkDevKernel_...`, RCCL's `ncclDevKernel_Generic_4`, `mscclKernel_...`, `nvshmemi_...`, DeepEP's
@@ -56,23 +56,22 @@ _DTYPE_BYTES = {
 
 
 def is_multi_tensor(name: str) -> bool:
-    """Whether it goes over a list of tensors: PyTorch's foreach and fused optimizers, and Apex', by the name that both
-    give to it."""
+    """Return whether a kernel goes over a list of tensors, as PyTorch's foreach and fused optimizers and Apex' do."""
     return "multi_tensor_apply" in name
 
 
 def kernel_kind(name: str, *, has_collective: bool = False) -> Kind:
-    """COMM if the profiler attached collective metadata or the name is a communication kernel's, else COMPUTE."""
+    """Return COMM for a kernel with collective metadata or the name of a communication kernel, else COMPUTE."""
     return Kind.COMM if has_collective or _COMM_KERNEL.search(name) else Kind.COMPUTE
 
 
 def memcpy_kind(name: str) -> Kind:
-    """COMM for a copy between devices (`Memcpy PtoP`), MEMCPY for every other copy or memset."""
+    """Return COMM for a copy between devices (`Memcpy PtoP`), MEMCPY for every other copy or memset."""
     return Kind.COMM if "PtoP" in name or "P2P" in name or "Peer" in name else Kind.MEMCPY
 
 
 def normal_op(name: str) -> str:
-    """PyTorch's name for an operation: `_allgather_base` -> `all_gather`; unknown names come back in lower case."""
+    """Return PyTorch's name for an operation: `_allgather_base` -> `all_gather`; unknown names in lower case."""
     for op, pattern in _OPS:
         if pattern.search(name):
             return op
@@ -80,7 +79,7 @@ def normal_op(name: str) -> str:
 
 
 def collective_op(kernel_name: str) -> str:
-    """The collective that a communication kernel or peer copy carries out, as far as its name tells."""
+    """Return the collective that a communication kernel or peer copy carries out, as far as its name says."""
     if kernel_name.startswith("Memcpy"):
         return "peer_copy"
     if "nccl" in kernel_name.lower():
@@ -91,12 +90,12 @@ def collective_op(kernel_name: str) -> str:
 
 
 def is_barrier(op: str) -> bool:
-    """True for operations that carry no payload."""
+    """Return whether an operation carries no payload."""
     return op in ("barrier", "notify")
 
 
 def dtype_bytes(dtype: str | None) -> int | None:
-    """Bytes of one element of a dtype as the profiler spells it (`BFloat16`, `c10::Half`); None if unknown."""
+    """Return the bytes of one element of a dtype as the profiler spells it (`c10::Half`); None if unknown."""
     if dtype is None:
         return None
     return _DTYPE_BYTES.get(dtype.strip().lower().removeprefix("c10::").removeprefix("torch."))

@@ -1,7 +1,7 @@
-"""One clock for all ranks, estimated from collectives: all of a collective's ranks finish it at nearly one instant.
+"""Put all ranks on one clock, estimated from collectives: all ranks of a collective finish it at nearly one instant.
 
 Offsets (and drifts, where the trace is long enough to show one) are fitted robustly to the ends of joined collectives.
-What is smaller than the spread of those ends cannot be told from zero and is left at zero: on one host nothing is bent.
+What is smaller than the spread of those ends counts as zero: on one host no clock is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SWEEPS = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clocks:
-    """Per rank: own clock = reference clock + offset + drift * (reference clock - pivot).
+    """Holds, per rank: own clock = reference clock + offset + drift * (reference clock - pivot).
 
     offset and uncertainty in µs at the pivot; NaN where nothing connects a rank to the reference (the lowest rank).
     `spread` is the median deviation of a rank's ends from the others' after alignment.
@@ -34,7 +34,7 @@ class Clocks:
     pivot: float
 
     def corrected(self, rank_index: int, at: F64) -> F64:
-        """Times of one rank on the reference clock; uncorrected where no offset is known."""
+        """Return times of one rank on the reference clock; uncorrected where no offset is known."""
         offset, drift = self.offset[rank_index], self.drift[rank_index]
         if not np.isfinite(offset):
             return at
@@ -73,10 +73,10 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Ranks whose offsets cannot be told apart share a host and its clock: the median of theirs; the reference's is 0.
+    """Return offsets in which ranks that cannot be told apart share one clock, their median; the reference has 0.
 
-    So the order in which ranks leave a ring, which is alike in every collective, does not pass for a clock. A clock
-    that drifts is its own.
+    Such ranks share a host, and the order in which ranks leave a ring, which is alike in every collective, must not
+    pass for a clock. A clock that drifts is not shared.
     """
     steady = np.flatnonzero(slope == 0.0)
     order = steady[np.argsort(offset[steady], kind="stable")]
@@ -90,7 +90,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Offsets by walking from the first rank along the pairs that share most collectives; NaN: not connected."""
+    """Return offsets by walking from the first rank along the pairs that share most collectives; NaN: unconnected."""
     ranks = end.shape[1]
     there = np.isfinite(end).astype(np.float64)
     shared = there.T @ there
@@ -111,7 +111,7 @@ def _first_guess(end: F64) -> F64:
 
 
 def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
-    """(residuals, offsets, drifts) by alternating medians; drift only where it moves the ends by what can be seen."""
+    """Return residuals, offsets and drifts by alternating medians; drift only where it moves the ends visibly."""
     shift, slope = np.zeros(local.shape[1]), np.zeros(local.shape[1])
     span = float(np.nanmax(local) - np.nanmin(local)) if np.isfinite(local).any() else 0.0
     residual = local
@@ -145,14 +145,14 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:
-    """Whether both halves of the time show the drift: a rank whose lateness wanders does not drift."""
+    """Return whether both halves of the time show the drift: a rank whose lateness wanders does not drift."""
     middle = float(np.nanmedian(x))
     halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
     return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)
 
 
 def _slope(x: F64, y: F64) -> float:
-    """Theil-Sen: the median slope over pairs half the range apart."""
+    """Return the median slope over pairs half the range apart (Theil-Sen)."""
     keep = np.isfinite(x) & np.isfinite(y)
     x, y = x[keep], y[keep]
     half = len(x) // 2

@@ -1,7 +1,8 @@
-"""Kineto JSON (torch.profiler's `export_chrome_trace`, 2020 to today) into one `Timeline`.
+"""Read Kineto JSON (torch.profiler's `export_chrome_trace`, 2020 to today) into a `Timeline`.
 
 Events are decoded by type, a block at a time, and fall into columns at once: what is kept grows with the columns, not
 with the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid).
+Of a rank without a GPU (Gloo), operations of the host take the place of GPU operations.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ import numpy as np
 
 from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
-from counterpoint.trace.columns import join_launches, sorted_gpu, sorted_host
-from counterpoint.trace.host_only import device_ops_of_host
 from counterpoint.trace.kineto_columns import Columns
-from counterpoint.trace.kineto_halves import read_events, read_halves
-from counterpoint.trace.kineto_header import base_ns, device_of, distributed_info, job_of, whole
+from counterpoint.trace.kineto_processes import read_by_two_processes, read_events
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
-from counterpoint.trace.timeline import Device, HostKind, Kind, Timeline
+from counterpoint.trace.timeline import (
+    CollectiveInfo,
+    Device,
+    GpuOps,
+    HostKind,
+    HostOps,
+    Kind,
+    Timeline,
+    join_launches,
+    sorted_gpu,
+    sorted_host,
+)
 
 __all__ = ["read_kineto"]
 
@@ -32,20 +41,17 @@ def read_kineto(
     progress: Callable[[int], None] | None = None,
     processes: int = 1,
 ) -> Timeline:
-    """Read one rank.
+    """Return the timeline of one rank; a file that cannot be read raises `BadTrace` with the byte offset.
 
     Args:
         file: where it is.
         limits: caps on what it may expand to.
         progress: called with the number of events read so far, a few times a second.
         processes: 2: a large file that is not compressed is decoded by two processes, half each.
-
-    Raises:
-        BadTrace: with file and byte offset.
     """
     limits = limits or Limits()
-    halves = read_halves(file, limits, progress) if processes > 1 else None
-    columns, header = halves or read_events(file, limits, progress=progress)
+    read = read_by_two_processes(file, limits, progress) if processes > 1 else None
+    columns, header = read or read_events(file, limits, progress=progress)
     return _timeline(file, header, columns)
 
 
@@ -70,19 +76,19 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
     else:
         host_ops = sorted_host(host)
         order = np.lexsort((-host["end"], host["start"]))
-        gpu_ops = device_ops_of_host(host_ops, names, tuple(columns.infos), host["info"][order])
-    info = distributed_info(header)
+        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), host["info"][order])
+    info = _distributed_info(header)
     rank, known = _rank(info, columns, file)
     return Timeline(
         rank=rank,
         rank_known=known,
-        world_size=whole(info.get("world_size")),
-        job=job_of(info),
+        world_size=_whole(info.get("world_size")),
+        job=_job_of(info),
         path=file.label,
         format="kineto",
         events=columns.count,
-        origin_ns=base_ns(header) + (columns.base_us or 0) * 1000 + round(origin * 1000),
-        device=device_of(header, device) if len(gpu) else Device(name="cpu"),
+        origin_ns=_base_ns(header) + (columns.base_us or 0) * 1000 + round(origin * 1000),
+        device=_device_of(header, device) if len(gpu) else Device(name="cpu"),
         names=names,
         shapes=shapes,
         gpu=gpu_ops,
@@ -92,13 +98,13 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
 
 
 def _commonest(devices: Any) -> int:
-    """The device that ran most operations; 0 where none is stated."""
+    """Return the device that ran most operations; 0 where none is stated."""
     numbers, counts = np.unique(devices[devices >= 0], return_counts=True)
     return int(numbers[counts.argmax()]) if len(numbers) else 0
 
 
 def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, names: tuple[str, ...]) -> None:
-    """Kinds, grids, launches, shapes and collective metadata of GPU operations, from the tables and the host side."""
+    """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
     if host:
@@ -130,7 +136,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
 
 
 def _dims(text: bytes) -> tuple[int, int, int]:
-    """Grid or block of a kernel, `[128, 4, 1]`; zeros where it is missing."""
+    """Parse the grid or block of a kernel, `[128, 4, 1]`; zeros where it is missing."""
     try:
         found = msgspec.json.decode(text, type=list[int]) if text else []
     except msgspec.DecodeError:
@@ -141,7 +147,108 @@ def _dims(text: bytes) -> tuple[int, int, int]:
 
 
 def _rank(info: dict[str, Any], columns: Columns, file: TraceFile) -> tuple[int, bool]:
-    for candidate in (whole(info.get("rank")), columns.comm_rank, rank_from_name(file.label)):
+    for candidate in (_whole(info.get("rank")), columns.comm_rank, rank_from_name(file.label)):
         if candidate is not None and candidate >= 0:
             return candidate, True
     return 0, False
+
+
+def _distributed_info(header: dict[str, Any]) -> dict[str, Any]:
+    """Return rank, world_size, backend, nccl_version, ... as c10d stated them; empty where it did not."""
+    info = header.get("distributedInfo")
+    return info if isinstance(info, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    """Return `value` if it is a whole number from 0 that 64 bits hold, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
+
+
+def _base_ns(header: dict[str, Any]) -> int:
+    """Return what `ts` counts from, in ns since 1970; 0 before 2024."""
+    return _whole(header.get("baseTimeNanoseconds")) or 0
+
+
+def _job_of(info: dict[str, Any]) -> dict[str, Any]:
+    """Return what every rank of a job states alike."""
+    keys = ("backend", "nccl_version", "world_size")
+    return {key: info[key] for key in keys if isinstance(info.get(key), (str, int))}
+
+
+def _device_of(header: dict[str, Any], device: int) -> Device:
+    """Return the properties of GPU `device`, or of the first that is listed."""
+    listed = header.get("deviceProperties")
+    found = [d for d in listed if isinstance(d, dict)] if isinstance(listed, list) else []
+    props = next((d for d in found if d.get("id") == device), found[0] if found else {})
+    name, major, minor = props.get("name"), _whole(props.get("computeMajor")), _whole(props.get("computeMinor"))
+    return Device(
+        name=name if isinstance(name, str) else None,
+        num_sms=_whole(props.get("numSms")) or None,
+        regs_per_sm=_whole(props.get("regsPerMultiprocessor")) or None,
+        smem_per_sm=_whole(props.get("sharedMemPerMultiprocessor") or props.get("maxSharedMemoryPerMultiProcessor"))
+        or None,
+        threads_per_sm=_whole(props.get("maxThreadsPerMultiprocessor")) or None,
+        compute_capability=None if major is None or minor is None else (major, minor),
+    )
+
+
+def _device_ops_of_host(
+    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any
+) -> GpuOps:
+    """Return compute and communication of a rank that has no GPU.
+
+    Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
+    `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
+
+    Args:
+        host: sorted host ranges.
+        names: string table.
+        infos: collective metadata.
+        info_of_row: [len(host)] index into `infos`, -1 where a range has none.
+    """
+    backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
+    params = np.array([n == "record_param_comms" for n in names], bool)[host.name]
+    aten = np.array([n.startswith("aten::") for n in names], bool)[host.name]
+    comm = np.flatnonzero(backend if backend.any() else params)
+    outermost = _outermost(host, np.flatnonzero((host.kind == HostKind.OP) & aten))
+    rows = np.concatenate((comm, outermost))
+    rows = rows[np.argsort(host.start[rows], kind="stable")]
+    is_comm = np.isin(rows, comm)
+    info = _nearest_info(host, names, infos, info_of_row, rows, is_comm)
+    count = len(rows)
+    return GpuOps(
+        start=host.start[rows], end=host.end[rows], name=host.name[rows],
+        kind=np.where(is_comm, Kind.COMM, Kind.COMPUTE).astype(np.uint8),
+        stream=host.thread[rows].astype(np.int64), correlation=np.full(count, -1, np.int64),
+        launch_start=np.full(count, np.nan), launch_end=np.full(count, np.nan),
+        launch_thread=host.thread[rows], grid=np.zeros((count, 3), np.int32), block=np.zeros((count, 3), np.int32),
+        regs=np.zeros(count, np.int32), smem=np.zeros(count, np.int64), bytes=np.full(count, -1, np.int64),
+        shape=np.full(count, -1, np.int32), collective=info,
+    )  # fmt: skip
+
+
+def _outermost(host: HostOps, rows: Any) -> Any:
+    """Return those of `rows` that no other row of the same thread encloses."""
+    kept = []
+    for thread in np.unique(host.thread[rows]):
+        own = rows[host.thread[rows] == thread]
+        reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[own])[:-1]))
+        kept.append(own[host.start[own] >= reach])
+    return np.concatenate(kept) if kept else rows
+
+
+def _nearest_info(
+    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, rows: Any, is_comm: Any
+) -> Any:
+    """Return the metadata of each communication range: its own, or that of the n-th such operation."""
+    info = np.full(len(rows), -1, np.int32)
+    info[is_comm] = info_of_row[rows[is_comm]]
+    queues: dict[str, list[int]] = {}
+    for row in np.flatnonzero(info_of_row >= 0).tolist():
+        at = int(info_of_row[row])
+        queues.setdefault(infos[at].op or "", []).append(at)
+    for position in np.flatnonzero(is_comm & (info < 0)).tolist():
+        waiting = queues.get(classify.normal_op(names[host.name[rows[position]]]))
+        if waiting:
+            info[position] = waiting.pop(0)
+    return info

@@ -1,4 +1,4 @@
-"""Kineto events into columns: what is kept of a trace while it is read."""
+"""Sort Kineto events into columns: what is kept of a trace while it is read."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import numpy as np
 from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
-from counterpoint.trace.columns import Intern
-from counterpoint.trace.kineto_events import ON_GPU, Args, Categories, Event, Instant
-from counterpoint.trace.timeline import CollectiveInfo, HostKind
+from counterpoint.trace.kineto_events import ON_GPU, Categories, EventArgs, EventStart, KinetoEvent
+from counterpoint.trace.timeline import CollectiveInfo, HostKind, Intern
 
 __all__ = ["Columns", "absorb"]
 
 _PARAM_COMMS = "record_param_comms"
 _LAST_US = 9.2e15  # in the year 2261: 63 bits of ns
 _EXACT_US = 1 << 43  # below, a float64 of µs holds ns
-_NO_ARGS = Args()
+_NO_ARGS = EventArgs()
 
 
 @dataclass
 class Columns:
-    """What has been read so far: one list of arrays per column, and the tables that the columns point into."""
+    """Holds what has been read so far: one list of arrays per column, and the tables that columns point into."""
 
     categories: Categories = field(default_factory=Categories)
     names: Intern[str] = field(default_factory=Intern)
@@ -42,7 +41,8 @@ class Columns:
     inexact: bool = False  # starts have more digits than a float64 holds
     comm_rank: int | None = None
 
-    def info_of(self, args: Args) -> int:
+    def info_of(self, args: EventArgs) -> int:
+        """Keep the metadata of a collective and return its row."""
         self.infos.append(
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
@@ -90,15 +90,15 @@ class Columns:
 
 
 def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:
-    """For each number in `other`, the number of the same key in `table`."""
+    """Return, for each number in `other`, the number of the same key in `table`."""
     return np.array([table[key] for key in other], np.int32)
 
 
-def absorb(columns: Columns, runs: EventRuns[Event], run: bytes, events: list[Event]) -> None:
-    """Add a run of events.
+def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: list[KinetoEvent]) -> None:
+    """Add a run of events to the columns.
 
     Raises:
-        BadTrace: an event with an impossible time, with its byte offset.
+        BadTrace: an event has an impossible time; with its byte offset.
     """
     columns.count += len(events)
     timed = [e for e in events if e.ph == "X"]
@@ -128,12 +128,12 @@ def absorb(columns: Columns, runs: EventRuns[Event], run: bytes, events: list[Ev
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:
-    """Starts of the complete events less `base_us`, to the ns even where the file counts fractions of µs from 1970."""
-    instants = msgspec.json.decode(b"[" + run + b"]", type=list[Instant], strict=False)
+    """Return the starts of complete events less `base_us`, to the ns even if the file counts µs from 1970."""
+    instants = msgspec.json.decode(b"[" + run + b"]", type=list[EventStart], strict=False)
     return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
 
 
-def _absorb_gpu(columns: Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
+def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, kind: Any) -> None:
     args = [e.args or _NO_ARGS for e in events]
     grids, names = columns.grids, columns.names
     _put(
@@ -157,7 +157,7 @@ def _absorb_gpu(columns: Columns, events: list[Event], ts: Any, dur: Any, kind: 
     )
 
 
-def _absorb_host(columns: Columns, events: list[Event], ts: Any, dur: Any, kind: Any) -> None:
+def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, kind: Any) -> None:
     args = [e.args or _NO_ARGS for e in events]
     names, shapes = columns.names, columns.shapes
     is_op = kind == HostKind.OP
@@ -191,8 +191,8 @@ def _absorb_host(columns: Columns, events: list[Event], ts: Any, dur: Any, kind:
     )
 
 
-def _param_comms(columns: Columns, args: list[Args], rows: Any, external: Any) -> Any:
-    """Row of the metadata of each `record_param_comms`; -1 for everything else."""
+def _param_comms(columns: Columns, args: list[EventArgs], rows: Any, external: Any) -> Any:
+    """Return the row of the metadata of each `record_param_comms`; -1 for everything else."""
     infos = np.full(len(args), -1, np.int32)
     for row in rows.tolist():
         if args[row].collective is not None:
@@ -202,8 +202,8 @@ def _param_comms(columns: Columns, args: list[Args], rows: Any, external: Any) -
     return infos
 
 
-def _threads(columns: Columns, events: list[Event]) -> Any:
-    """Dense number of each event's (pid, tid), whatever JSON value those are."""
+def _threads(columns: Columns, events: list[KinetoEvent]) -> Any:
+    """Return a dense number of each event's (pid, tid), whatever JSON value those are."""
     threads = columns.threads
     try:
         return np.array([threads[e.pid, e.tid] for e in events], np.int32)
@@ -212,12 +212,12 @@ def _threads(columns: Columns, events: list[Event]) -> Any:
         return np.array([threads[key] for key in keys], np.int32)
 
 
-def _ints(args: list[Args], name: str) -> Any:
+def _ints(args: list[EventArgs], name: str) -> Any:
     values = [getattr(a, name) for a in args]
     return np.array([-1 if v is None else v for v in values], np.int64)
 
 
-def _externals(args: list[Args]) -> Any:
+def _externals(args: list[EventArgs]) -> Any:
     return np.array(
         [a.external if a.external is not None else _first(a.old_external) for a in args],
         np.int64,
@@ -225,7 +225,7 @@ def _externals(args: list[Args]) -> Any:
 
 
 def _first(*values: int | None) -> int:
-    """The first that is stated; -1 if none is."""
+    """Return the first value that is stated; -1 if none is."""
     for value in values:
         if value is not None:
             return value
@@ -238,12 +238,12 @@ def _put(table: dict[str, list[Any]], **columns: Any) -> None:
 
 
 def _stream_of(tid: Any) -> int:
-    """The stream in a tid such as 7 or "stream 7" (before 2022)."""
+    """Return the stream in a tid such as 7 or "stream 7" (before 2022)."""
     digits = "".join(c for c in str(tid) if c in "0123456789")
     return int(digits[:9]) if digits else 0
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """A value that some versions print as a string and others as a list or number."""
+    """Return as text a value that some versions print as a string and others as a list or number."""
     text = bytes(raw).decode("utf-8", "replace").strip().strip('"')
     return text if text and text != "null" else None

@@ -1,4 +1,4 @@
-"""One event of a Kineto file as it is decoded: what any account needs of it, and what kind of event it is."""
+"""Decode one event of a Kineto file: what any account needs of it, and what kind of event it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from counterpoint.trace.timeline import HostKind
 
-__all__ = ["IGNORED", "ON_GPU", "Args", "Categories", "Event", "Instant"]
+__all__ = ["IGNORED", "ON_GPU", "Categories", "EventArgs", "EventStart", "KinetoEvent"]
 
 ON_GPU, IGNORED = -1, -2
 _GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
@@ -32,8 +32,8 @@ Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # what a co
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
-class Args(msgspec.Struct, gc=False):
-    """The arguments of an event that any account needs; all others are skipped by the decoder."""
+class EventArgs(msgspec.Struct, gc=False):
+    """Holds the arguments of an event that any account needs; the decoder skips all others."""
 
     external: Int | None = msgspec.field(default=None, name="External id")
     old_external: Int | None = msgspec.field(default=None, name="external id")
@@ -64,8 +64,8 @@ class Args(msgspec.Struct, gc=False):
     dst_rank: Int | None = msgspec.field(default=None, name="Dst Rank")
 
 
-class Event(msgspec.Struct, gc=False):
-    """One trace event; only complete events (`ph` X) carry time."""
+class KinetoEvent(msgspec.Struct, gc=False):
+    """Holds one trace event; only complete events (`ph` X) carry time."""
 
     ph: str = ""
     cat: str | None = ""
@@ -74,18 +74,18 @@ class Event(msgspec.Struct, gc=False):
     tid: Any = 0
     ts: float | None = None
     dur: float | None = None
-    args: Args | None = None
+    args: EventArgs | None = None
 
 
-class Instant(msgspec.Struct, gc=False):
-    """An event's start to the last digit of the file."""
+class EventStart(msgspec.Struct, gc=False):
+    """Holds an event's start to the last digit of the file."""
 
     ph: str = ""
     ts: Decimal | None = None
 
 
 class Categories(dict[str | None, int]):
-    """HostKind of a category as the file spells it, or ON_GPU, or IGNORED."""
+    """Maps a category as the file spells it to its HostKind, or to ON_GPU or IGNORED."""
 
     def __missing__(self, category: str | None) -> int:
         name = (category or "").lower()

@@ -1,4 +1,4 @@
-"""Nsight Systems SQLite exports (schemas 2.x and 3.x, nsys 2021 to 2026) as one `Timeline` per rank.
+"""Read Nsight Systems SQLite exports (schemas 2.x and 3.x, nsys 2021 to 2026) into one `Timeline` per rank.
 
 A rank is a (process, device) that ran kernels. Columns are read whole and joined with sorted searches; which columns
 exist is asked first, so that an older export is read with what it has.
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.trace.classify import kernel_kind, memcpy_kind
-from counterpoint.trace.nsys_nvtx import Calls, NvtxRanges, innermost, nccl_calls, one_per_kernel, read_nvtx
+from counterpoint.trace.nsys_nvtx import NcclCalls, NvtxRanges, innermost, nccl_calls, one_per_kernel, read_nvtx
 from counterpoint.trace.nsys_ranks import RankId, device_of, find_ranks, utc_ns
-from counterpoint.trace.nsys_tables import MAX_ROWS, MAX_TEXT, Export, Names, look_up, open_export, text_or_unknown
+from counterpoint.trace.nsys_tables import MAX_ROWS, MAX_TEXT, Export, look_up, open_export, text_or_unknown
 from counterpoint.trace.timeline import (
     F64,
     I32,
@@ -28,6 +28,7 @@ from counterpoint.trace.timeline import (
     GpuOps,
     HostKind,
     HostOps,
+    Intern,
     Kind,
     Timeline,
 )
@@ -45,8 +46,8 @@ _PID_BITS = 24  # globalTid = globalPid | tid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Host:
-    """Host ranges of all processes, sorted by start; times in ns."""
+class _HostTable:
+    """Holds host ranges of all processes, sorted by start; times in ns."""
 
     start: I64
     end: I64
@@ -60,7 +61,7 @@ class _Host:
 
 
 def read_nsys(path: Path, *, max_rows: int = MAX_ROWS) -> list[Timeline]:
-    """The ranks in the export at `path`, ordered by rank.
+    """Return the ranks in the export at `path`, ordered by rank.
 
     `origin_ns` is UTC where the export states the start of its session, so that files share a time base. Spans of
     whole CUDA graphs (captured without their kernels) become compute operations named `CUDA graph`.
@@ -69,15 +70,14 @@ def read_nsys(path: Path, *, max_rows: int = MAX_ROWS) -> list[Timeline]:
         path: the file that `nsys export --type sqlite` wrote.
         max_rows: rows of one table beyond which the export is refused.
 
-    Raises:
-        BadTrace: not an export, damaged, without GPU activity, with impossible times, or too large.
+    A file that is no export, damaged, without GPU activity, with impossible times or too large raises `BadTrace`.
     """
     with open_export(path, max_rows=max_rows) as export:
         return _read(export, path)
 
 
 def _read(export: Export, path: Path) -> list[Timeline]:
-    names, shapes = Names(), Names()
+    names, shapes = Intern[str](), Intern[str]()
     nvtx = read_nvtx(export, names, shapes)
     gpu = _gpu_ops(export, names)
     if not len(gpu["start"]):
@@ -91,13 +91,13 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     first = min(int(times[0]) for times in (gpu["start"], host.start) if len(times))
     origin_ns = utc_ns(export, first)
     build = _Builder(path=path, gpu=gpu, runtime=runtime, launch=launch, host=host, first=first, origin_ns=origin_ns,
-                     names=names.tuple(), shapes=shapes.tuple(), collectives=collectives)  # fmt: skip
+                     names=tuple(names), shapes=tuple(shapes), collectives=collectives)  # fmt: skip
     ranks = find_ranks(export, gpu["globalPid"], gpu["deviceId"], gpu["gridX"] > 0, calls.communicators, path.name)
     return [build.timeline(rank, device_of(export, rank)) for rank in ranks]
 
 
-def _gpu_ops(export: Export, names: Names) -> dict[str, I64]:
-    """Kernels, copies, memsets and graph spans of all processes in shared columns, sorted by start."""
+def _gpu_ops(export: Export, names: Intern[str]) -> dict[str, I64]:
+    """Read kernels, copies, memsets and graph spans of all processes into shared columns, sorted by start."""
     common = {"start": -1, "end": -1, "deviceId": 0, "streamId": 0, "correlationId": -1, "globalPid": 0}
     kernel = {"demangledName": -1, "shortName": -1, "registersPerThread": 0, "staticSharedMemory": 0,
               "dynamicSharedMemory": 0}  # fmt: skip
@@ -108,11 +108,11 @@ def _gpu_ops(export: Export, names: Names) -> dict[str, I64]:
     _name_kernels(export, tables["KERNEL"], names)
     _name_copies(tables["MEMCPY"], names)
     memory = tables["MEMSET"].pop("memKind")
-    named = {int(one): names.index(f"Memset ({_MEMORY.get(int(one), 'Unknown')})") for one in np.unique(memory)}
+    named = {int(one): names[f"Memset ({_MEMORY.get(int(one), 'Unknown')})"] for one in np.unique(memory)}
     tables["MEMSET"]["name"] = look_up(memory, named, -1).astype(np.int64)
-    tables["GRAPH_TRACE"]["name"] = np.full(len(tables["GRAPH_TRACE"]["start"]), names.index(_GRAPH))
+    tables["GRAPH_TRACE"]["name"] = np.full(len(tables["GRAPH_TRACE"]["start"]), names[_GRAPH])
     kinds = {"KERNEL": Kind.COMPUTE, "MEMCPY": Kind.MEMCPY, "MEMSET": Kind.MEMCPY, "GRAPH_TRACE": Kind.COMPUTE}
-    texts = names.tuple()
+    texts = tuple(names)
     for table, data in tables.items():
         used = {int(one): _kind(table, texts[one], kinds[table]) for one in np.unique(data["name"])}
         data["kind"] = look_up(data["name"], used, kinds[table]).astype(np.int64)
@@ -132,28 +132,28 @@ def _kind(table: str, name: str, otherwise: Kind) -> Kind:
     return memcpy_kind(name) if table == "MEMCPY" else otherwise
 
 
-def _name_kernels(export: Export, data: dict[str, I64], names: Names) -> None:
+def _name_kernels(export: Export, data: dict[str, I64], names: Intern[str]) -> None:
     table = _CUPTI + "KERNEL"
     text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
     known: dict[int, int] = {}
     for key, name in export.strings(((table, "demangledName"), (table, "shortName")), (text,)):
         assert isinstance(key, int)  # the query says so
-        known[key] = names.index(text_or_unknown(name))
+        known[key] = names[text_or_unknown(name)]
     full, short = look_up(data.pop("demangledName"), known, -1), look_up(data.pop("shortName"), known, -1)
     name = np.where(full >= 0, full, short)
-    data["name"] = np.where(name >= 0, name, names.index("unknown")).astype(np.int64)
+    data["name"] = np.where(name >= 0, name, names["unknown"]).astype(np.int64)
     data["smem"] = data.pop("staticSharedMemory") + data.pop("dynamicSharedMemory")
 
 
-def _name_copies(data: dict[str, I64], names: Names) -> None:
-    """Kineto's names, `Memcpy HtoD (Pinned -> Device)`; a copy between two devices is PtoP, whatever its kind says."""
+def _name_copies(data: dict[str, I64], names: Intern[str]) -> None:
+    """Name copies as Kineto does, `Memcpy HtoD (Pinned -> Device)`; any copy between two devices is PtoP."""
     kind, source, target = data.pop("copyKind"), data.pop("srcDeviceId"), data.pop("dstDeviceId")
     peer = (kind == 8) & (source >= 0) & (target >= 0) & (source != target)
     fields = np.where(peer, 10, kind), data.pop("srcKind"), data.pop("dstKind")
     key = np.zeros(len(kind), np.int64)
     for column in fields:
         key = key << 4 | np.where((column < 0) | (column > 14), 15, column)
-    known = {one: names.index(_copy_name(one >> 8, one >> 4 & 15, one & 15)) for one in np.unique(key).tolist()}
+    known = {one: names[_copy_name(one >> 8, one >> 4 & 15, one & 15)] for one in np.unique(key).tolist()}
     data["name"] = look_up(key, known, -1).astype(np.int64)
 
 
@@ -164,18 +164,18 @@ def _copy_name(kind: int, source: int, target: int) -> str:
     return f"Memcpy {way} ({_MEMORY.get(source, _SIDES[way[0]])} -> {_MEMORY.get(target, _SIDES[way[-1]])})"
 
 
-def _runtime(export: Export, names: Names) -> _Host:
-    """Runtime and driver calls; Nsight keeps both in one table."""
+def _runtime(export: Export, names: Intern[str]) -> _HostTable:
+    """Read runtime and driver calls, which Nsight keeps in one table."""
     table = _CUPTI + "RUNTIME"
     data = export.ints(table, {"start": -1, "end": -1, "globalTid": 0, "correlationId": -1, "nameId": -1})
     text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
     known = {}
     for key, name in export.strings(((table, "nameId"),), (text,)):
         assert isinstance(key, int)  # the query says so
-        known[key] = names.index(re.sub(r"_v\d+(_ptsz|_ptds)?$", "", text_or_unknown(name)))  # as Kineto spells it
+        known[key] = names[re.sub(r"_v\d+(_ptsz|_ptds)?$", "", text_or_unknown(name))]  # as Kineto spells it
     nothing = np.full(len(data["start"]), -1)
-    return _Host(
-        start=data["start"], end=data["end"], name=look_up(data["nameId"], known, names.index("unknown")),
+    return _HostTable(
+        start=data["start"], end=data["end"], name=look_up(data["nameId"], known, names["unknown"]),
         kind=np.full(len(nothing), HostKind.RUNTIME, np.uint8), thread=data["globalTid"],
         correlation=data["correlationId"], stream=nothing, waits_for=nothing, waits_on=nothing,
     )  # fmt: skip
@@ -184,21 +184,21 @@ def _runtime(export: Export, names: Names) -> _Host:
 _SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # Kineto's words
 
 
-def _syncs(export: Export, names: Names, runtime: _Host) -> _Host:
-    """Synchronisations as the driver saw them, on the thread of the call that asked for them."""
+def _syncs(export: Export, names: Intern[str], runtime: _HostTable) -> _HostTable:
+    """Read synchronisations as the driver saw them, on the thread of the call that asked for them."""
     columns = {"start": -1, "end": -1, "streamId": -1, "correlationId": -1, "globalPid": 0, "syncType": 0,
                "eventId": -1, "eventSyncId": -1}  # fmt: skip
     data = export.ints(_CUPTI + "SYNCHRONIZATION", columns)
     events = export.ints(_CUPTI + "CUDA_EVENT", {"globalPid": 0, "eventId": -1, "eventSyncId": -1,
                                                  "correlationId": -1, "streamId": -1})  # fmt: skip
-    known = {kind: names.index(name) for kind, name in _SYNC_NAMES.items()}
+    known = {kind: names[name] for kind, name in _SYNC_NAMES.items()}
     waits = data["syncType"] == 2
     call, process = _launches(data["globalPid"], data["correlationId"], runtime)
     pairs = data["eventId"] << 32 | data["eventSyncId"], events["eventId"] << 32 | events["eventSyncId"]
     recorded = _join(data["globalPid"], pairs[0], events["globalPid"], pairs[1])  # a missing eventSyncId makes it -1
     recorded, nothing = np.where(waits, recorded, -1), np.full(len(waits), -1)
-    return _Host(
-        start=data["start"], end=data["end"], name=look_up(data["syncType"], known, names.index("unknown")),
+    return _HostTable(
+        start=data["start"], end=data["end"], name=look_up(data["syncType"], known, names["unknown"]),
         kind=np.full(len(waits), HostKind.SYNC, np.uint8),
         thread=_take(runtime.thread, call, process), correlation=data["correlationId"],
         stream=np.where(waits, data["streamId"], -1),
@@ -207,22 +207,22 @@ def _syncs(export: Export, names: Names, runtime: _Host) -> _Host:
     )  # fmt: skip
 
 
-def _annotations(nvtx: NvtxRanges) -> _Host:
+def _annotations(nvtx: NvtxRanges) -> _HostTable:
     nothing = np.full(len(nvtx.start), -1)
-    return _Host(start=nvtx.start, end=nvtx.end, name=nvtx.name, kind=nvtx.kind, thread=nvtx.thread,
+    return _HostTable(start=nvtx.start, end=nvtx.end, name=nvtx.name, kind=nvtx.kind, thread=nvtx.thread,
                  correlation=nothing, stream=nothing, waits_for=nothing, waits_on=nothing)  # fmt: skip
 
 
-def _merge(*parts: _Host) -> _Host:
-    return _Host(**{key: np.concatenate([getattr(part, key) for part in parts]) for key in _Host.__slots__})
+def _merge(*parts: _HostTable) -> _HostTable:
+    return _HostTable(**{key: np.concatenate([getattr(part, key) for part in parts]) for key in _HostTable.__slots__})
 
 
-def _sorted(host: _Host) -> _Host:
+def _sorted(host: _HostTable) -> _HostTable:
     return _select(host, np.lexsort((-host.end, host.start)))
 
 
-def _select(host: _Host, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> _Host:
-    return _Host(**{key: getattr(host, key)[index] for key in _Host.__slots__})
+def _select(host: _HostTable, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> _HostTable:
+    return _HostTable(**{key: getattr(host, key)[index] for key in _HostTable.__slots__})
 
 
 def _process(thread: I64) -> I64:
@@ -230,7 +230,7 @@ def _process(thread: I64) -> I64:
 
 
 def _join(process: I64, key: I64, to_process: I64, to_key: I64) -> I64:
-    """Row of the right side with the same process and key, else -1; keys <= 0 join nothing."""
+    """Return the row of the right side with the same process and key, else -1; keys <= 0 join nothing."""
     found = np.full(len(key), -1, np.int64)
     for one in np.unique(process):
         mine, theirs = np.flatnonzero(process == one), np.flatnonzero(to_process == one)
@@ -244,27 +244,27 @@ def _join(process: I64, key: I64, to_process: I64, to_key: I64) -> I64:
 
 
 def _take(values: npt.NDArray[Any], index: I64, otherwise: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`values[index]` where index >= 0, else `otherwise`."""
+    """Return `values[index]` where index >= 0, else `otherwise`."""
     return np.where(index >= 0, values[index], otherwise) if len(values) else otherwise
 
 
-def _launches(process: I64, correlation: I64, runtime: _Host) -> tuple[I64, I64]:
-    """Row of the runtime call behind each correlation (-1: unknown), and the process of each.
+def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64, I64]:
+    """Return the row of the runtime call behind each correlation (-1: unknown), and the process of each.
 
     Where an export has no `globalPid` (0), the process is that of the call, or the only one there is.
     """
     to_process = _process(runtime.thread)
-    unsaid = process == 0
-    if unsaid.any() and len(to_process):
+    unstated = process == 0
+    if unstated.any() and len(to_process):
         everywhere = np.zeros_like(to_process)
-        call = _join(process[unsaid], correlation[unsaid], everywhere, runtime.correlation)
+        call = _join(process[unstated], correlation[unstated], everywhere, runtime.correlation)
         process = process.copy()
-        process[unsaid] = _take(to_process, call, np.full(len(call), to_process[0]))
+        process[unstated] = _take(to_process, call, np.full(len(call), to_process[0]))
     return _join(process, correlation, to_process, runtime.correlation), process
 
 
-def _shapes(nvtx: NvtxRanges, runtime: _Host, launch: I64) -> I64:
-    """Shapes of the innermost operation that was open on the launching thread when each GPU operation was launched."""
+def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
+    """Return the shapes of the innermost operation open on the launching thread at each GPU operation's launch."""
     found = np.full(len(launch), -1, np.int64)
     shaped = np.flatnonzero((nvtx.shape >= 0) & (nvtx.nests == 1))
     known = np.flatnonzero(launch >= 0)
@@ -276,9 +276,9 @@ def _shapes(nvtx: NvtxRanges, runtime: _Host, launch: I64) -> I64:
 
 
 def _collectives(
-    gpu: dict[str, I64], runtime: _Host, launch: I64, calls: Calls
+    gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Which NCCL call launched each communication kernel: the one open on the launching thread at that moment."""
+    """Find the NCCL call that launched each communication kernel: the one then open on the launching thread."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))
@@ -296,21 +296,21 @@ def _collectives(
         mine, call = mine[order], call[order]
         _, starts = np.unique(call, return_index=True)
         for begin, rows in zip(starts, np.split(mine, starts[1:]), strict=False):
-            said = one_per_kernel(calls.infos[call[begin]], len(rows))
-            found[rows] = len(infos) + np.minimum(np.arange(len(rows)), len(said) - 1)
-            infos += said
+            carried = one_per_kernel(calls.infos[call[begin]], len(rows))
+            found[rows] = len(infos) + np.minimum(np.arange(len(rows)), len(carried) - 1)
+            infos += carried
     return found, tuple(infos)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Builder:
-    """All of one export; cuts out the timeline of one rank."""
+    """Cuts the timeline of one rank out of all that an export holds."""
 
     path: Path
     gpu: dict[str, I64]
-    runtime: _Host
+    runtime: _HostTable
     launch: I64
-    host: _Host
+    host: _HostTable
     first: int
     origin_ns: int
     names: tuple[str, ...]
@@ -318,6 +318,7 @@ class _Builder:
     collectives: tuple[CollectiveInfo, ...]
 
     def timeline(self, rank: RankId, device: Device) -> Timeline:
+        """Return the timeline of one rank."""
         rows = np.flatnonzero((self.gpu["globalPid"] == rank.process) & (self.gpu["deviceId"] == rank.device))
         host = self._host(rank, rows)
         threads, thread = np.unique(host.thread, return_inverse=True)
@@ -353,16 +354,16 @@ class _Builder:
             shape=gpu["shape"].astype(np.int32), collective=collective,
         )  # fmt: skip
 
-    def _host(self, rank: RankId, rows: I64) -> _Host:
-        """Host ranges of the rank's process, less what belongs to other devices that the process drives."""
+    def _host(self, rank: RankId, rows: I64) -> _HostTable:
+        """Return host ranges of the rank's process, less what belongs to other devices that the process drives."""
         mine = _process(self.host.thread) == rank.process
         other = (self.gpu["globalPid"] == rank.process) & (self.gpu["deviceId"] != rank.device)
         if other.any():
             here, there = self.launch[rows], self.launch[other]
             kept = np.unique(self.runtime.thread[here[here >= 0]])
-            strangers = np.setdiff1d(self.runtime.thread[there[there >= 0]], kept)
+            of_others = np.setdiff1d(self.runtime.thread[there[there >= 0]], kept)
             launches = np.isin(self.host.correlation, self.gpu["correlationId"][other]) & (self.host.correlation > 0)
-            mine &= ~np.isin(self.host.thread, strangers) & ~launches
+            mine &= ~np.isin(self.host.thread, of_others) & ~launches
         return _select(self.host, mine)
 
     def _us(self, ns: I64) -> F64:

@@ -1,4 +1,4 @@
-"""NVTX ranges of a Nsight Systems export: names and shapes of PyTorch's operations, and NCCL's own annotations.
+"""Read the NVTX ranges of a Nsight Systems export: PyTorch's operations with shapes, and NCCL's own annotations.
 
 PyTorch (`emit_nvtx`) writes `aten::mm, seq = 7, op_id = 12, sizes = [[2, 3], [3, 4]], input_op_ids = [...]`: a text per
 call, so names and shapes are cut out by SQLite and only distinct ones become Python strings. NCCL (>= 2.20) opens a
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from counterpoint.trace.classify import normal_op
-from counterpoint.trace.nsys_tables import MAX_TEXT, OPEN_END, Export, Names, look_up, text_or_unknown
-from counterpoint.trace.timeline import I32, I64, U8, CollectiveInfo, HostKind
+from counterpoint.trace.nsys_tables import MAX_TEXT, OPEN_END, Export, look_up, text_or_unknown
+from counterpoint.trace.timeline import I32, I64, U8, CollectiveInfo, HostKind, Intern
 
-__all__ = ["Calls", "Communicator", "NvtxRanges", "innermost", "nccl_calls", "one_per_kernel", "read_nvtx"]
+__all__ = ["NcclCalls", "NcclCommunicator", "NvtxRanges", "innermost", "nccl_calls", "one_per_kernel", "read_nvtx"]
 
 _TABLE = "NVTX_EVENTS"
 _PUSH_POP = (59, 70)
@@ -36,7 +36,7 @@ _HEADER = struct.Struct("<IIIIQQ")  # domain, -, schema, -, payload bytes, total
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvtxRanges:
-    """Closed ranges in file order; times in ns."""
+    """Holds closed ranges in file order; times in ns."""
 
     start: I64
     end: I64
@@ -49,8 +49,8 @@ class NvtxRanges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Communicator:
-    """What NCCL said when a process joined a communicator."""
+class NcclCommunicator:
+    """Holds what NCCL said when a process joined a communicator."""
 
     process: int  # globalPid
     device: int
@@ -59,23 +59,23 @@ class Communicator:
 
 
 @dataclass(slots=True)
-class Calls:
-    """NCCL calls, grouped by the range in which NCCL launches them; times in ns."""
+class NcclCalls:
+    """Holds NCCL calls, grouped by the range in which NCCL launches them; times in ns."""
 
     thread: list[int] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     infos: list[list[CollectiveInfo]] = field(default_factory=list)
-    communicators: list[Communicator] = field(default_factory=list)
+    communicators: list[NcclCommunicator] = field(default_factory=list)
 
 
-def read_nvtx(export: Export, names: Names, shapes: Names) -> NvtxRanges:
-    """All ranges that were opened and closed; marks, domains and ranges left open are dropped."""
+def read_nvtx(export: Export, names: Intern[str], shapes: Intern[str]) -> NvtxRanges:
+    """Return all ranges that were opened and closed; marks, domains and ranges left open are dropped."""
     columns = {"start": -1, "end": -1, "eventType": 59, "globalTid": 0, "textId": -1}
     data = export.ints(_TABLE, columns, open_ends=True)
     keep = np.isin(data["eventType"], _PUSH_POP + _START_END) & (data["end"] != OPEN_END)
     name, shape = _texts(export, data["textId"], names, shapes)
-    is_op = np.array([bool(_OP.match(text)) for text in names.tuple()], bool)
+    is_op = np.array([bool(_OP.match(text)) for text in tuple(names)], bool)
     name = name[keep]
     ranges = {key: data[key][keep] for key in ("start", "end")}
     return NvtxRanges(
@@ -89,27 +89,27 @@ def read_nvtx(export: Export, names: Names, shapes: Names) -> NvtxRanges:
     )
 
 
-def _texts(export: Export, text_id: I64, names: Names, shapes: Names) -> tuple[I32, I32]:
-    """Name and shape of every row, from `text` where it is given, else from StringIds through `textId`."""
+def _texts(export: Export, text_id: I64, names: Intern[str], shapes: Intern[str]) -> tuple[I32, I32]:
+    """Return name and shape of every row, from `text` where it is given, else from StringIds through `textId`."""
     named: dict[int, int] = {}
     shaped: dict[int, int] = {}
     for key, name, shape in export.strings(((_TABLE, "textId"),), _cut("value")):
         assert isinstance(key, int)  # the query says so
-        named[key] = names.index(text_or_unknown(name))
+        named[key] = names[text_or_unknown(name)]
         if isinstance(shape, str):
-            shaped[key] = shapes.index(shape)
-    name_of, shape_of = look_up(text_id, named, names.index("unknown")), look_up(text_id, shaped, -1)
+            shaped[key] = shapes[shape]
+    name_of, shape_of = look_up(text_id, named, names["unknown"]), look_up(text_id, shaped, -1)
     if "text" in export.columns(_TABLE):
         rows = export.texts(_TABLE, _cut("text"))
         for row, (name, shape) in zip(range(len(name_of)), rows, strict=False):  # a damaged file may give more
             if isinstance(name, str):
-                name_of[row] = names.index(name)
-                shape_of[row] = shapes.index(shape) if isinstance(shape, str) else -1
+                name_of[row] = names[name]
+                shape_of[row] = shapes[shape] if isinstance(shape, str) else -1
     return name_of, shape_of
 
 
 def _cut(column: str) -> tuple[str, str]:
-    """SQL for the name and for the shapes in PyTorch's text; NULL where `column` holds no text."""
+    """Return SQL for the name and for the shapes in PyTorch's text; NULL where `column` holds no text."""
 
     def position(mark: str) -> str:
         return f"ifnull(nullif(instr({column}, '{mark}'), 0), {MAX_TEXT + 1})"
@@ -124,7 +124,7 @@ def _cut(column: str) -> tuple[str, str]:
 
 
 def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
-    """Index of the innermost of the `chosen` nesting ranges open on `thread` at `time`, else -1.
+    """Return the index of the innermost of the `chosen` nesting ranges open on `thread` at `time`, else -1.
 
     The depth at a moment is the number of starts minus the number of ends before it; the range sought is the last one
     that started at this depth.
@@ -148,29 +148,31 @@ def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
     return np.where(open_then, found, -1)
 
 
-def nccl_calls(export: Export, ranges: NvtxRanges, names: Names) -> Calls:
-    """NCCL's calls of all threads. Calls between GroupStart and GroupEnd are launched by the outermost GroupEnd."""
-    matched = [_NCCL.match(text) for text in names.tuple()]
+def nccl_calls(export: Export, ranges: NvtxRanges, names: Intern[str]) -> NcclCalls:
+    """Return the NCCL calls of all threads; the outermost GroupEnd launches those since its GroupStart."""
+    matched = [_NCCL.match(text) for text in tuple(names)]
     is_nccl = np.array([m is not None for m in matched], bool)
     mine = np.flatnonzero(is_nccl[ranges.name] & (ranges.nests == 1))
-    calls = Calls()
+    calls = NcclCalls()
     if not len(mine):
         return calls
     payloads = _payloads(export)
     function = [m.group(1) if m else "" for m in matched]
     mine = mine[np.lexsort((-ranges.end[mine], ranges.start[mine], ranges.thread[mine]))]
-    spoken = [payloads.get(int(row), {}) for row in ranges.row[mine]]
-    sizes = {said[_ID]: said[_RANKS] for said in spoken if _ID in said and 0 < said.get(_RANKS, 0) < _MAX_RANKS}
+    stated = [payloads.get(int(row), {}) for row in ranges.row[mine]]
+    sizes = {
+        fields[_ID]: fields[_RANKS] for fields in stated if _ID in fields and 0 < fields.get(_RANKS, 0) < _MAX_RANKS
+    }
     thread, open_until, depth, pending = -1, -1, 0, list[CollectiveInfo]()
-    for index, said in zip(mine.tolist(), spoken, strict=True):
+    for index, fields in zip(mine.tolist(), stated, strict=True):
         name = function[ranges.name[index]]
         tid, start, end = int(ranges.thread[index]), int(ranges.start[index]), int(ranges.end[index])
         if tid != thread:
             thread, open_until, depth, pending = tid, -1, 0, []
-        if {_RANKS, _RANK} <= said.keys():
-            process, device = tid >> 24 << 24, said.get(_DEVICE, -1)
-            calls.communicators.append(Communicator(
-                process=process, device=device, rank=said[_RANK], num_ranks=said[_RANKS]))  # fmt: skip
+        if {_RANKS, _RANK} <= fields.keys():
+            process, device = tid >> 24 << 24, fields.get(_DEVICE, -1)
+            calls.communicators.append(NcclCommunicator(
+                process=process, device=device, rank=fields[_RANK], num_ranks=fields[_RANKS]))  # fmt: skip
         if start < open_until:  # inside another call, such as the sends of ncclAlltoAll
             continue
         open_until = end
@@ -178,7 +180,7 @@ def nccl_calls(export: Export, ranges: NvtxRanges, names: Names) -> Calls:
             depth += 1
         elif name == "GroupEnd":
             depth = max(0, depth - 1)
-        elif info := _info(name, said, sizes):
+        elif info := _info(name, fields, sizes):
             pending.append(info)
         if depth == 0 and pending:
             calls.thread.append(tid)
@@ -193,12 +195,12 @@ _OPS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast",
         "send", "recv"}  # fmt: skip
 
 
-def _info(function: str, said: Mapping[str, int], sizes: Mapping[int, int]) -> CollectiveInfo | None:
-    """What one call moves. NCCL's message size is count * type size of its arguments: one rank's part."""
+def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) -> CollectiveInfo | None:
+    """Return what one call moves; NCCL's message size is count * type size of its arguments: one rank's part."""
     op = normal_op(function)
     if op not in _OPS:
         return None
-    size, group = said.get(_SIZE), said.get(_ID)
+    size, group = fields.get(_SIZE), fields.get(_ID)
     num_ranks = sizes.get(group) if group is not None else None
     if size is not None and not 0 <= size < _MAX_BYTES:
         size = None
@@ -216,7 +218,7 @@ def _info(function: str, said: Mapping[str, int], sizes: Mapping[int, int]) -> C
 
 
 def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[CollectiveInfo]:
-    """What each of `kernels` launched together carries: one call each where the numbers agree, else all of them."""
+    """Return what each of `kernels` launched together carries: a call each if the numbers agree, else all calls."""
     if len(infos) in (1, kernels):
         return infos
     ops = {info.op for info in infos}
@@ -236,14 +238,14 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Sum over calls; None if one does not say. A send has no output and a receive no input: they count as 0."""
+    """Sum over calls, None if one does not say; the output of a send and the input of a receive count as 0."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)
 
 
 def _payloads(export: Export) -> dict[int, dict[str, int]]:
-    """NCCL's payload fields by row of the table, for the rows that carry a payload that can be decoded."""
+    """Return NCCL's payload fields by row of the table, for the rows whose payload can be decoded."""
     entries = export.small("NVTX_PAYLOAD_SCHEMA_ENTRIES", ("schemaId", "type", "name", "offset"))
     layouts: dict[object, dict[str, tuple[str, int]]] = {}
     for entry in entries:
@@ -255,8 +257,8 @@ def _payloads(export: Export) -> dict[int, dict[str, int]]:
         return {}
     found: dict[int, dict[str, int]] = {}
     for row, (blob,) in enumerate(export.texts(_TABLE, ("binaryData",))):
-        if isinstance(blob, bytes | str) and (said := _decode(blob, layouts)):
-            found[row] = said
+        if isinstance(blob, bytes | str) and (fields := _decode(blob, layouts)):
+            found[row] = fields
     return found
 
 
@@ -269,9 +271,9 @@ def _decode(blob: bytes | str, layouts: Mapping[object, Mapping[str, tuple[str, 
     if len(blob) < _HEADER.size:
         return None
     layout = layouts.get(_HEADER.unpack_from(blob)[2], {})
-    said = {}
+    fields = {}
     for name, (form, offset) in layout.items():
         at = _HEADER.size + offset
         if at + struct.calcsize(form) <= len(blob):
-            said[name] = int(struct.unpack_from(form, blob, at)[0])
-    return said
+            fields[name] = int(struct.unpack_from(form, blob, at)[0])
+    return fields

@@ -1,4 +1,4 @@
-"""Who is who in a Nsight Systems export: ranks, their GPUs, and the session's place in time."""
+"""Find the ranks of a Nsight Systems export, their GPUs, and when the session began."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.errors import printable
-from counterpoint.trace.nsys_nvtx import Communicator
+from counterpoint.trace.nsys_nvtx import NcclCommunicator
 from counterpoint.trace.nsys_tables import Export
 from counterpoint.trace.source import rank_from_name
 from counterpoint.trace.timeline import I64, Device
@@ -34,7 +34,7 @@ _NEWEST_UTC_NS = 4 * 10**18  # the year 2096; anything beyond is not a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankId:
-    """One rank: the device that one process drives."""
+    """Names one rank: the device that one process drives."""
 
     process: int  # globalPid
     device: int  # CUDA ordinal in that process
@@ -48,10 +48,10 @@ def find_ranks(
     process: I64,
     device: I64,
     is_kernel: npt.NDArray[np.bool_],
-    communicators: Sequence[Communicator],
+    communicators: Sequence[NcclCommunicator],
     file_name: str,
 ) -> list[RankId]:
-    """The (process, device) pairs that ran kernels (copies, if none did), ordered by rank.
+    """Return the (process, device) pairs that ran kernels (copies, if none did), ordered by rank.
 
     One pair: its rank is what the launcher's environment says, then the file name, then NCCL. Several: what NCCL said
     when the processes joined their largest communicator, else their order; after earlier nodes if the node is known.
@@ -64,16 +64,16 @@ def find_ranks(
     if len(pairs) > MAX_RANKS:
         raise export.bad(f"claims {len(pairs)} pairs of process and device; at most {MAX_RANKS} fit in one capture")
     variables = _environment(export)
-    spoken = _by_nccl(pairs, communicators)
+    by_nccl = _by_nccl(pairs, communicators)
     if len(pairs) == 1:
-        return [_lone(pairs[0], variables, file_name, spoken)]
-    if spoken:
-        return sorted(spoken, key=lambda rank: rank.number)
+        return [_lone(pairs[0], variables, file_name, by_nccl)]
+    if by_nccl:
+        return sorted(by_nccl, key=lambda rank: rank.number)
     node = next((variables[key] for key in _NODE_VARIABLES if key in variables), 0)
     return [RankId(process=p, device=d, number=node * len(pairs) + at, known=False) for at, (p, d) in enumerate(pairs)]
 
 
-def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, spoken: list[RankId]) -> RankId:
+def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, by_nccl: list[RankId]) -> RankId:
     process, device = pair
     for name, size in _VARIABLES:
         if name in variables:
@@ -83,14 +83,14 @@ def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, spok
     if named is None and "LOCAL_RANK" in variables:
         named = variables["LOCAL_RANK"]
     # A lone capture cannot show whether NCCL's largest communicator is the whole job, so it does not settle the rank.
-    number = named if named is not None else spoken[0].number if spoken else 0
+    number = named if named is not None else by_nccl[0].number if by_nccl else 0
     return RankId(process=process, device=device, number=number, known=False)
 
 
-def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[Communicator]) -> list[RankId]:
-    """Ranks from the largest communicator, if every pair joined it under a number of its own; else nothing."""
+def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommunicator]) -> list[RankId]:
+    """Return ranks from the largest communicator, if every pair joined it under a number of its own; else none."""
     size = max((one.num_ranks for one in communicators), default=0)
-    joined: dict[int, list[Communicator]] = {}
+    joined: dict[int, list[NcclCommunicator]] = {}
     for one in communicators:
         if one.num_ranks == size:
             joined.setdefault(one.process, []).append(one)
@@ -106,7 +106,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[Communica
 
 
 def _environment(export: Export) -> dict[str, int]:
-    """Launcher variables with a number in them, as the capture's own environment had them."""
+    """Return launcher variables with a number in them, as the capture's own environment had them."""
     stored = [row.get("value") for row in export.small("TARGET_INFO_SYSTEM_ENV", ("name", "value"))
               if row.get("name") == "DeviceEnvironment"]  # fmt: skip
     stored += [row.get("value") for row in export.small("META_DATA_CAPTURE", ("name", "value"))
@@ -121,7 +121,7 @@ def _environment(export: Export) -> dict[str, int]:
 
 
 def device_of(export: Export, rank: RankId) -> Device:
-    """What TARGET_INFO_GPU says about the GPU of `rank`; all None where it does not."""
+    """Return what TARGET_INFO_GPU says about the GPU of `rank`; all None where it does not."""
     fields = ("id", "name", "smCount", "maxRegistersPerSm", "maxShmemPerSm", "maxWarpsPerSm", "threadsPerWarp",
               "maxThreadsPerSm", "computeMajor", "computeMinor")  # fmt: skip
     gpus = export.small("TARGET_INFO_GPU", fields)
@@ -151,7 +151,7 @@ def _minor(gpu: dict[str, object]) -> int:
 
 
 def utc_ns(export: Export, event_ns: int) -> int:
-    """UTC of `event_ns` on the export's clock, or `event_ns` itself where the export does not say when it began.
+    """Return the UTC of `event_ns` on the export's clock, or `event_ns` where the export does not say when it began.
 
     Times count from the start of the session, or (newer nsys, exported without normalising) on the system clock, in
     which case the analysis starts at the session's `systemClockNs`.

@@ -1,4 +1,4 @@
-"""Safe, columnar access to a Nsight Systems SQLite export.
+"""Read the tables of a Nsight Systems SQLite export safely, as columns.
 
 The file is somebody else's: it is opened read-only and immutable, its schema is not trusted, only plain tables are
 read, and every value is checked for its type, because SQLite lets any column hold anything.
@@ -18,7 +18,7 @@ import numpy as np
 from counterpoint.errors import BadTrace
 from counterpoint.trace.timeline import I32, I64
 
-__all__ = ["MAX_ROWS", "MAX_TEXT", "OPEN_END", "Export", "Names", "open_export"]
+__all__ = ["MAX_ROWS", "MAX_TEXT", "OPEN_END", "Export", "look_up", "open_export", "text_or_unknown"]
 
 MAX_ROWS = 100_000_000  # of one table; a row costs about 150 bytes of memory while it is read
 MAX_TEXT = 4096  # characters kept of one string
@@ -31,24 +31,9 @@ _CHUNK = 50_000
 _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and give the .sqlite"
 
 
-class Names:
-    """Strings numbered in the order of their first appearance."""
-
-    def __init__(self) -> None:
-        self._index: dict[str, int] = {}
-
-    def index(self, text: str) -> int:
-        """The number of `text`, given out now if it is new."""
-        return self._index.setdefault(text, len(self._index))
-
-    def tuple(self) -> tuple[str, ...]:
-        """All strings by number."""
-        return tuple(self._index)
-
-
 @contextmanager
 def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
-    """The export at `path`, for as long as the context lives.
+    """Yield the export at `path`, open for as long as the context lives.
 
     Raises:
         BadTrace: not an SQLite file, damaged, or not readable; also for errors of SQLite inside the context.
@@ -74,7 +59,7 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
 
 
 class Export:
-    """Tables of one export as numpy columns; what is missing comes back as its default.
+    """Reads tables of one export as numpy columns; what is missing comes back as its default.
 
     Args:
         connection: read-only; it is hardened here.
@@ -94,7 +79,7 @@ class Export:
         self._columns: dict[str, frozenset[str]] = {}
 
     def columns(self, table: str) -> frozenset[str]:
-        """Lower-case names of the columns of `table`; empty if the export has no such table."""
+        """Return the lower-case names of the columns of `table`; none if the export has no such table."""
         if table not in self._columns:
             if not self._real.get(table, True):
                 raise self.bad(f"{table} is a view or a virtual table, not a table; {_EXPORT_HINT} again")
@@ -105,19 +90,18 @@ class Export:
         return self._columns[table]
 
     def bad(self, reason: str) -> BadTrace:
-        """The error to raise about this file."""
+        """Return the error to raise about this file."""
         return BadTrace(reason, path=self.path)
 
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
-        """Integer columns of `table` by row; `start` and `end` (ns) are checked in every row.
+        """Return integer columns of `table`; a table with impossible times or too many rows raises `BadTrace`.
+
+        `start` and `end` (ns) must be integers of at least 0 in every row, and no end before its start.
 
         Args:
             table: its name; a table that is not there has no rows.
             defaults: column -> value where the column is missing, NULL, or not an integer.
             open_ends: allow `end` to be NULL; it becomes `OPEN_END`.
-
-        Raises:
-            BadTrace: a time that is not an integer or negative, an end before its start, or too many rows.
         """
         present = [name for name in defaults if name.lower() in self.columns(table)]
         if not present:
@@ -136,13 +120,13 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Rows of SQL `expressions` (ours, never the file's), in the order of `ints`, a chunk in memory at a time."""
+        """Return rows of SQL `expressions` (ours, never the file's), in the order of `ints`, read chunk by chunk."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
 
     def small(self, table: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-        """Rows of a small table as dictionaries of the columns that exist."""
+        """Return the rows of a small table as dictionaries of the columns that exist."""
         present = [name for name in names if name.lower() in self.columns(table)]
         if not present:
             return []
@@ -151,7 +135,7 @@ class Export:
         return [dict(zip(present, row, strict=True)) for row in rows]
 
     def strings(self, users: tuple[tuple[str, str], ...], expressions: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
-        """`id` and SQL `expressions` over `value` of the rows of StringIds that (table, column) `users` point at."""
+        """Return `id` and SQL `expressions` over `value` of the StringIds that the (table, column) `users` refer to."""
         used = [f'SELECT "{c}" FROM "{t}"' for t, c in users if c.lower() in self.columns(t)]
         if not used or not {"id", "value"} <= self.columns("StringIds"):
             return iter(())
@@ -159,7 +143,7 @@ class Export:
         return self.texts("StringIds", ("id", *expressions), where=where)
 
     def _block(self, table: str, fields: Mapping[str, str]) -> I64:
-        """Columns [fields, rows]. SQLite writes each as one text of numbers, which takes half the time of rows."""
+        """Read columns [fields, rows]; SQLite writes each as one text of numbers, which takes half the time of rows."""
         lists = ", ".join(f"group_concat({field})" for field in fields.values())
         inner = ", ".join(f'"{name}"' for name in fields)
         chunk = f'SELECT rowid AS at, {inner} FROM "{table}" WHERE rowid > ? ORDER BY rowid LIMIT {_CHUNK}'
@@ -185,7 +169,7 @@ class Export:
 
 
 def _numbers(text: str, count: int) -> I64:
-    """The `count` integers in `text`; ValueError if it holds anything else."""
+    """Return the `count` integers in `text`; raise ValueError if it holds anything else."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy only warns where it stops at what is not a number
         try:
@@ -209,11 +193,11 @@ def _careful(name: str, default: int, open_ends: bool) -> str:
 
 
 def text_or_unknown(value: object) -> str:
-    """`value` if it is text, else `unknown`: a string column may hold NULL or a blob."""
+    """Return `value` if it is text, else `unknown`: a string column may hold NULL or a blob."""
     return value if isinstance(value, str) and value else "unknown"
 
 
 def look_up(ids: I64, known: Mapping[int, int], unknown: int) -> I32:
-    """`known[id]` for each of `ids`, else `unknown`."""
+    """Return `known[id]` for each of `ids`, else `unknown`."""
     unique, inverse = np.unique(ids, return_inverse=True)
     return np.array([known.get(int(one), unknown) for one in unique], np.int32)[inverse]

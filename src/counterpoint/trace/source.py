@@ -1,6 +1,6 @@
-"""Where traces come from: a file, a folder, a glob or a tar of ranks; plain or gzip; Kineto JSON or Nsight SQLite.
+"""Find and open traces: a file, a folder, a glob or a tar of ranks; plain or gzip; Kineto JSON or Nsight SQLite.
 
-What a file is, is told by its first bytes, not by its name. Everything that comes out of a compressed file is counted
+The first bytes of a file say what it is, not its name. Everything that comes out of a compressed file is counted
 against a limit, so that a small hostile file cannot fill the memory or the disk.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from counterpoint.errors import BadTrace
 
@@ -41,7 +41,7 @@ _RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one input may ask of this machine.
+    """Limits what one input may ask of this machine.
 
     Args:
         trace_bytes: decompressed bytes of one trace, and an eighth of those of an archive.
@@ -54,14 +54,14 @@ class Limits:
     files: int = 100_000
 
     def allow(self, compressed_bytes: int, *, traces: int = 1) -> int:
-        """The most that a compressed file may expand to."""
+        """Return the most bytes that a compressed file may expand to."""
         most = self.trace_bytes * traces
         return min(most, max(self.trace_bytes // 32, compressed_bytes * self.ratio))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """One file to read; `label` is what messages call it (`archive.tar!rank3.json` for a member)."""
+    """Names one file to read; `label` is what messages call it (`archive.tar!rank3.json` for a member)."""
 
     path: Path
     label: str
@@ -69,7 +69,7 @@ class TraceFile:
 
 
 def rank_from_name(name: str) -> int | None:
-    """The rank that a file name states (`rank3.json.gz`, `trace_rank-12.json`, `host_r4.json`, `trace_5.json`)."""
+    """Return the rank that a file name states (`rank3.json.gz`, `trace_rank-12.json`, `host_r4.json`)."""
     base = name.replace("\\", "/").rsplit("/", 1)[-1].rsplit("!", 1)[-1]
     for pattern in _RANK:
         if found := pattern.search(base):
@@ -79,7 +79,7 @@ def rank_from_name(name: str) -> int | None:
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFile]]:
-    """The trace files that `sources` name; archives are unpacked for as long as the context lives.
+    """Yield the trace files that `sources` name; archives are unpacked for as long as the context lives.
 
     Raises:
         BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
@@ -109,20 +109,20 @@ def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
             return _unpack(path, name, scratch, limits)
         file = _sniff(path, name, strict=True)
     except OSError as error:
-        raise _unreadable(error, name) from None
+        _raise_unreadable(error, name)
     assert file is not None
     return [file]
 
 
 def _readable(path: str) -> str:
-    """A path that can be printed and encoded, whatever bytes its name is made of."""
+    """Return a path that can be printed and encoded, whatever bytes its name is made of."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _unreadable(error: OSError, label: str) -> BadTrace:
+def _raise_unreadable(error: OSError, label: str) -> NoReturn:
     if isinstance(error, PermissionError):
-        return BadTrace("no permission to read it; check the owner and mode of the file", path=label)
-    return BadTrace(f"cannot be read: {error.strerror or error}", path=label)
+        raise BadTrace("no permission to read it; check the owner and mode of the file", path=label) from None
+    raise BadTrace(f"cannot be read: {error.strerror or error}", path=label) from None
 
 
 def _pattern(pattern: str, label: str) -> list[TraceFile]:
@@ -159,7 +159,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """The traces among the regular files, written under numbers; links, devices and the members' paths lead nowhere."""
+    """Unpack the traces among the regular files, under numbers, so that links and the members' paths lead nowhere."""
     budget = limits.allow(path.stat().st_size, traces=8)
     found: list[TraceFile] = []
     scratch.mkdir()
@@ -187,12 +187,12 @@ def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[Trace
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
-    """What the file is by its first bytes; None (or BadTrace when `strict`) if it is no trace at all."""
+    """Return what the file is by its first bytes; None (or BadTrace when `strict`) if it is no trace at all."""
     try:
         with path.open("rb") as raw:
             head = raw.read(_HEAD_BYTES)
     except OSError as error:
-        raise _unreadable(error, label) from None
+        _raise_unreadable(error, label)
     if head.startswith(_SQLITE_MAGIC):
         return TraceFile(path=path, label=label, format="nsys")
     if head.startswith(_GZIP_MAGIC):
@@ -246,10 +246,9 @@ class _Capped(io.RawIOBase):
 
 
 def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None) -> io.RawIOBase:
-    """The decompressed bytes of a trace, in order, never more than `limits` allows; or those from `begin` to `stop`.
+    """Return the decompressed bytes of a trace from `begin` to `stop`, in order, never more than `limits` allows.
 
-    Raises:
-        BadTrace: it cannot be opened here (on a cluster every worker needs the file under the same path).
+    A file that cannot be opened raises `BadTrace`: on a cluster every worker needs it under the same path.
     """
     try:
         with file.path.open("rb") as raw:
@@ -257,7 +256,7 @@ def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | N
         stream = gzip.GzipFile(file.path) if compressed else file.path.open("rb")
         limit = limits.allow(file.path.stat().st_size) if compressed else limits.trace_bytes
     except OSError as error:
-        raise _unreadable(error, file.label) from None
+        _raise_unreadable(error, file.label)
     if begin:
         stream.seek(begin)
     return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One rank's trace as columns: what every reader produces and every analysis consumes.
+"""Hold one rank's trace as columns: what every reader produces and every analysis consumes.
 
 Columns of one table have one length and are numpy arrays. Times are float64 µs since `origin_ns`, so that
 differences keep nanoseconds even where the file counts from 1970.
@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CollectiveInfo", "Device", "GpuOps", "HostKind", "HostOps", "Kind", "Timeline"]
+__all__ = [
+    "CollectiveInfo",
+    "Device",
+    "GpuOps",
+    "HostKind",
+    "HostOps",
+    "Intern",
+    "Kind",
+    "Timeline",
+    "join_launches",
+    "previous_on_stream",
+    "sorted_gpu",
+    "sorted_host",
+]
+
+K = TypeVar("K")
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -22,7 +37,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Kind(IntEnum):
-    """What a GPU operation is, told by what it is and never by its stream."""
+    """Says what a GPU operation is, by its name and metadata and never by its stream."""
 
     COMPUTE = 0
     COMM = 1
@@ -30,7 +45,7 @@ class Kind(IntEnum):
 
 
 class HostKind(IntEnum):
-    """What a host range is."""
+    """Says what a host range is."""
 
     OP = 0  # aten:: and other dispatcher operations
     RUNTIME = 1  # CUDA/HIP runtime and driver calls
@@ -41,7 +56,7 @@ class HostKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Properties of the GPU that ran the rank, as the trace states them; None where it does not."""
+    """Holds the properties of the GPU that ran the rank, as the trace states them; None where it does not."""
 
     name: str | None = None
     num_sms: int | None = None
@@ -53,7 +68,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveInfo:
-    """What the framework said about one collective (c10d's `record_param_comms`); None where it did not say."""
+    """Holds what the framework said of one collective (c10d's `record_param_comms`); None where it did not."""
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name
@@ -71,7 +86,7 @@ class CollectiveInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuOps:
-    """GPU operations, sorted by start."""
+    """Holds GPU operations, sorted by start."""
 
     start: F64
     end: F64
@@ -96,7 +111,7 @@ class GpuOps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOps:
-    """Host ranges, sorted by start."""
+    """Holds host ranges, sorted by start."""
 
     start: F64
     end: F64
@@ -114,7 +129,7 @@ class HostOps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One rank."""
+    """Holds the trace of one rank."""
 
     rank: int
     rank_known: bool  # False: guessed from the file name or order
@@ -130,3 +145,61 @@ class Timeline:
     gpu: GpuOps
     host: HostOps
     collectives: tuple[CollectiveInfo, ...]
+
+
+class Intern(dict[K, int]):
+    """Numbers its keys in the order in which they come: `table[key]` is the number, `tuple(table)` the keys."""
+
+    def __missing__(self, key: K) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+def join_launches(gpu: dict[str, Any], host: dict[str, Any]) -> None:
+    """Add launch_start, launch_end and launch_thread to `gpu`, from the host call with the same correlation.
+
+    Several operations may share one call (a CUDA graph). Where two calls share a correlation, the later one launched.
+    """
+    count = len(gpu["correlation"])
+    gpu["launch_start"] = np.full(count, np.nan)
+    gpu["launch_end"] = np.full(count, np.nan)
+    gpu["launch_thread"] = np.full(count, -1, np.int32)
+    if not host:
+        return
+    calls = np.flatnonzero((host["kind"] == HostKind.RUNTIME) & (host["correlation"] >= 0))
+    if not len(calls):
+        return
+    calls = calls[np.lexsort((host["start"][calls], host["correlation"][calls]))]
+    keys = host["correlation"][calls]
+    at = np.searchsorted(keys, gpu["correlation"], side="right") - 1
+    found = (at >= 0) & (gpu["correlation"] >= 0)
+    found[found] = keys[at[found]] == gpu["correlation"][found]
+    source = calls[at[found]]
+    gpu["launch_start"][found] = host["start"][source]
+    gpu["launch_end"][found] = host["end"][source]
+    gpu["launch_thread"][found] = host["thread"][source]
+
+
+def previous_on_stream(stream: I64) -> I64:
+    """Return, for operations in order of start, the one before each on its stream; -1: none."""
+    order = np.argsort(stream, kind="stable")
+    previous = np.full(len(stream), -1, np.int64)
+    same = stream[order[1:]] == stream[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def sorted_gpu(columns: dict[str, Any]) -> GpuOps:
+    """Return `GpuOps` sorted by start (then stream)."""
+    order = np.lexsort((columns["stream"], columns["start"]))
+    return GpuOps(**{name: columns[name][order] for name in GpuOps.__dataclass_fields__})
+
+
+def sorted_host(columns: dict[str, Any]) -> HostOps:
+    """Return `HostOps` sorted by start, a range before those it encloses; no columns give an empty table."""
+    types = {"start": np.float64, "end": np.float64, "name": np.int32, "kind": np.uint8, "thread": np.int32,
+             "correlation": np.int64, "stream": np.int64, "waits_for": np.int64, "waits_on": np.int64}  # fmt: skip
+    if not columns:
+        return HostOps(**{name: np.empty(0, kind) for name, kind in types.items()})
+    order = np.lexsort((-columns["end"], columns["start"]))
+    return HostOps(**{name: columns[name][order].astype(kind, copy=False) for name, kind in types.items()})

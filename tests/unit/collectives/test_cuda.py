@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cases import NAMES, case
-from fake_driver import FakeDriver
 
-from counterpoint.collectives.cuda import Executor
-from counterpoint.collectives.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
-from counterpoint.collectives.plan import plan
+from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
+from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
+from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.program.build import plan
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+from tests.support.cases import NAMES, case
+from tests.support.fake_driver import FakeDriver
 
 STREAM = 77
+SUM = Reduction(op="sum", dtype="float32")
 ADDRESSES = Addresses(
     input=1 << 20,
     output=(1 << 21, 1 << 22, 1 << 23),
@@ -29,12 +32,12 @@ def lowered(name: str) -> tuple[DriverCall, ...]:
 
 
 class Reductions:
-    """Stands in for `reduce.bind`: writes down what was bound and how often it was launched."""
+    """Stands in for a GPU: writes down what was bound and how often it was launched."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver, self.bound = driver, list[tuple[ReduceLaunch, int]]()
 
-    def __call__(self, call: ReduceLaunch, stream: int) -> object:
+    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
         self.bound.append((call, stream))
         return lambda: self.driver.log.append(("reduce", call))
 
@@ -43,8 +46,8 @@ class Reductions:
 def test_what_is_issued_is_what_was_lowered(name: str) -> None:
     """Every call, in order, on the stream of its lane; nothing else, and no call of the driver that makes anything."""
     driver = FakeDriver()
-    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
-    bound = executor.bind(lowered(name), STREAM)
+    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    bound = executor.bind(lowered(name), STREAM, reduction=launcher)
     driver.log.clear()
     bound()
     issued = driver.decoded({STREAM: 0, executor.reduce_stream: 1}, {})
@@ -70,15 +73,15 @@ def test_reductions_run_at_the_highest_priority() -> None:
     """The lane of reductions is a stream of its own, with the priority that goes first."""
     driver = FakeDriver()
     reductions = Reductions(driver)
-    executor = Executor(driver=driver, bind_reduction=reductions)  # type: ignore[arg-type]
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    executor, launcher = Executor(driver=driver), ReductionLauncher(reductions, SUM)
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
     assert ("cuStreamCreateWithPriority", 1, -5) in driver.log
     assert {stream for _, stream in reductions.bound} == {executor.reduce_stream}
 
 
 def test_a_reduction_nobody_can_do_is_refused() -> None:
     """Calls that reduce cannot be bound without a word on how."""
-    with pytest.raises(Misconfigured, match="give bind_reduction"):
+    with pytest.raises(Misconfigured, match="give a ReductionLauncher"):
         Executor(driver=FakeDriver()).bind(lowered("reduce_scatter"), STREAM)
 
 
@@ -123,18 +126,18 @@ def test_a_refused_call_stops_the_rest() -> None:
 def test_events_come_back() -> None:
     """What is bound, closed and bound again uses the same events: none are made twice."""
     driver = FakeDriver()
-    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM).close()
+    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher).close()
     made = [entry[0] for entry in driver.log].count("cuEventCreate")
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
     assert [entry[0] for entry in driver.log].count("cuEventCreate") == made > 0
 
 
 def test_close_destroys_what_was_made() -> None:
     """As many streams and events are destroyed as were created."""
     driver = FakeDriver()
-    executor = Executor(driver=driver, bind_reduction=Reductions(driver))  # type: ignore[arg-type]
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM)
+    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
     executor.close()
     names = [entry[0] for entry in driver.log]
     assert names.count("cuStreamDestroy") == names.count("cuStreamCreateWithPriority") == 2
@@ -160,14 +163,16 @@ def test_a_refusal_while_making_is_unsupported() -> None:
         Executor(driver=driver)
 
 
+@pytest.mark.needs("cuda-bindings")
 def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
     """With the real cuda-bindings: tag, address, value and flags are where `CUstreamBatchMemOpParams` has them."""
-    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed here")
     import ctypes
     import struct
 
-    from counterpoint.collectives.cuda import _parameters
-    from counterpoint.collectives.lower import MemoryOperation, MemoryOperations
+    from cuda.bindings import driver
+
+    from counterpoint.collectives.cuda.driver import _parameters
+    from counterpoint.collectives.cuda.lower import MemoryOperation, MemoryOperations
 
     address = 0x7F00_1234_5678
     made = _parameters(

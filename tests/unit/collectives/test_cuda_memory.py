@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from counterpoint.collectives.cuda_memory import CudaCard, CudaMemory, _addresses, _environment, _Region, why_not
-from counterpoint.collectives.symmetric import Location
+from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, _addresses, _environment, _Region, why_not
+from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
 

@@ -6,12 +6,11 @@ import gc
 import threading
 
 import pytest
-from software_gpu import SoftwareGpu
 
-from counterpoint.collectives.cuda_moments import Moments
-from counterpoint.collectives.cuda_order import StreamOrder
-from counterpoint.collectives.symmetric import Location
+from counterpoint.collectives.cuda.events import EventPool, StreamOrder
+from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError
+from tests.support.software_gpu import SoftwareGpu
 
 HERE, THERE = Location(0, 512), Location(0, 4096)
 
@@ -23,8 +22,8 @@ class Device:
         self.gpu = SoftwareGpu()
         self.one, self.two = self.gpu.new_stream(), self.gpu.new_stream()
         self.gpu.use(self.one)
-        self.moments = Moments(self.gpu.driver)
-        self.order = StreamOrder(self.moments, self.gpu)
+        self.events = EventPool(self.gpu.driver)
+        self.order = StreamOrder(self.events, self.gpu)
 
     def block(self, stream: int) -> threading.Event:
         """What holds the stream up until it is set."""
@@ -37,29 +36,29 @@ def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
     """Not before."""
     device = Device()
     gate = device.block(device.one)
-    moment = device.moments.record(device.one)
-    before = device.moments.passed(moment)
+    moment = device.events.record(device.one)
+    before = device.events.passed(moment)
     gate.set()
     device.gpu.synchronize()
-    assert (before, device.moments.passed(moment)) == (False, True)
+    assert (before, device.events.passed(moment)) == (False, True)
 
 
 def test_events_are_used_again() -> None:
     """As soon as nothing refers to their moment."""
     device = Device()
-    for _ in range(10):
-        device.moments.record(device.one)
+    for _ in range(3):
+        device.events.record(device.one)
         gc.collect()
-    assert len(device.moments._made) == 1
+    assert len(device.events._made) == 1
 
 
 def test_a_broken_device_is_told() -> None:
     """Anything but "not yet" is an error."""
     device = Device()
-    moment = device.moments.record(device.one)
-    device.moments._query = lambda event: (700,)
+    moment = device.events.record(device.one)
+    device.events._query = lambda event: (700,)
     with pytest.raises(CounterpointError, match="cuEventQuery failed: 700"):
-        device.moments.passed(moment)
+        device.events.passed(moment)
 
 
 def test_another_stream_waits_for_the_last_use() -> None:
@@ -101,8 +100,8 @@ def test_what_is_in_a_graph_is_kept() -> None:
     assert device.order.freed(HERE, 512) is None
 
 
-def test_neighbours_that_become_one_keep_the_latest_moments() -> None:
+def test_neighbours_that_become_one_keep_the_latest_points() -> None:
     """One for each stream."""
     device = Device()
-    first, second, other = (device.moments.record(stream) for stream in (device.one, device.one, device.two))
+    first, second, other = (device.events.record(stream) for stream in (device.one, device.one, device.two))
     assert set(device.order.merged((first, other), (second,))) == {second, other}

@@ -7,13 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cases import NAMES, case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay import Deadlock, Machine, expected, filled
 
-from counterpoint.collectives.calls import all_gather, all_reduce, barrier, source_span
-from counterpoint.collectives.lower import (
+from counterpoint.collectives.cuda.lower import (
     MAX_OPERATIONS,
     Addresses,
     CopyAsync,
@@ -25,9 +22,12 @@ from counterpoint.collectives.lower import (
     awaited,
     lower,
 )
-from counterpoint.collectives.plan import plan, plan_all
-from counterpoint.collectives.program import Batch, Flag, Program, Signal, Tuning, Wait
+from counterpoint.collectives.program.build import plan, plan_all
+from counterpoint.collectives.program.operations import all_gather, all_reduce, barrier
+from counterpoint.collectives.program.steps import Batch, Flag, Program, Signal, Tuning, Wait
 from counterpoint.errors import Misconfigured
+from tests.support.cases import NAMES, case
+from tests.support.driver_replay import Deadlock, Machine, expected, filled
 
 ROUNDS = 3
 
@@ -40,7 +40,7 @@ def replayed(programs: tuple[Program, ...], *, seed: int, one_queue: bool = Fals
         data = filled(call, number, rank)
         if call.operation == "barrier" or (call.operation in ("broadcast", "scatter") and rank != call.root):
             return
-        own = source_span(call, rank, rank)
+        own = call.source_span(rank, rank)
         offset = 0 if call.operation in ("all_reduce", "scatter") else own.offset if own.buffer == "output" else 0
         machine.view(machine.bases[own.buffer, rank] + offset, len(data))[:] = data
         if call.operation == "scatter" and call.own == "in_place":

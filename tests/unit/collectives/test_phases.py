@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutants import mutants
 
-from counterpoint.collectives.calls import (
+from counterpoint.collectives.cuda.lower import Addresses, lower
+from counterpoint.collectives.multihost.flatten import flatten
+from counterpoint.collectives.multihost.phases import LEVELS, Grid, phases, phases_all, scratch_bytes
+from counterpoint.collectives.program.build import plan_all
+from counterpoint.collectives.program.clock import HostNetwork, simulate
+from counterpoint.collectives.program.operations import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,114 +21,14 @@ from counterpoint.collectives.calls import (
     gather,
     reduce_scatter,
 )
-from counterpoint.collectives.check import check
-from counterpoint.collectives.explore import explore
-from counterpoint.collectives.flattened import flattened
-from counterpoint.collectives.hierarchical import LEVELS, Grid, Phase, phases, phases_all, scratch_bytes
-from counterpoint.collectives.lower import Addresses, lower
-from counterpoint.collectives.plan import plan_all
-from counterpoint.collectives.program import Await, Call, Copy, LocalCopy, Program, Record, Span, Tuning
-from counterpoint.collectives.simulate import H200, Network, Rates, simulate
+from counterpoint.collectives.program.steps import Copy, LocalCopy
 from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import default_profile
+from tests.support.multihost_cases import GRIDS, NAMES, SLICE, cases, whole
 
 MIB = 1 << 20
-GRIDS = [Grid(hosts=hosts, local=local) for hosts, local in ((1, 3), (3, 1), (2, 2), (2, 3), (3, 2))]
-FREE = Rates(copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0, launch_us=0)
-SLICE = 32  # bytes: several slices and a rest in small calls
-
-
-def cases(n: int) -> dict[str, Call]:
-    return {
-        "all_gather": all_gather(n, 3),
-        "all_gather, out of place": all_gather(n, 3, own="copy"),
-        "all_gather, own block left": all_gather(n, 3, own="consumer"),
-        "reduce_scatter": reduce_scatter(n, 5),
-        "all_reduce": all_reduce(n, 40 * n + 3),
-        "all_reduce, out of place": all_reduce(n, 40 * n, own="consumer"),
-        "all_reduce, small": all_reduce(n, 3),
-        "all_to_all": all_to_all([[3] * n] * n),
-        "all_to_all, own block left": all_to_all([[3] * n] * n, own="consumer"),
-        "broadcast": broadcast(n, 40 * n + 3, root=n - 1),
-        "broadcast, small": broadcast(n, 3),
-        "barrier": barrier(n),
-    }
-
-
-NAMES = list(cases(2))
-
-
-def whole(call: Call, grid: Grid, tuning: Tuning = Tuning(), *, slice_bytes: int | None = SLICE) -> tuple[Program, ...]:  # noqa: B008
-    return flattened(call, grid, phases_all(call, grid, slice_bytes=slice_bytes), tuning=tuning)
-
-
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(chunk_bytes=16)], ids=["whole", "chunks"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_back_to_back_calls_are_right(name: str, grid: Grid, tuning: Tuning) -> None:
-    """Contents, order and flags of three rounds, inside and between hosts, in every interleaving."""
-    assert check([whole(cases(grid.world_size)[name], grid, tuning)] * 3).violations == ()
-
-
-@pytest.mark.parametrize("name", ["all_reduce, small", "broadcast, small", "barrier"])
-def test_every_interleaving_of_two_hosts_of_two_is_right(name: str) -> None:
-    """Walked one by one; where all talk to all there are too many."""
-    assert explore([whole(cases(4)[name], Grid(hosts=2, local=2))]).violations == ()
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_pair_of_operations_may_follow_each_other(grid: Grid) -> None:
-    """On the same buffers, flags and staging."""
-    made = {name: whole(call, grid) for name, call in cases(grid.world_size).items()}
-    wrong = [
-        (one, other) for one, first in made.items() for other, second in made.items() if not check([first, second]).ok
-    ]
-    assert wrong == []
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if "," not in name])
-def test_every_mutant_of_a_step_is_caught(name: str) -> None:
-    """On two ranks of different hosts each copy, flag and reduction is removed and changed: between reductions that use
-    all of staging, none goes unnoticed."""
-    grid, other = Grid(hosts=2, local=2), whole(reduce_scatter(4, 16), Grid(hosts=2, local=2))
-    right = whole(cases(4)[name], grid, slice_bytes=96)
-    tried, passed = 0, []
-    for program in (right[0], right[3]):
-        for mutant in mutants(program):
-            if mutant.kind != "swap" and not isinstance(mutant.steps[0], Record | Await):
-                wrong = [mutant.program if each is program else each for each in right]
-                tried += 1
-                passed += [mutant] if check([other, wrong, wrong, other]).ok else []
-    assert tried
-    assert passed == []
-
-
-def later(span: Span) -> Span:
-    return replace(span, offset=span.offset + 1)
-
-
-def wrong_phases(found: Sequence[Phase]) -> Iterator[tuple[str, tuple[Phase, ...]]]:
-    """One thing wrong with the phases of a rank."""
-    for number, phase in enumerate(found):
-        changed = [replace(phase, after=tuple(a for a in phase.after if a != gone)) for gone in phase.after]
-        if phase.call.operation != "barrier":
-            changed.append(replace(phase, output=later(phase.output)))
-            if phase.call.own != "in_place":
-                changed.append(replace(phase, input=later(phase.input)))
-        yield from ((f"phase {number}: {each}", (*found[:number], each, *found[number + 1 :])) for each in changed)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_mutant_of_a_phase_is_caught(name: str) -> None:
-    """On any rank: a phase that does not wait for another, or is a byte off."""
-    grid = Grid(hosts=2, local=2)
-    call = cases(4)[name]
-    right, passed = phases_all(call, grid, slice_bytes=SLICE), []
-    for rank, found in enumerate(right):
-        for what, wrong in wrong_phases(found):
-            made = [wrong if each == rank else theirs for each, theirs in enumerate(right)]
-            programs = flattened(call, grid, made)
-            passed += [(rank, what)] if check([programs] * 2).ok else []
-    assert passed == []
+H200 = default_profile().rates
+FREE = msgspec.structs.replace(H200, copy_us=0, kernel_us=0, batch_us=0, signal_us=0, event_us=0, launch_us=0)
 
 
 def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
@@ -134,7 +36,7 @@ def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
     call, grid = all_gather(4, 3), Grid(hosts=2, local=2)
     made = list(phases_all(call, grid))
     with pytest.raises(Misconfigured, match="ranks 0 and 2 make different calls between hosts"):
-        flattened(call, grid, [*made[:2], made[2][1:], made[3]])
+        flatten(call, grid, [*made[:2], made[2][1:], made[3]])
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -212,7 +114,7 @@ def test_no_call_beats_its_links(name: str, hosts: int, local: int, block: int, 
     }[name]
     twice, many = (2 if name == "all_reduce" else 1), (local if name == "all_to_all" else 1)
     slices = None if slices is None else max(slices, n * block // 4)
-    us = simulate(whole(call, grid, slice_bytes=slices), FREE, network=Network(local=local, nic_gb_per_s=nic)).us
+    us = simulate(whole(call, grid, slice_bytes=slices), FREE, network=HostNetwork(local=local, nic_gb_per_s=nic)).us
     network_us = twice * many * (hosts - 1) * block / nic / 1000
     inside_us = twice * hosts * (local - 1) * block / H200.push_gb_per_s / 1000
     assert us >= 0.999 * max(network_us, inside_us)
@@ -220,7 +122,7 @@ def test_no_call_beats_its_links(name: str, hosts: int, local: int, block: int, 
 
 def test_slices_let_the_levels_run_at_the_same_time() -> None:
     """All_reduce of 1 GiB on 2 hosts of 8: in slices it takes less than nine tenths of what it takes as a whole."""
-    call, grid, network = all_reduce(16, 1024 * MIB), Grid(hosts=2, local=8), Network(local=8)
+    call, grid, network = all_reduce(16, 1024 * MIB), Grid(hosts=2, local=8), HostNetwork(local=8)
     plain = simulate(whole(call, grid, slice_bytes=None), network=network).us
     assert simulate(whole(call, grid, slice_bytes=128 * MIB), network=network).us < 0.9 * plain
 
@@ -228,7 +130,7 @@ def test_slices_let_the_levels_run_at_the_same_time() -> None:
 def test_a_resident_gemm_holds_up_what_goes_between_hosts_and_not_what_is_pushed_inside() -> None:
     """The own host's blocks of an all_gather come; those of others when the GEMM has ended."""
     programs = whole(all_gather(4, MIB), Grid(hosts=2, local=2))
-    steps = simulate(programs, network=Network(local=2), sms_free_us=5000).steps
+    steps = simulate(programs, network=HostNetwork(local=2), sms_free_us=5000).steps
     inside = [t.end_us for t in steps if isinstance(t.step, Copy) and t.step.peer // 2 == t.rank // 2]
     between = [t.end_us for t in steps if isinstance(t.step, Copy) and t.step.peer // 2 != t.rank // 2]
     assert sorted(inside)[3] < 5000 < min(between)
@@ -237,7 +139,7 @@ def test_a_resident_gemm_holds_up_what_goes_between_hosts_and_not_what_is_pushed
 def test_ranks_have_to_make_whole_hosts() -> None:
     """Three ranks on hosts of two are none."""
     with pytest.raises(Misconfigured, match="give a divisor"):
-        simulate(plan_all(barrier(3)), network=Network(local=2))
+        simulate(plan_all(barrier(3)), network=HostNetwork(local=2))
 
 
 def test_a_model_of_several_hosts_is_not_run() -> None:

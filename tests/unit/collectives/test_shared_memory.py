@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.collectives import shared_memory
-from counterpoint.collectives.shared_memory import Card, SharedMemory, why_not
-from counterpoint.collectives.symmetric import Location
+from counterpoint.collectives.host import shared_memory
+from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory, why_not
+from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
 Pair = tuple[SharedMemory, SharedMemory]
@@ -109,7 +109,7 @@ def test_what_is_available_is_what_the_kernel_says() -> None:
 def test_a_region_cannot_be_cut(pair: Pair) -> None:
     """By nobody who has it open: its size is sealed."""
     with pytest.raises(PermissionError):
-        os.ftruncate(pair[0].card().board_fd, 1)
+        os.ftruncate(pair[0].card().status_fd, 1)
 
 
 def test_a_forged_card_is_refused(pair: Pair) -> None:
@@ -124,7 +124,7 @@ def test_another_file_is_refused(pair: Pair, tmp_path: Path) -> None:
     """A descriptor that is no memory at all is not even opened."""
     first, second = pair
     with (tmp_path / "file").open("w") as file, pytest.raises(Unsupported, match="is no memory of rank 1"):
-        first.join([first.card(), dataclasses.replace(second.card(), board_fd=file.fileno())])
+        first.join([first.card(), dataclasses.replace(second.card(), status_fd=file.fileno())])
 
 
 def test_a_dead_process_is_refused(pair: Pair) -> None:
@@ -135,7 +135,7 @@ def test_a_dead_process_is_refused(pair: Pair) -> None:
 
 
 def test_closing_closes_every_descriptor() -> None:
-    """Of boards and regions."""
+    """Of statuses and regions."""
     before = descriptors()
     memory = SharedMemory(world_size=1, rank=0, channels=1, max_bytes=1 << 20)
     memory.create(4096)
@@ -149,7 +149,7 @@ def descriptors() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
-HERE = Card.of_this_process()
+HERE = ProcessCard.of_this_process()
 
 
 def test_ranks_alike_can_share() -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives import request
-from counterpoint.collectives.arguments import CPU, reduction_name
-from counterpoint.collectives.fallback import Fallback
-from counterpoint.collectives.program import Tuning
-from counterpoint.collectives.submitter import Submitter
-from counterpoint.collectives.symmetric import Location
-from counterpoint.collectives.transport import Job
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.program.steps import Copy, Tuning
+from counterpoint.collectives.submit import request
+from counterpoint.collectives.submit.fallback import Fallback
+from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.submitter import Submitter
+from counterpoint.collectives.submit.tensors import CPU, TensorList, reduction_name
+from counterpoint.collectives.submit.transport import Programs
 from counterpoint.errors import Misconfigured
 
 WORLD_SIZE = 2
@@ -24,12 +25,14 @@ WHOLE = torch.zeros(64)
 
 
 class Noted:
-    """A transport that notes which jobs it is given, and which of them start with which number."""
+    """A transport that notes which submissions it is given, and which of them start with which number."""
 
     def __init__(self) -> None:
         self.epoch, self.early = 0, SimpleNamespace(use=lambda at: None)
-        self.jobs: list[Job] = []
-        self.started: list[tuple[Job, int]] = []
+        self.accepted: list[Submission] = []
+        self.device, self.programs = CPU, Programs(0, self)
+        self.started: list[tuple[Submission, int]] = []
+        self.kept: list[tuple[Any, ...]] = []
         self.symmetric: dict[int, Location] = {}  # address: where that is
         self.refuses = False
         self.check = lambda: None
@@ -43,15 +46,20 @@ class Noted:
     def place(self, call: Any, at: Location | None, num_bytes: int) -> str:
         return f" at {at}"
 
-    def starter(self, job: Job) -> Callable[..., None]:
-        self.jobs.append(job)
+    def read_at(self, input: Any) -> tuple[Location, ...]:
+        return ()
 
-        def start(number: int, keep: tuple[Any, ...]) -> None:
-            if self.refuses:
-                raise Misconfigured("not now")
-            self.started.append((job, number))
+    def shown_at(self, at: Location | None, num_bytes: int) -> Location:
+        return NOWHERE
 
-        return start
+    def accept(self, submission: Submission) -> None:
+        self.accepted.append(submission)
+
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> None:
+        if self.refuses:
+            raise Misconfigured("not now")
+        self.started.append((submission, number))
+        self.kept.append(keep)
 
 
 class Ranks:
@@ -59,17 +67,18 @@ class Ranks:
 
     def __init__(self) -> None:
         self.transport = Noted()
-        here = request.Here(rank=0, world_size=WORLD_SIZE, device=CPU, locate=self.transport.locate)
         transport: Any = self.transport
-        self.submitter = Submitter(transport, Fallback(None, None), here, channels=2, debug=False)
+        self.submitter = Submitter(
+            transport, Fallback(None, None), rank=0, world_size=WORLD_SIZE, channels=2, debug=False
+        )
 
     def start(self, ask: Any, output: Any, input: Any, *options: Any, channel: int = 0) -> None:
-        self.submitter.start(ask, output, input, channel, False, *options)
+        self.submitter.submit(ask, output, input, channel, False, *options)
 
     @property
     def made(self) -> int:
-        """Jobs so far."""
-        return len(self.transport.jobs)
+        """Submissions so far."""
+        return len(self.transport.accepted)
 
 
 @pytest.fixture
@@ -97,7 +106,7 @@ def test_which_way_a_call_takes_is_remembered_too(ranks: Ranks) -> None:
 
 
 def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:
-    """Numbers are those of a line of the board."""
+    """Numbers are those of a line of the status."""
     one = torch.zeros(4)
     ranks.start(request.barrier, None, None)
     ranks.start(request.barrier, None, None, channel=1)
@@ -168,7 +177,20 @@ def test_an_input_with_gaps_is_copied_each_time(ranks: Ranks) -> None:
     output, wide = torch.zeros(WORLD_SIZE, 4), torch.zeros(4, 2)
     for _ in range(2):
         ranks.start(request.all_gather, output, wide[:, 0])
-    assert (ranks.made, [job.input == wide.data_ptr() for job in ranks.transport.jobs]) == (2, [False] * 2)
+    assert (ranks.made, [job.input == wide.data_ptr() for job in ranks.transport.accepted]) == (2, [False] * 2)
+
+
+def test_one_input_with_gaps_moves_the_places_of_all(ranks: Ranks) -> None:
+    """Several tensors are sent from where the copies lie, not from where they were given."""
+    outputs = TensorList([torch.zeros(2), torch.zeros(4)])
+    inputs = TensorList([WHOLE[:4], WHOLE.view(8, 8)[4:, :2].t()])
+    ranks.start(request.reduce_scatter_coalesced, outputs, inputs, "sum", 1.0)
+    job, sent = ranks.transport.accepted[0], ranks.transport.kept[0][0].tensors
+    assert job.program is not None
+    spans = [step.source for step in job.program.steps if isinstance(step, Copy)]
+    places = [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in sent]
+    read = [dict(job.local)["input"].at(span.offset) for span in spans]
+    assert all(any(address in place for place in places) for address in read)
 
 
 def test_an_input_is_conjugated_each_time(ranks: Ranks) -> None:
@@ -176,7 +198,7 @@ def test_an_input_is_conjugated_each_time(ranks: Ranks) -> None:
     output, input = torch.zeros(WORLD_SIZE, 4, dtype=torch.complex64), torch.zeros(4, dtype=torch.complex64)
     ranks.start(request.all_gather, output, input)
     ranks.start(request.all_gather, output, input.conj())
-    assert [job.input == input.data_ptr() for job in ranks.transport.jobs] == [True, False]
+    assert [job.input == input.data_ptr() for job in ranks.transport.accepted] == [True, False]
 
 
 def test_a_new_region_makes_addresses_mean_something_else(ranks: Ranks) -> None:
@@ -186,7 +208,7 @@ def test_a_new_region_makes_addresses_mean_something_else(ranks: Ranks) -> None:
     ranks.transport.symmetric[output.data_ptr()] = Location(3, 512)
     ranks.transport.epoch += 1
     ranks.start(request.all_gather, output, input)
-    assert [job.at for job in ranks.transport.jobs] == [None, Location(3, 512)]
+    assert [job.at for job in ranks.transport.accepted] == [None, Location(3, 512)]
 
 
 def test_split_sizes_are_told_each_time(ranks: Ranks) -> None:
@@ -194,7 +216,7 @@ def test_split_sizes_are_told_each_time(ranks: Ranks) -> None:
     output, input = torch.zeros(4), torch.zeros(4)
     for sizes in ([1, 3], (1, 3), (1, 3)):
         ranks.start(request.uneven_all_to_all, output, input, False, sizes, sizes)
-    assert [job.row for job in ranks.transport.jobs] == [(4, 12)] * 3
+    assert [job.row for job in ranks.transport.accepted] == [(4, 12)] * 3
 
 
 def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> None:
@@ -205,7 +227,7 @@ def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> No
 
 def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs at ever new addresses do not add up."""
-    monkeypatch.setattr("counterpoint.collectives.submitter._MOST_KNOWN", 3)
+    monkeypatch.setattr("counterpoint.collectives.submit.submitter._MOST_KNOWN", 3)
     for size in range(1, 10):
         ranks.start(request.all_reduce, WHOLE[:size], WHOLE[:size], "sum", 1.0)
     assert len(ranks.submitter._known) <= 3

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from itertools import pairwise
 
+import msgspec
 import pytest
-from cases import NAMES, case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.collectives.calls import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
-from counterpoint.collectives.check import check
-from counterpoint.collectives.plan import DEFAULT, plan_all
-from counterpoint.collectives.program import Call, Copy, Program, Tuning
-from counterpoint.collectives.simulate import H200, Prediction, Rates, bus_gb_per_s, simulate
-from counterpoint.collectives.tuning import best_tuning, candidates
+from counterpoint.collectives.program.build import DEFAULT, most_staging_bytes, plan_all
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.clock import SimulatedCall, simulate
+from counterpoint.collectives.program.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
+from counterpoint.collectives.program.steps import Copy, Program, Tuning
+from counterpoint.collectives.program.tuning import MAX_SLICES, best_tuning, candidates, with_staging_slices
+from counterpoint.collectives.proof.check import check
 from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Rates, default_profile
+from tests.support.cases import NAMES, case
 
+H200 = default_profile().rates
 MIB = 1 << 20
 SIZES = tuple(1 << power for power in (20, 22, 24, 26, 28, 30))  # of the full array
 
@@ -45,7 +54,7 @@ def test_it_is_never_slower_than_the_default(
     name: str, world_size: int, size: int, copy_us: float, hbm_gb_per_s: float
 ) -> None:
     """On the clock, for any size and rates, where blocks have one size."""
-    rates = replace(H200, copy_us=copy_us, hbm_gb_per_s=hbm_gb_per_s)
+    rates = msgspec.structs.replace(H200, copy_us=copy_us, hbm_gb_per_s=hbm_gb_per_s)
     call = {
         "all_gather": all_gather(world_size, size),
         "all_reduce": all_reduce(world_size, size),
@@ -96,34 +105,7 @@ def test_it_needs_room_for_one_arrival() -> None:
         best_tuning(barrier(2), max_chunks=0)
 
 
-@pytest.mark.parametrize("num_bytes", SIZES)
-def test_an_all_gather_in_place_doubles(num_bytes: int) -> None:
-    """At 8 ranks 3 copies instead of 7, and not a byte more: for every size."""
-    assert best_tuning(all_gather(8, num_bytes // 8)) == Tuning(algorithm="doubling")
-
-
-def test_a_small_all_gather_is_a_fifth_faster_than_a_direct_one() -> None:
-    """1 MiB at 8 ranks."""
-    call = all_gather(8, MIB // 8)
-    assert us(call, best_tuning(call)) < 0.8 * us(call, Tuning(arrivals="together"))
-
-
-def test_a_small_all_reduce_gathers_and_a_large_one_does_not() -> None:
-    """The crossover of 8 ranks lies between 1 and 16 MiB."""
-    found = [best_tuning(all_reduce(8, size)).algorithm for size in (MIB, 16 * MIB)]
-    assert found == ["doubling", "direct"]
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
-def test_best_reductions_grow_no_slower_with_size(operation: str, world_size: int) -> None:
-    """Bus bandwidth never falls from one size to the next."""
-    calls = [(size, reduction(operation, world_size, size)) for size in SIZES]
-    found = [bus_gb_per_s(operation, size, world_size, us(call, best_tuning(call))) for size, call in calls]
-    assert all(small < large for small, large in pairwise(found))
-
-
-def idle_us(prediction: Prediction, rank: int) -> float:
+def idle_us(prediction: SimulatedCall, rank: int) -> float:
     """How long the engine of `rank` stood still between its first copy and its last."""
     copies = [timed for timed in prediction.steps if timed.rank == rank and isinstance(timed.step, Copy)]
     return copies[-1].end_us - copies[0].start_us - sum(timed.end_us - timed.start_us for timed in copies)
@@ -173,3 +155,31 @@ def test_everything_that_needs_no_sum_is_pushed_while_a_gemm_holds_the_sms(opera
     copies = [timed for timed in prediction.steps if isinstance(timed.step, Copy)]
     sliced = [timed.end_us for timed in copies if timed.step.target.buffer == "staging"]  # type: ignore[union-attr]
     assert max(sliced) < free_us
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_more_slices_than_can_be_planned_are_refused(world_size: int) -> None:
+    """With the least staging that is not, which comes in as many slices as there may be."""
+    call = reduce_scatter(world_size, MIB + 5)
+    with pytest.raises(Misconfigured, match=rf"allowed are {MAX_SLICES}; give (\d+) or more") as refused:
+        with_staging_slices(lambda _: DEFAULT, call, 100)
+    least = int(str(refused.value).split("give ")[1].split()[0])
+    assert with_staging_slices(lambda _: DEFAULT, call, least) == Tuning(staging_bytes=least)
+    with pytest.raises(Misconfigured, match=f"{least} or more"):
+        with_staging_slices(lambda _: DEFAULT, call, least - 1)
+
+
+@pytest.mark.parametrize("sizes", [[160, 160, 160], [7, 100, 0], [0, 0, 0], [16, 48, 333]])
+@pytest.mark.parametrize("tuning", [DEFAULT, Tuning(staging_bytes=64), Tuning(staging_bytes=1), Tuning(chunk_bytes=16)])
+def test_staging_is_that_of_the_whole_program(sizes: list[int], tuning: Tuning) -> None:
+    """Found from one slice, it is the largest of any rank's program."""
+    call = reduce_scatter(3, sizes)
+    assert most_staging_bytes(call, tuning) == max(program.staging_bytes for program in plan_all(call, tuning))
+
+
+def test_staging_is_found_without_a_plan_of_every_slice() -> None:
+    """Of 8 ranks with 1024 slices each, which take almost a second per rank."""
+    call, tuning = reduce_scatter(8, 1 << 21), Tuning(chunk_bytes=1 << 16, staging_bytes=7 << 11)
+    started = time.perf_counter()
+    most_staging_bytes(call, tuning)
+    assert time.perf_counter() - started < 0.5

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from counterpoint.collectives.calls import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from counterpoint.collectives.plan import plan_all
-from counterpoint.collectives.program import Batch, Call, Copy, Program, Signal, Tuning, Wait
-from counterpoint.collectives.tuning import TURN_BYTES, in_turns
-from counterpoint.errors import Misconfigured
+from counterpoint.collectives.program.build import plan_all
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.operations import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from counterpoint.collectives.program.steps import Batch, Copy, Program, Signal, Tuning, Wait
 
 ALWAYS = Tuning(turn_bytes=1)
 
@@ -86,11 +85,3 @@ def test_small_chunks_take_none() -> None:
     programs = plan_all(reduce_scatter(3, 80), Tuning(last_bytes=16, turn_bytes=32))
     turns = [sum(isinstance(op, Wait) for op in operations(program)) for program in programs]
     assert turns == [1, 1, 1]
-
-
-def test_doubling_knows_no_turns() -> None:
-    """Its ranks wait for each other anyway: asked for by hand it is refused, by rule left as it is."""
-    doubling = Tuning(algorithm="doubling")
-    assert (in_turns(doubling), in_turns(Tuning()).turn_bytes) == (doubling, TURN_BYTES)
-    with pytest.raises(Misconfigured, match="its rounds are its chunks"):
-        Tuning(algorithm="doubling", turn_bytes=1)

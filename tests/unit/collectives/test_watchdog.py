@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from counterpoint.collectives.board import CLOSED, FAILED
-from counterpoint.collectives.watchdog import CROSSED_S, Doing, Seen, verdict
+from counterpoint.collectives.host.status import CLOSED, FAILED
+from counterpoint.collectives.host.watchdog import MISMATCH_AFTER_S, CurrentCall, PeerStatus, verdict
 from counterpoint.errors import Misconfigured, PeerTimeout
 
-DOING = Doing(text="all_gather of 8 bytes", channel=0, line=3, number=7)
+DOING = CurrentCall(text="all_gather of 8 bytes", channel=0, line=3, number=7)
 FINE = {"latest": 7, "same": DOING.text, "now": "all_gather of 8 bytes, step 2 of 5"}
 TIMEOUT_S = 10.0
 
 
 def told(waited_s: float = 0.0, **rank_1: Any) -> Exception | None:
     """The verdict of rank 0, which waits for rank 1, while rank 2 is in the same call."""
-    seen = [Seen(rank=1, **{**FINE, **rank_1}), Seen(rank=2, **FINE)]  # type: ignore[arg-type]
+    seen = [PeerStatus(rank=1, **{**FINE, **rank_1}), PeerStatus(rank=2, **FINE)]  # type: ignore[arg-type]
     return verdict(DOING, seen, waiting_for=1, waited_s=waited_s, timeout_s=TIMEOUT_S)
 
 
@@ -54,13 +54,13 @@ def test_who_gave_up_because_of_another_names_that_one() -> None:
 
 def test_another_rank_that_died_does_not_end_this_wait() -> None:
     """It may have done its part before."""
-    seen = [Seen(rank=1, **FINE), Seen(rank=2, alive=False, **FINE)]  # type: ignore[arg-type]
+    seen = [PeerStatus(rank=1, **FINE), PeerStatus(rank=2, alive=False, **FINE)]  # type: ignore[arg-type]
     assert verdict(DOING, seen, waiting_for=1, waited_s=1.0, timeout_s=TIMEOUT_S) is None
 
 
 def test_the_absent_are_named_not_those_that_wait_for_them() -> None:
     """Rank 1 has come and waits for rank 2, which has not."""
-    seen = [Seen(rank=1, **FINE), Seen(rank=2, **ABSENT)]  # type: ignore[arg-type]
+    seen = [PeerStatus(rank=1, **FINE), PeerStatus(rank=2, **ABSENT)]  # type: ignore[arg-type]
     error = verdict(DOING, seen, waiting_for=1, waited_s=TIMEOUT_S + 1, timeout_s=TIMEOUT_S)
     assert isinstance(error, PeerTimeout)
     assert (error.ranks, "rank 2 (has not come, it shows barrier" in str(error)) == ((2,), True)
@@ -82,5 +82,5 @@ def test_another_call_is_told_at_once() -> None:
 def test_two_ranks_that_wait_for_each_other_are_told_soon() -> None:
     """In different kinds of calls, whose numbers cannot be compared."""
     crossed: dict[str, Any] = {**ABSENT, "crossed": True, "now": "send_recv of 4 bytes, step 1 of 2"}
-    assert told(CROSSED_S - 1, **crossed) is None
-    assert "rank 1 in send_recv of 4 bytes" in str(told(CROSSED_S + 1, **crossed))
+    assert told(MISMATCH_AFTER_S - 1, **crossed) is None
+    assert "rank 1 in send_recv of 4 bytes" in str(told(MISMATCH_AFTER_S + 1, **crossed))

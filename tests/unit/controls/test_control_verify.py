@@ -7,12 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.controls.control import require
 from counterpoint.controls.parse import parse_mechanism
-from counterpoint.errors import NoEffect
-from counterpoint.records.evidence import Evidence, Launched, Seen
+from counterpoint.records.measurement import Evidence, Launched, Observation
 
-RAN = msgspec.json.decode(Path(__file__).with_name("seen_2xh200.json").read_bytes(), type=dict[str, Seen])
+RAN = msgspec.json.decode(Path(__file__).with_name("seen_2xh200.json").read_bytes(), type=dict[str, Observation])
 
 
 def verified(scenario: str, setting: str) -> Evidence:
@@ -90,7 +88,7 @@ def test_what_did_nothing_is_told(scenario: str, setting: str) -> None:
 def test_nothing_seen_proves_nothing(setting: str) -> None:
     """Without anything that ran, no control verifies."""
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
-    assert not control.verify(Seen()).took_effect
+    assert not control.verify(Observation()).took_effect
 
 
 @pytest.mark.parametrize(("scenario", "setting"), [("max_ctas=4", "max_ctas=4"), ("gemm_sms=108", "gemm_sms=108")])
@@ -105,7 +103,7 @@ def test_an_unknown_priority_proves_nothing() -> None:
     """A collective that ran on a stream whose priority nobody asked for does not verify."""
     (control,) = parse_mechanism("nccl+priority=high")[1]
     comm = (Launched(kind="kernel", name="ncclDevKernel", priority=-3), Launched(kind="kernel", name="ncclDevKernel"))
-    assert not control.verify(Seen(comm=comm)).took_effect
+    assert not control.verify(Observation(comm=comm)).took_effect
 
 
 def test_memsets_of_other_controls_do_not_count() -> None:
@@ -121,12 +119,6 @@ def test_evidence_names_both_numbers() -> None:
     assert verified("gemm_sms=108", "gemm_sms=108").seen == "GEMM grids of 108 blocks, without it 132"
 
 
-def test_a_knob_that_did_nothing_is_an_error_on_demand() -> None:
-    """`require` turns evidence of nothing into NoEffect with what was asked and seen."""
-    with pytest.raises(NoEffect, match=r"cta_policy=zero had no effect: .*register both buffers"):
-        require(verified("cta_policy=zero, no windows", "cta_policy=zero"), fix="register both buffers as windows")
-
-
 def kernel(name: str, blocks: int, *, priority: int | None = 0, duration_us: float = 1.0) -> Launched:
     return Launched(kind="kernel", name=name, grid=(blocks, 1, 1), priority=priority, duration_us=duration_us)
 
@@ -139,13 +131,16 @@ FLASH = "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, cutlass:
     ("setting", "seen"),
     [
         # cuBLAS launched one kernel more without the limit, all of them within it anyway
-        ("gemm_sms=108", Seen(compute=(kernel(GEMM, 64),), compute_without=(kernel(GEMM, 64), kernel(GEMM, 64)))),
+        (
+            "gemm_sms=108",
+            Observation(compute=(kernel(GEMM, 64),), compute_without=(kernel(GEMM, 64), kernel(GEMM, 64))),
+        ),
         # a small message takes other channels from one group to the next, never as many as the limit
-        ("max_ctas=16", Seen(comm=(kernel(NCCL, 2),), comm_without=(kernel(NCCL, 4),))),
+        ("max_ctas=16", Observation(comm=(kernel(NCCL, 2),), comm_without=(kernel(NCCL, 4),))),
         # one rank: NCCL copies, policy or not
-        ("cta_policy=zero", Seen(comm=(COPY,), comm_without=(COPY,))),
+        ("cta_policy=zero", Observation(comm=(COPY,), comm_without=(COPY,))),
         # copies on a stream of high priority: nothing for a priority to reorder
-        ("priority=high", Seen(comm=(msgspec.structs.replace(COPY, priority=-3),))),
+        ("priority=high", Observation(comm=(msgspec.structs.replace(COPY, priority=-3),))),
         # NCCL on its own stream, which is in no green context, whatever the probe says
         (
             "green=108",
@@ -153,7 +148,7 @@ FLASH = "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, cutlass:
         ),
     ],
 )  # fmt: skip
-def test_what_would_have_been_so_anyway_is_no_proof(setting: str, seen: Seen) -> None:
+def test_what_would_have_been_so_anyway_is_no_proof(setting: str, seen: Observation) -> None:
     """Within the limit, but the limit is not why."""
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
     assert not control.verify(seen).took_effect
@@ -162,7 +157,7 @@ def test_what_would_have_been_so_anyway_is_no_proof(setting: str, seen: Seen) ->
 def test_attention_beside_gemms_is_not_held_against_a_gemm_limit() -> None:
     """Flash attention has CUTLASS in its name and a grid of its own."""
     (control,) = parse_mechanism("nccl+gemm_sms=108")[1]
-    seen = Seen(
+    seen = Observation(
         compute=(kernel(GEMM, 108), kernel(FLASH, 4096)), compute_without=(kernel(GEMM, 132), kernel(FLASH, 4096))
     )
     assert control.verify(seen).took_effect

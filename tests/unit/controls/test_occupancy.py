@@ -12,10 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.occupancy_shape import Kernel, Wanted, shape
+from counterpoint.controls.occupancy_shape import UnshapedKernel, Wanted, shape
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside, blocks_per_sm, smem_for_blocks_per_sm
-from counterpoint.records.evidence import Launched, Seen
+from counterpoint.records.measurement import Launched, Observation
 
 H200 = SmLimits(num_sms=132, regs=65536, smem=233472, threads=2048)
 A40 = SmLimits(num_sms=84, regs=65536, smem=102400, threads=1536, blocks=16)
@@ -39,26 +39,29 @@ def with_smem(block: Footprint, smem_bytes: int) -> Footprint:
     return dataclasses.replace(block, smem_bytes=smem_bytes)
 
 
-@given(footprints, st.integers(1, 32), st.sampled_from([H200, A40]))
-def test_the_bytes_leave_exactly_the_blocks_asked_for(block: Footprint, wanted: int, sm: SmLimits) -> None:
+@given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
+def test_the_bytes_leave_exactly_the_blocks_asked_for(block: Footprint, draw: int, sm: SmLimits) -> None:
     """Whatever the kernel: as many blocks fit as were asked for, if more fitted before."""
-    assume(wanted <= fit(block, sm))
+    assume(most := fit(block, sm))
+    wanted = 1 + draw % most
     smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
     assert fit(with_smem(block, smem), sm) == wanted
 
 
-@given(footprints, st.integers(1, 31), st.sampled_from([H200, A40]))
-def test_one_unit_less_leaves_one_block_more(block: Footprint, wanted: int, sm: SmLimits) -> None:
+@given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
+def test_one_unit_less_leaves_one_block_more(block: Footprint, draw: int, sm: SmLimits) -> None:
     """The bytes are the least: 128 fewer let another block in."""
-    assume(wanted < fit(block, sm))
+    assume((most := fit(block, sm)) > 1)
+    wanted = 1 + draw % (most - 1)
     smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
     assert fit(with_smem(block, smem - 128), sm) > wanted
 
 
-@given(footprints, st.integers(1, 32), st.sampled_from([H200, A40]))
-def test_no_block_gets_less_than_it_needs_or_more_than_it_may(block: Footprint, wanted: int, sm: SmLimits) -> None:
+@given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
+def test_no_block_gets_less_than_it_needs_or_more_than_it_may(block: Footprint, draw: int, sm: SmLimits) -> None:
     """Shared memory is only ever added, up to the opt-in limit."""
-    assume(wanted <= fit(block, sm))
+    assume(most := fit(block, sm))
+    wanted = 1 + draw % most
     assert block.smem_bytes <= smem_for_blocks_per_sm(wanted, kernel=block, sm=sm) <= sm.most_smem_per_block
 
 
@@ -112,7 +115,7 @@ NCCL = Footprint(threads=544, regs_per_thread=96, smem_bytes=106000)
     ],
 )
 def test_who_lives_beside_whom(kernel_smem: int, guest: Footprint, beside: bool) -> None:
-    """As the SMs themselves wrote down on an H200 (docs/occupancy.md): a GEMM's blocks beside a block like NCCL's."""
+    """A GEMM's blocks next to a block like NCCL's, as SMs of an H200 wrote down (docs/results/occupancy.md)."""
     assert (blocks_beside(with_smem(GEMM, kernel_smem), guest, sm=H200) > 0) == beside
 
 
@@ -134,7 +137,9 @@ def test_a_guest_never_makes_room(block: Footprint, guest: Footprint) -> None:
     assert blocks_beside(block, guest, sm=H200) <= fit(block, H200)
 
 
-KERNEL = Kernel(name="matmul", threads=128, regs_per_thread=64, static_smem_bytes=1024, dynamic_smem_bytes=23552)
+KERNEL = UnshapedKernel(
+    name="matmul", threads=128, regs_per_thread=64, static_smem_bytes=1024, dynamic_smem_bytes=23552
+)
 
 
 def test_dynamic_bytes_are_what_is_missing_beside_the_static_ones() -> None:
@@ -154,7 +159,7 @@ def test_dynamic_bytes_are_what_is_missing_beside_the_static_ones() -> None:
         (KERNEL, Wanted(smem_bytes=24576), "24576 bytes itself"),
     ],
 )
-def test_what_cannot_be_shaped_stays_and_says_why(kernel: Kernel, wanted: Wanted, reason: str) -> None:
+def test_what_cannot_be_shaped_stays_and_says_why(kernel: UnshapedKernel, wanted: Wanted, reason: str) -> None:
     """The launch is unchanged, and the text names the cause."""
     found = shape(kernel, wanted, sm=H200)
     assert (found.dynamic_smem_bytes, reason in str(found.refused)) == (kernel.dynamic_smem_bytes, True), found.refused
@@ -223,14 +228,14 @@ CONTROL = OccupancyShaping(blocks_per_sm=2, sm=H200)
 )
 def test_verify(control: OccupancyShaping, with_it: Launched, without: Launched, took_effect: bool) -> None:
     """Only the same kernel with the bytes that give the blocks is a proof."""
-    evidence = control.verify(Seen(compute=(with_it,), compute_without=(without,)))
+    evidence = control.verify(Observation(compute=(with_it,), compute_without=(without,)))
     assert evidence.took_effect is took_effect, evidence.seen
 
 
 def test_verify_names_what_to_do_for_a_persistent_kernel() -> None:
     """One block per SM cannot become fewer; the grid can."""
     nvjet = ran(213188, name="nvjet_sm90", regs=168, threads=384)
-    evidence = CONTROL.verify(Seen(compute=(nvjet,), compute_without=(nvjet,)))
+    evidence = CONTROL.verify(Observation(compute=(nvjet,), compute_without=(nvjet,)))
     assert "gemm_sms" in evidence.seen
 
 
@@ -243,5 +248,5 @@ def test_another_kernel_that_now_takes_longer_does_not_hide_the_proof() -> None:
     """Shaping changes which kernel of a computation takes longest; the same one is looked at."""
     other = msgspec.structs.replace(ran(0), name="other", duration_us=150.0)
     shorter = msgspec.structs.replace(other, duration_us=50.0)
-    seen = Seen(compute=(ran(76928), other), compute_without=(ran(24576), shorter))
+    seen = Observation(compute=(ran(76928), other), compute_without=(ran(24576), shorter))
     assert CONTROL.verify(seen).took_effect

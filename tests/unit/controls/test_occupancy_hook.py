@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from counterpoint.controls import launch_hook
-from counterpoint.controls.launch_hook import Launch, LaunchHook
-from counterpoint.controls.occupancy_triton import no_triton, shaped_triton
+from counterpoint.controls import launch_hooks as launch_hook
+from counterpoint.controls.launch_hooks import KernelLaunch, LaunchHook, no_triton, shaped_triton
 from counterpoint.errors import Unsupported
 
 BY_VALUE, BY_REFERENCE, ENTER, EXIT = 307, 652, 0, 1
@@ -79,7 +78,7 @@ def config(smem: int, *attributes: tuple[int, tuple[int, ...]]) -> Any:
     return made
 
 
-def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[Launch], int | None]) -> int:
+def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[KernelLaunch], int | None]) -> int:
     """The shared memory that the driver saw."""
     if call == BY_VALUE:
         arguments: Any = launch_hook._ByValue(function=99, config=made)
@@ -113,7 +112,7 @@ def test_none_leaves_the_launch_alone(cupti: Cupti) -> None:
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
     """Name, handle, grid, block and size come from the driver's arguments."""
-    seen: list[Launch] = []
+    seen: list[KernelLaunch] = []
     run(cupti, call, config(100), seen.append)
     (one,) = seen
     assert (one.name, one.handle, one.grid, one.block, one.dynamic_smem_bytes) == (
@@ -123,12 +122,12 @@ def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
 
 def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
     """Both are launch attributes, in any order."""
-    seen: list[Launch] = []
+    seen: list[KernelLaunch] = []
     run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), seen.append)
     assert (seen[0].cluster, seen[0].cooperative) == ((2, 1, 1), True)
 
 
-def planted(launch: Launch) -> int:
+def planted(launch: KernelLaunch) -> int:
     raise Unsupported("planted")
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.controls.gemm_sms import GemmSmLimit
-from counterpoint.controls.gemm_sms_fit import GemmSmFit
+from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
 from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
-from counterpoint.controls.nccl_cluster import NcclCluster
-from counterpoint.controls.nccl_cta_policy import NcclCtaPolicy
-from counterpoint.controls.nccl_ctas import NcclCtas
-from counterpoint.controls.nccl_windows import NcclWindows
+from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
 from counterpoint.controls.parse import KEYS, parse_mechanism
 from counterpoint.controls.priority import StreamPriority
 from counterpoint.errors import Misconfigured

@@ -30,7 +30,6 @@ def gpu(index: int) -> GpuReading:
     return GpuReading(
         index=index,
         name="NVIDIA H200",
-        bus_id=f"00000000:{index + 16:02x}:00.0",
         mig=False,
         compute_mode="default",
         persistence=True,
@@ -60,8 +59,6 @@ def gpu(index: int) -> GpuReading:
 def device(index: int) -> CudaDevice:
     return CudaDevice(
         name="NVIDIA H200",
-        bus_id=f"0000:{index + 16:02x}:00.0",
-        capability=(9, 0),
         num_sms=132,
         copy_engines=3,
         stream_memory_ops=True,
@@ -101,7 +98,6 @@ def healthy() -> Readings:
             device_count=GPUS, nccl_version=(2, 28, 9), nccl_path="/site/nvidia/nccl/lib/libnccl.so.2"
         ),
         system=System(
-            kernel="6.8.0",
             modules=("mlx5_core", "nvidia", "nvidia_peermem"),
             open_driver=True,
             gpu_iommu={f"0000:{index + 16:02x}:00.0": "identity" for index in range(GPUS)},
@@ -112,7 +108,6 @@ def healthy() -> Readings:
         bandwidth=Bandwidth(
             pairs=tuple(PairRate(source=a, target=b, gb_per_s=393.0 - a / 10) for a, b in pairs),
             rotation=tuple(PairRate(source=0, target=shift, gb_per_s=385.0) for shift in range(1, GPUS)),
-            size_bytes=256 << 20,
         ),
         environment={"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
     )

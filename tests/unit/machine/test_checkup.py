@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine.checkup import examine, exit_code
+from counterpoint.machine.checks.checkup import examine, exit_code
 from counterpoint.machine.readings import NvLink, PairRate, Readings
 from counterpoint.records.machine import Check, Checkup
 
@@ -66,7 +66,7 @@ def test_a_healthy_machine_has_no_problem_and_no_warning(healthy: Readings) -> N
 
 
 def test_everything_is_seen_on_a_healthy_machine(healthy: Readings) -> None:
-    """No check stays blind when every reading is there."""
+    """No check goes unseen when every reading is there."""
     assert [check.name for check in examine(healthy, torch=True).checks if check.status == "not_seen"] == []
 
 
@@ -152,7 +152,7 @@ def test_a_fault_is_told_by_its_check_alone(
     assert wrong(examine(fault(healthy), torch=True)) == {name: status}
 
 
-@pytest.mark.parametrize(("fault", "name"), [fault[:2] for fault in FAULTS], ids=str)
+@pytest.mark.parametrize(("fault", "name"), [fault[:2] for fault in FAULTS], ids=[fault[1] for fault in FAULTS])
 def test_what_is_wrong_has_a_meaning_and_a_fix(
     healthy: Readings, fault: Callable[[Readings], Readings], name: str
 ) -> None:
@@ -220,8 +220,8 @@ def test_slow_pairs_are_named_slowest_first(healthy: Readings) -> None:
     assert seen == "3 pairs, best 0 → 1 390 GB/s, all at once 385; below 90%: 5 → 2 250; 2 → 5 300"
 
 
-def without_cuda(readings: Readings, reason: str, *broken: str) -> Readings:
-    return replace(readings, cuda=None, bandwidth=None, blind={"cuda": reason}, broken=broken)
+def without_cuda(readings: Readings, reason: str, *failed: str) -> Readings:
+    return replace(readings, cuda=None, bandwidth=None, unavailable={"cuda": reason}, failed=failed)
 
 
 def test_cuda_that_is_missing_beside_nvml_is_a_problem(healthy: Readings) -> None:
@@ -237,7 +237,9 @@ def test_cuda_that_fails_is_a_problem_of_its_own(healthy: Readings) -> None:
 
 def test_a_probe_that_hung_is_a_problem(healthy: Readings) -> None:
     """A driver that does not answer us will not answer a job."""
-    changed = replace(healthy, bandwidth=None, blind={"bandwidth": "no answer within 60 s"}, broken=("bandwidth",))
+    changed = replace(
+        healthy, bandwidth=None, unavailable={"bandwidth": "no answer within 60 s"}, failed=("bandwidth",)
+    )
     assert wrong(examine(changed)) == {"answers.bandwidth": "problem"}
 
 
@@ -256,7 +258,7 @@ def test_nothing_seen_is_nothing_wrong() -> None:
 
 def test_what_was_not_seen_says_why(healthy: Readings) -> None:
     """The reason of the probe is the text of the checks that needed it."""
-    changed = replace(healthy, nvml=None, blind={"nvml": "no answer within 60 s; the process was killed"})
+    changed = replace(healthy, nvml=None, unavailable={"nvml": "no answer within 60 s; the process was killed"})
     assert named(examine(changed), "clocks").seen == "no answer within 60 s; the process was killed"
 
 
@@ -277,7 +279,7 @@ def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
     ],
 )
 def test_exit_code(statuses: str, strict: bool, code: int) -> None:
-    """Problems are 1, warnings only when strict, blindness never."""
+    """Problems are 1, warnings only when strict, what was not seen never."""
     checks = tuple(Check(name="x", status=status, seen="") for status in statuses.split())  # type: ignore[arg-type]
     assert exit_code(checks, strict=strict) == code
 

@@ -12,15 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine import child
-from counterpoint.machine.bandwidth import MAX_PAIRS, choose_pairs
-from counterpoint.machine.blind import Blind, Broken
+from counterpoint.machine import collect
+from counterpoint.machine.collect import collect_readings
 from counterpoint.machine.driver import Driver
-from counterpoint.machine.look import look
-from counterpoint.machine.nccl import version_of
 from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
-from counterpoint.machine.readings import Cuda, NvLink, Readings
-from counterpoint.machine.software import torch_files
+from counterpoint.machine.pairwise_copies import MAX_PAIRS, choose_pairs
+from counterpoint.machine.probe import Answer
+from counterpoint.machine.readings import Cuda, NvLink, ProbeFailed, ProbeUnavailable, Readings
+from counterpoint.machine.software import nccl_version, read_torch_files
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])
@@ -39,7 +38,7 @@ def test_pairs_are_all_or_a_dozen(gpus: int, count: int) -> None:
 @pytest.mark.parametrize(("code", "version"), [(22809, (2, 28, 9)), (22304, (2, 23, 4)), (2708, (2, 7, 8))])
 def test_version_code_of_nccl(code: int, version: tuple[int, int, int]) -> None:
     """Both of NCCL's encodings."""
-    assert version_of(code) == version
+    assert nccl_version(code) == version
 
 
 def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
         "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
         "hip: Optional[str] = None\nraise SystemExit('never run')\n"
     )
-    found = torch_files(tmp_path, {})
+    found = read_torch_files(tmp_path)
     assert (found.torch, found.torch_cuda, found.torch_hip) == ("2.11.0+cu130", "13.0", None)
 
 
@@ -56,7 +55,7 @@ def test_a_feature_is_told_from_its_file(tmp_path: Path) -> None:
     """There or not there, never assumed from the version."""
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "green_contexts.py").write_text("class GreenContext:\n    pass\n")
-    features = torch_files(tmp_path, {}).features
+    features = read_torch_files(tmp_path).features
     assert {name for name, there in features.items() if there} == {"green_contexts"}
 
 
@@ -179,7 +178,7 @@ def test_a_machine_without_driver_says_so(
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(Blind, match=f"driver: {library} is not on this machine"):
+    with pytest.raises(ProbeUnavailable, match=f"driver: {library} is not on this machine"):
         read()
 
 
@@ -198,10 +197,10 @@ def saying(number: int) -> Callable[..., int]:
     return answer
 
 
-def test_a_libcuda_without_its_functions_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_libcuda_without_its_functions_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of that name which is no driver ends in one line, not in a traceback."""
     libcuda(monkeypatch)
-    with pytest.raises(Broken, match="has no cuInit: it is not NVIDIA's driver"):
+    with pytest.raises(ProbeFailed, match="has no cuInit: it is not NVIDIA's driver"):
         Driver()
 
 
@@ -213,28 +212,30 @@ def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch
         return 0
 
     libcuda(monkeypatch, cuInit=lambda flags: 999, cuGetErrorName=name)
-    with pytest.raises(Broken, match=r"cuInit failed: .EVIL \(999\)"):
+    with pytest.raises(ProbeFailed, match=r"cuInit failed: .EVIL \(999\)"):
         Driver()
 
 
 @pytest.mark.parametrize("count", [-3, 2_000_000_000])
-def test_a_number_of_gpus_that_cannot_be_is_broken(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_number_of_gpus_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Nobody asks two thousand million GPUs for their peers."""
     libcuda(monkeypatch, cuInit=lambda flags: 0, cuDeviceGetCount=saying(count))
-    with pytest.raises(Broken, match=f"cuDeviceGetCount says {count}"):
+    with pytest.raises(ProbeFailed, match=f"cuDeviceGetCount says {count}"):
         Driver().device_count()
 
 
-def test_a_version_of_cuda_that_cannot_be_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_of_cuda_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver of CUDA -1.99 is not in order."""
     libcuda(monkeypatch, cuInit=lambda flags: 0, cuDriverGetVersion=saying(-5))
-    with pytest.raises(Broken, match="cuDriverGetVersion says -5"):
+    with pytest.raises(ProbeFailed, match="cuDriverGetVersion says -5"):
         Driver().version()
 
 
-@pytest.mark.parametrize(("code", "kind"), [(18, Broken), (9, Blind)], ids=["version mismatch", "not loaded"])
-def test_nvml_that_does_not_start_is_broken_unless_it_is_absent(
-    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Blind]
+@pytest.mark.parametrize(
+    ("code", "kind"), [(18, ProbeFailed), (9, ProbeUnavailable)], ids=["version mismatch", "not loaded"]
+)
+def test_nvml_that_does_not_start_has_failed_unless_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[ProbeUnavailable]
 ) -> None:
     """A driver updated without a reboot is a fault; one that is not there is none."""
 
@@ -244,15 +245,15 @@ def test_nvml_that_does_not_start_is_broken_unless_it_is_absent(
         raise error
 
     fake(monkeypatch, nvmlInit=start)
-    with pytest.raises(Blind) as raised:
+    with pytest.raises(ProbeUnavailable) as raised:
         read_nvml()
     assert raised.type is kind
 
 
-def test_nvml_with_too_many_gpus_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_with_too_many_gpus_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks four thousand million GPUs for their names."""
     fake(monkeypatch, nvmlDeviceGetCount=4_000_000_000)
-    with pytest.raises(Broken, match="nvmlDeviceGetCount says 4000000000"):
+    with pytest.raises(ProbeFailed, match="nvmlDeviceGetCount says 4000000000"):
         read_nvml()
 
 
@@ -267,10 +268,10 @@ def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no probe could answer is blind with the probe's words."""
-    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=None, reason=f"no {probe}"))
-    blind = look(bandwidth=True, torch=True).blind
-    assert blind == {
+    """What no probe could answer is unavailable, with the probe's words."""
+    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
+    reasons = collect_readings(bandwidth=True, torch=True).unavailable
+    assert reasons == {
         "nvml": "no nvml",
         "cuda": "no cuda",
         "nccl": "no nccl",
@@ -281,35 +282,35 @@ def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no JSON costs that part only."""
-    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=b"hello"))
-    assert look(bandwidth=False).blind["cuda"].startswith("the probe's answer is not a reading: ")
+    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=b"hello"))
+    assert collect_readings(bandwidth=False).unavailable["cuda"].startswith("the probe's answer is not a reading: ")
 
 
-def test_a_driver_that_ends_the_process_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_ends_the_process_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`exit(0)` inside a library looks like success, with nothing said."""
-    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=b""))
-    assert look(bandwidth=False).broken == ("nvml", "cuda", "nccl")
+    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=b""))
+    assert collect_readings(bandwidth=False).failed == ("nvml", "cuda", "nccl")
 
 
 def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """--no-bandwidth touches no memory of any GPU."""
     asked = []
 
-    def ask(probe: str, **_: object) -> child.Answer:
+    def ask(probe: str, **_: object) -> Answer:
         asked.append(probe)
-        return child.Answer(output=msgspec.json.encode(Cuda(version=13000)))
+        return Answer(output=msgspec.json.encode(Cuda(version=13000)))
 
-    monkeypatch.setattr(child, "ask", ask)
-    look(bandwidth=False)
+    monkeypatch.setattr(collect, "ask_probe", ask)
+    collect_readings(bandwidth=False)
     assert "bandwidth" not in asked
 
 
 def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets in the environment stay out of the report."""
-    monkeypatch.setattr(child, "ask", lambda probe, **_: child.Answer(output=None))
+    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=None))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    environment = look().environment
+    environment = collect_readings().environment
     assert ("AWS_SECRET_ACCESS_KEY" in environment, environment["NCCL_DEBUG"]) == (False, "WARN")
 
 

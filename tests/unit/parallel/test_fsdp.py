@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +14,9 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.fsdp import FSDPModule
 
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.fsdp import Options, overlap
-from counterpoint.parallel.fsdp_hooks import GatherHook, op_and_factor
-from counterpoint.parallel.fsdp_modules import sharded_modules
-
-
-def test_importing_the_line_needs_no_torch() -> None:
-    """torch is loaded by the call."""
-    probe = "import sys; import counterpoint.parallel.fsdp; print([name for name in ('torch',) if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+from counterpoint.parallel.fsdp.hooks import GatherHook, op_and_factor
+from counterpoint.parallel.fsdp.modules import sharded_modules
+from counterpoint.parallel.overlap import OverlapOptions, overlap
 
 
 @pytest.mark.parametrize(
@@ -38,13 +30,13 @@ def test_importing_the_line_needs_no_torch() -> None:
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
     """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
-        Options(**options)
+        OverlapOptions(**options)
 
 
 def test_communicators_get_as_many_channels_as_are_named() -> None:
-    """What is not chosen here the communicator chooses."""
-    told = Options(scatter_channel=3, chunk_bytes=1024).for_communicator()
-    assert (told["channels"], told["chunk_bytes"], told["max_bytes"]) == (4, 1024, None)
+    """The number of channels follows from the two that are named."""
+    options = OverlapOptions(scatter_channel=3)
+    assert (options.channels, replace(options, scatter_channel=0).channels) == (4, 1)
 
 
 @pytest.mark.parametrize("hook", ["all_gather", "reduce_scatter"])
@@ -81,15 +73,6 @@ def test_a_torch_that_looks_different_inside_is_named(monkeypatch: pytest.Monkey
         sharded_modules(model)
 
 
-def test_several_meshes_in_one_module_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would raise from inside; here it says what to do."""
-    model = pretended(monkeypatch, _fsdp_param_groups=[SimpleNamespace(), SimpleNamespace()])
-    with pytest.raises(
-        Unsupported, match=r"\(root\) is sharded over 2 meshes .* call fully_shard on the modules of each"
-    ):
-        sharded_modules(model)
-
-
 def test_gathers_are_into_memory_that_is_released_early() -> None:
     """Peers need not be asked whether the output is free: it was said when FSDP2 dropped the last one."""
     asked: list[dict[str, Any]] = []
@@ -99,7 +82,8 @@ def test_gathers_are_into_memory_that_is_released_early() -> None:
         return torch.empty(*size)
 
     communicators: Any = SimpleNamespace(of=lambda group: SimpleNamespace(empty=empty))
-    hook = GatherHook(communicators, lambda: None, channel=0, seen=lambda: None)
+    module: Any = SimpleNamespace(shard_group="group", post_forward_group=None)
+    hook = GatherHook(module, communicators, channel=0)
     hook.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert asked == [{"dtype": torch.bfloat16, "early_release": True}]
 
@@ -112,7 +96,7 @@ def test_gathers_are_into_memory_that_is_released_early() -> None:
         (dist.ReduceOp(dist.ReduceOp.AVG), ("avg", 1.0)),
         (_make_nccl_premul_sum(0.125), ("premul_sum", 0.125)),
     ],
-    ids=str,
+    ids=["sum", "average", "average as an object", "factor"],
 )
 def test_operations_are_those_of_torch(op: Any, expected: tuple[str, float]) -> None:
     """Each form in which FSDP2 may name one, with its factor."""

@@ -7,29 +7,38 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.parallel.fsdp_prefetch import Ahead, ahead
+from counterpoint.parallel.fsdp.prefetch import PrefetchTargets, prefetch_targets
 
 Path = tuple[int, ...]
 """A module of a tree: the numbers of the children on the way to it."""
 
 
-def inside(part: Path, whole: Path) -> bool:
-    return len(part) > len(whole) and part[: len(whole)] == whole
+def parts(order: list[Path]) -> dict[Path, list[Path]]:
+    """Return the modules inside each."""
+    return {
+        whole: [part for part in order if len(part) > len(whole) and part[: len(whole)] == whole] for whole in order
+    }
 
 
 def test_layers_of_a_root() -> None:
     """Forward: the next ones; backward: root first, then the layers from the last to the first."""
-    assert ahead([(), (0,), (1,)], 1, inside=inside) == [
-        Ahead(module=0, forward=(1,), backward=(2,)),
-        Ahead(module=1, forward=(2,), backward=()),
-        Ahead(module=2, forward=(), backward=(1,)),
+    assert prefetch_targets([(), (0,), (1,)], 1, parts=parts([(), (0,), (1,)])) == [
+        PrefetchTargets(module=0, forward=(1,), backward=(2,)),
+        PrefetchTargets(module=1, forward=(2,), backward=()),
+        PrefetchTargets(module=2, forward=(), backward=(1,)),
     ]
 
 
 def test_modules_in_layers() -> None:
     """A layer's backward pass begins before those of the modules inside it."""
     order: list[Path] = [(), (0,), (0, 0), (0, 1), (1,)]
-    assert [one.backward for one in ahead(order, 4, inside=inside)] == [(4, 1, 3, 2), (3, 2), (), (2,), (1, 3, 2)]
+    assert [one.backward for one in prefetch_targets(order, 4, parts=parts(order))] == [
+        (4, 1, 3, 2),
+        (3, 2),
+        (),
+        (2,),
+        (1, 3, 2),
+    ]
 
 
 def forward_of(tree: list[object], path: Path = ()) -> Iterator[Path]:
@@ -54,7 +63,7 @@ def backward_of(tree: list[object], path: Path = ()) -> Iterator[Path]:
 def test_any_nesting(tree: list[object], depth: int) -> None:
     """Of every tree of modules: the next `depth` in the order of forward and backward passes, found by recursion."""
     order, backward = list(forward_of(tree)), list(backward_of(tree))
-    for one in ahead(order, depth, inside=inside):
+    for one in prefetch_targets(order, depth, parts=parts(order)):
         module = order[one.module]
         assert [order[number] for number in one.forward] == order[one.module + 1 :][:depth]
         assert [order[number] for number in one.backward] == backward[backward.index(module) + 1 :][:depth]

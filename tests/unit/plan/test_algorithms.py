@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.plan.algorithms import ALGORITHMS, Schedule, offered, schedule
-from counterpoint.plan.cluster import Cluster, Gpu, Level
-from counterpoint.plan.groups import Group
-from counterpoint.plan.network import OPERATIONS
-from counterpoint.plan.reach import reach
+from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
+from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, nccl_algorithms, schedule
+from counterpoint.plan.network.group import Group, reach
+from counterpoint.plan.network.protocols import OPERATIONS
 
 SIZES = (4, 8, 32)
-GPU = Gpu(name="A100", tflops={"bf16": 312.0}, sms=108, memory_gib=80, memory_gb_per_s=2039)
+GPU = ClusterGpu(name="A100", tflops={"bf16": 312.0}, sms=108, memory_gib=80, memory_gb_per_s=2039)
 CLUSTER = Cluster(
     gpu=GPU,
     levels=(
@@ -100,14 +99,16 @@ def test_nccl_offers_what_has_a_schedule(operation: str) -> None:
     """Every algorithm that NCCL offers is known for the operation."""
     for group in (Group(ranks=8), Group(ranks=8, stride=4)):
         at = reach(group, CLUSTER)
-        assert all(schedule(operation, name, at) for name in offered(operation, at, (2, 28)))
+        assert all(schedule(operation, name, at) for name in nccl_algorithms(operation, at, (2, 28)))
 
 
 def test_pat_is_for_one_rank_per_node() -> None:
     """NCCL offers recursive doubling (PAT) for ranks on nodes of their own, and since 2.23 only."""
     apart = reach(Group(ranks=8, stride=4), CLUSTER)
     beside = reach(Group(ranks=8), CLUSTER)
-    found = [offered("all_gather", at, nccl) for at, nccl in ((apart, (2, 23)), (apart, (2, 22)), (beside, (2, 28)))]
+    found = [
+        nccl_algorithms("all_gather", at, nccl) for at, nccl in ((apart, (2, 23)), (apart, (2, 22)), (beside, (2, 28)))
+    ]
     assert ["recursive_doubling" in names for names in found] == [True, False, False]
 
 

@@ -11,7 +11,8 @@ import pytest
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
 from counterpoint.plan.explain import QUESTIONS, explain
-from counterpoint.plan.job_file import parse_job, read_tables
+from counterpoint.plan.job.job import parse_job, read_tables
+from counterpoint.plan.job.what_if import swept
 from counterpoint.plan.search import search
 from counterpoint.records.prediction import Prediction
 
@@ -27,7 +28,7 @@ cluster = { gpu = "H100", network = "h100-ndr-400" }
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_fit_and_their_parts_add_up(path: Path) -> None:
     """To the step; every part says what it means."""
-    found = answer(read_tables(path))
+    found = answer(parse_job(read_tables(path)))
     assert found.fits
     assert sum(part.us for part in found.parts) == pytest.approx(found.step_us)
     assert all(part.means for part in found.parts)
@@ -36,7 +37,7 @@ def test_the_examples_fit_and_their_parts_add_up(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_a_step_is_between_ideal_and_serial(path: Path) -> None:
     """Overlap neither creates time nor loses more than all of it."""
-    found = answer(read_tables(path))
+    found = answer(parse_job(read_tables(path)))
     assert found.ideal_us <= found.step_us <= found.serial_us * (1 + 1e-9)
 
 
@@ -47,13 +48,13 @@ def test_there_are_examples() -> None:
 
 def test_a_prediction_survives_json() -> None:
     """To the same JSON again."""
-    written = msgspec.json.encode(answer(TABLES, detailed=True))
+    written = msgspec.json.encode(answer(parse_job(TABLES), detailed=True))
     assert msgspec.json.encode(msgspec.json.decode(written, type=Prediction)) == written
 
 
 def test_a_detailed_answer_has_all_that_is_drawn() -> None:
     """A bar for forward and backward of every micro-batch and stage, both curves, sensitivities."""
-    found = answer(TABLES, detailed=True)
+    found = answer(parse_job(TABLES), detailed=True)
     assert found.micro_batches == 16
     assert len(found.timeline) == 2 * 2 * 8  # the first 8 of them
     assert [each.name for each in found.curves] == ["nodes", "weak_nodes"]
@@ -69,7 +70,7 @@ def test_sensitivities_never_make_it_worse() -> None:
 
 def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:
     """And the figures of the others."""
-    points = curve(TABLES, "parallel.tp", ["1", "3", "2"]).points
+    points = curve("parallel.tp", swept(TABLES, {}, "parallel.tp", ["1", "3", "2"])).points
     assert [point.step_us is not None for point in points] == [True, False, True]
     assert points[1].why_not is not None
     assert "parallel.tp = 3 does not divide" in points[1].why_not
@@ -78,7 +79,7 @@ def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:
 def test_a_curve_of_nothing_is_an_error() -> None:
     """With the reason of the first value."""
     with pytest.raises(Misconfigured, match=r"no value can be: .*parallel\.tp = 3"):
-        curve(TABLES, "parallel.tp", ["3", "5"])
+        curve("parallel.tp", swept(TABLES, {}, "parallel.tp", ["3", "5"]))
 
 
 @pytest.mark.parametrize("word", sorted(QUESTIONS))
@@ -100,22 +101,6 @@ def test_an_unknown_question_is_answered_with_the_known_ones() -> None:
         explain(parse_job(TABLES), "colour")
 
 
-def test_a_search_finds_nothing_slower_than_what_was_given() -> None:
-    """The given division is among those that are tried."""
-    job = parse_job(TABLES)
-    found = search(job, best=3)
-    assert found.best[0].step.step_us <= answer(TABLES).step_us * (1 + 1e-9)
-    assert [each.step.step_us for each in found.best] == sorted(each.step.step_us for each in found.best)
-    assert all(each.step.memory.fits for each in found.best)
-
-
-def test_a_search_counts_what_it_leaves_out() -> None:
-    """All that was considered is one of three."""
-    found = search(parse_job(TABLES), best=3)
-    assert found.considered == found.priced + found.too_large + found.impossible
-    assert found.impossible > 0
-
-
 def test_a_job_that_fits_nowhere_is_an_error() -> None:
     """With what the smallest takes."""
     large = TABLES | {
@@ -131,7 +116,8 @@ def test_averaging_less_often_costs_less_and_says_what_is_not_known() -> None:
     """Local SGD: a quarter of the exchanges."""
     whole = TABLES | {"parallel": {"dp": 8, "tp": 2}}
     every, fourth = (
-        answer(whole | {"training": {"sequence": 4096, "global_batch": 64, "local_steps": n}}) for n in (2, 8)
+        answer(parse_job(whole | {"training": {"sequence": 4096, "global_batch": 64, "local_steps": n}}))
+        for n in (2, 8)
     )
     sent = [next(part.us for part in found.comm if part.name == "gradients") for found in (every, fourth)]
     assert sent[0] == pytest.approx(4 * sent[1])
@@ -143,7 +129,8 @@ def test_asynchronous_replicas_wait_for_nobody() -> None:
     """A rank that is twice as slow costs its own replica: half a step of one in eight, not of all."""
     whole = TABLES | {"parallel": {"dp": 8, "tp": 2}, "ranks": {"slow": 2.0, "jitter": 0.0}}
     together, apart = (
-        answer(whole | {"training": {"sequence": 4096, "global_batch": 64, "asynchronous": on}}) for on in (False, True)
+        answer(parse_job(whole | {"training": {"sequence": 4096, "global_batch": 64, "asynchronous": on}}))
+        for on in (False, True)
     )
     lost = [next(part.us for part in found.parts if part.name == "stragglers") for found in (together, apart)]
     assert lost[1] / lost[0] == pytest.approx(1 / (1 - 0.5 / 8) - 1)
@@ -162,7 +149,7 @@ def test_asynchronous_replicas_wait_for_nobody() -> None:
 def test_what_needs_whole_replicas_is_refused_with_shards(changed: dict[str, object], said: str) -> None:
     """Zero 1 keeps a part of the optimizer on each rank."""
     with pytest.raises(Misconfigured, match=said):
-        answer(TABLES | changed)
+        answer(parse_job(TABLES | changed))
 
 
 def test_exposed_communication_is_explained_down_to_a_collective() -> None:
@@ -170,3 +157,14 @@ def test_exposed_communication_is_explained_down_to_a_collective() -> None:
     text = "\n".join(explain(parse_job(TABLES), "gradients"))
     assert "reduce_scatter of" in text
     assert "of the array /" in text
+    assert "reduce_scatter of" in text
+    assert "of the array /" in text
+
+
+@pytest.mark.parametrize(("gpu", "assumed"), [("H200", 0), ("H100", 1), ("B200", 1)])
+def test_a_plan_says_once_what_was_not_measured_on_its_gpu(gpu: str, assumed: int) -> None:
+    """In the notes, which the terminal, the page and the JSON show."""
+    tables = TABLES | {"cluster": {"gpu": gpu, "network": "h100-ndr-400"}}
+    said = f"not measured on {gpu}, assumed: mechanisms, efficiency"
+    notes = [note for note in answer(parse_job(tables)).notes if said in note]
+    assert len(notes) == assumed

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.compute_cost import Machine, cost, total_us
-from counterpoint.plan.efficiency import AMPERE, UNMEASURED, efficiency_of
-from counterpoint.plan.gpus import GPUS, find_gpu
-from counterpoint.plan.layers import Flash, Matmul, Traffic
+from counterpoint.machine.profile import shipped_profile
+from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp
+from counterpoint.plan.compute.roofline import GpuRates, cost, total_us
+from counterpoint.plan.job.cluster import GPUS, find_gpu
 
-H200 = Machine.of(find_gpu("h200"))
+H200 = GpuRates.of(find_gpu("h200"))
 MEASURED = [  # m, n, k, µs on H200: measured pairs and the profile in samples/fsdp-healthy, 2026-11-20 and 21
     (4096, 14336, 4096, 620), (4096, 4096, 14336, 630), (14336, 4096, 4096, 643), (4096, 4096, 4096, 184),
     (4096, 1024, 4096, 44.7), (4096, 4096, 1024, 54.9), (1024, 4096, 4096, 50), (4096, 128256, 4096, 5530),
@@ -22,8 +22,8 @@ MEASURED = [  # m, n, k, µs on H200: measured pairs and the profile in samples/
 ]  # fmt: skip
 
 
-def matmul(m: int, n: int, k: int, batch: int = 1) -> Matmul:
-    return Matmul(name="x", m=m, n=n, k=k, batch=batch)
+def matmul(m: int, n: int, k: int, batch: int = 1) -> MatmulOp:
+    return MatmulOp(name="x", m=m, n=n, k=k, batch=batch)
 
 
 def test_measured_matmuls_come_out() -> None:
@@ -61,13 +61,13 @@ def test_thin_products_reach_less(n: int, k: int) -> None:
 
 def test_what_has_little_arithmetic_is_bound_by_memory() -> None:
     """Attention's scores without flash: 64 operations per byte written, on A100."""
-    assert cost(matmul(2048, 2048, 64, batch=64), Machine.of(GPUS["A100"])).bound == "memory"
+    assert cost(matmul(2048, 2048, 64, batch=64), GpuRates.of(GPUS["A100"])).bound == "memory"
 
 
 def test_the_terms_make_up_the_time() -> None:
     """us = max(math, memory) + launch, of every kind of operation."""
-    flash = Flash(name="f", batch=32, queries=4096, keys=4096, width=128, causal=True)
-    for operation in (matmul(512, 512, 512), flash, Traffic(name="t", num_bytes=1e8, kernels=3)):
+    flash = FlashAttentionOp(name="f", batch=32, queries=4096, keys=4096, width=128, causal=True)
+    for operation in (matmul(512, 512, 512), flash, MemoryBoundOp(name="t", num_bytes=1e8, kernels=3)):
         found = cost(operation, H200)
         assert found.us == max(found.math_us, found.memory_us) + found.launch_us
 
@@ -75,7 +75,7 @@ def test_the_terms_make_up_the_time() -> None:
 def test_attention_of_the_profile_comes_out() -> None:
     """cuDNN's kernels at 4096 tokens, 32 heads of 128: 261 µs forward, 910 µs backward with its small kernels."""
     forward, backward = (
-        cost(Flash(name="", batch=32, queries=4096, keys=4096, width=128, causal=True, backward=b), H200).us
+        cost(FlashAttentionOp(name="", batch=32, queries=4096, keys=4096, width=128, causal=True, backward=b), H200).us
         for b in (False, True)
     )
     assert [forward, backward] == pytest.approx([261, 819 + 35 + 30 + 26], rel=0.06)
@@ -104,20 +104,19 @@ def test_a_sum_is_one_after_the_other() -> None:
 def test_an_unknown_precision_names_the_known_ones() -> None:
     """A100 has no fp8."""
     with pytest.raises(Misconfigured, match="A100 computes in bf16, fp16, fp32"):
-        Machine.of(GPUS["A100"], "fp8")
+        GpuRates.of(GPUS["A100"], "fp8")
 
 
 def test_an_unknown_gpu_names_the_known_ones() -> None:
     """V100 is not among them."""
-    with pytest.raises(Misconfigured, match="gpu = 'V100': known are A100-40, A100, H100"):
+    with pytest.raises(Misconfigured, match="gpu = 'V100': known are A100, A100-40, B200"):
         find_gpu("V100")
-
-
-def test_constants_that_nobody_measured_say_so() -> None:
-    """B200 has Hopper's, with a source that tells."""
-    assert (efficiency_of("B200"), "not measured" in UNMEASURED.source) == (UNMEASURED, True)
 
 
 def test_a_generation_has_one_set_of_constants() -> None:
     """Both kinds of A100 share theirs."""
-    assert (efficiency_of("A100-40"), efficiency_of("A100")) == (AMPERE, AMPERE)
+    assert (
+        shipped_profile("A100-40").efficiency
+        == shipped_profile("A100").efficiency
+        != shipped_profile("H100").efficiency
+    )

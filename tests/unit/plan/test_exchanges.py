@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.plan.data_parallel import in_pieces_us
-from counterpoint.plan.exchanges import Exchange, layer_exchanges, send
-from counterpoint.plan.model import Experts, Model
-from counterpoint.plan.overlap import MECHANISMS
-from counterpoint.plan.parallel import Parallel, Training
+from counterpoint.machine.profile import default_profile
+from counterpoint.pair.together import disturbance
+from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.step.data_parallel import overlapped_in_pieces_us
+from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_exchanges
 
+H200 = default_profile()
+NAMES = (*H200.mechanisms, "ideal", "serial")
 LLAMA = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
 ARRAY = 2 * 8192 * 4096 * 2  # two samples of 8192 tokens in bf16
 
@@ -46,7 +49,7 @@ def test_sequence_parallelism_sends_as_much_forward() -> None:
 def test_two_all_reduces_each_way() -> None:
     """Megatron's volume: 2 arrays forward, 2 backward, beside the weight gradients if asked."""
     found = exchanges(tp=8, sequence=False, overlap_tp=False)
-    assert [(each.count, each.num_bytes, each.backward, each.beside) for each in found] == [
+    assert [(each.count, each.num_bytes, each.backward, each.during_dw) for each in found] == [
         (2, ARRAY, False, False), (2, ARRAY, True, False),
     ]  # fmt: skip
 
@@ -67,7 +70,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 @pytest.mark.parametrize(("sequence", "operations"), [(True, ["send_recv"]), (False, ["send_recv", "all_gather"])])
 def test_stages_send_a_part_per_rank(sequence: bool, operations: list[str]) -> None:
     """1/tp each; without sequence parallelism the receivers gather it."""
-    found = send(
+    found = stage_exchanges(
         LLAMA, Parallel(tp=8, pp=4, sequence=sequence), Training(sequence=8192, global_batch=64, micro_batch=2)
     )
     assert ([each.operation for each in found], found[0].num_bytes) == (operations, ARRAY / 8)
@@ -75,19 +78,21 @@ def test_stages_send_a_part_per_rank(sequence: bool, operations: list[str]) -> N
 
 def test_one_bucket_is_not_hidden() -> None:
     """It is ready when compute is done."""
-    assert in_pieces_us(100.0, [("all_reduce", 40.0)], 1, MECHANISMS["ideal"], persistent=False) == 140.0
+    assert (
+        overlapped_in_pieces_us(100.0, [("all_reduce", 40.0)], 1, disturbance("ideal", H200), persistent=False) == 140.0
+    )
 
 
 @pytest.mark.parametrize(("comm", "expected"), [(40.0, 104.0), (200.0, 210.0)])
 def test_many_buckets_form_a_pipeline(comm: float, expected: float) -> None:
     """Ten pieces, undisturbed: the longer side, and one piece of the shorter."""
-    found = in_pieces_us(100.0, [("all_reduce", comm)], 10, MECHANISMS["ideal"], persistent=False)
+    found = overlapped_in_pieces_us(100.0, [("all_reduce", comm)], 10, disturbance("ideal", H200), persistent=False)
     assert found == pytest.approx(expected)
 
 
 @given(compute=st.floats(0, 1e5), comm=st.floats(0, 1e5), pieces=st.integers(1, 100),
-       name=st.sampled_from(sorted(MECHANISMS)))  # fmt: skip
+       name=st.sampled_from(NAMES))  # fmt: skip
 def test_pieces_stay_between_ideal_and_serial(compute: float, comm: float, pieces: int, name: str) -> None:
     """max <= T <= sum, however many pieces."""
-    found = in_pieces_us(compute, [("all_reduce", comm)], pieces, MECHANISMS[name], persistent=True)
+    found = overlapped_in_pieces_us(compute, [("all_reduce", comm)], pieces, disturbance(name, H200), persistent=True)
     assert max(compute, comm) * (1 - 1e-9) <= found <= (compute + comm) * (1 + 1e-9)

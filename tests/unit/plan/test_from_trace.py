@@ -10,13 +10,12 @@ import pytest
 
 import counterpoint
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.collective_cost import estimate
-from counterpoint.plan.from_trace import Observed, elsewhere, observed
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.groups import Group
-from counterpoint.plan.networks import levels, network_of
-from counterpoint.records import Diagnosis
+from counterpoint.plan.from_trace import MeasuredStep, measured_step, predict_on
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.network.estimate import estimate
+from counterpoint.plan.network.group import Group
+from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.records.diagnosis import Diagnosis
 
 SAMPLE = Path(__file__).parents[3] / "samples" / "fsdp-healthy"
 
@@ -27,8 +26,8 @@ def diagnosis() -> Diagnosis:
 
 
 @pytest.fixture(scope="module")
-def step(diagnosis: Diagnosis) -> Observed:
-    return observed(diagnosis)
+def step(diagnosis: Diagnosis) -> MeasuredStep:
+    return measured_step(diagnosis)
 
 
 def cluster(gpus: int, gbit: float = 400.0) -> Cluster:
@@ -39,87 +38,86 @@ def cluster(gpus: int, gbit: float = 400.0) -> Cluster:
     return Cluster(gpu=find_gpu("H200"), levels=tuple(changed))
 
 
-def test_parts_of_a_measured_step_add_up_to_it(step: Observed) -> None:
+def test_parts_of_a_measured_step_add_up_to_it(step: MeasuredStep) -> None:
     """8 x H200, FSDP2."""
     assert step.compute_us + step.exposed_us + step.waits_us + step.rest_us == pytest.approx(step.step_us)
 
 
-def test_the_collectives_of_a_step_are_those_of_the_trace(step: Observed) -> None:
+def test_the_collectives_of_a_step_are_those_of_the_trace(step: MeasuredStep) -> None:
     """16 all_gathers of a layer, 8 reduce_scatters, as the sample's layers and passes have them."""
-    calls = {(each.operation, each.num_bytes): each.calls for each in step.seen}
+    calls = {(each.operation, each.num_bytes): each.calls for each in step.collectives}
     assert (calls["all_gather", 436224000], calls["reduce_scatter", 872448000]) == (16, 8)
 
 
-def test_the_same_machine_gives_the_same_step(step: Observed) -> None:
+def test_the_same_machine_gives_the_same_step(step: MeasuredStep) -> None:
     """Nothing changes but by rounding."""
-    there = elsewhere(step, cluster(8), cluster(8), ranks=8)
+    there = predict_on(step, cluster(8), cluster(8), ranks=8)
     assert there.step_us == pytest.approx(step.step_us)
     assert sum(part.us for part in there.parts) == pytest.approx(there.step_us)
 
 
-def test_more_nodes_cost_what_the_model_adds_to_each_collective(step: Observed) -> None:
+def test_more_nodes_cost_what_the_model_adds_to_each_collective(step: MeasuredStep) -> None:
     """Transfers by the ratio of its two estimates."""
-    there = elsewhere(step, cluster(8), cluster(32), ranks=32)
+    there = predict_on(step, cluster(8), cluster(32), ranks=32)
     whole = 0.0
-    for each in step.seen:
+    for each in step.collectives:
         before = estimate(each.operation, each.num_bytes, Group(ranks=8), network_of(cluster(8))).us
         after = estimate(each.operation, each.num_bytes, Group(ranks=32), network_of(cluster(32))).us
         whole += each.transfer_us * after / before
     assert sum(part.us for part in there.comm) == pytest.approx(whole)
     same = msgspec.structs.replace(step, lists_us=0.0)
-    assert elsewhere(same, cluster(8), cluster(32), ranks=32).step_us > step.step_us
+    assert predict_on(same, cluster(8), cluster(32), ranks=32).step_us > step.step_us
 
 
-def test_what_goes_over_shards_shrinks_with_them(step: Observed) -> None:
+def test_what_goes_over_shards_shrinks_with_them(step: MeasuredStep) -> None:
     """Optimizer, clipping and casts of the sample, 4.9 ms of a step: a quarter of that on four times the ranks, four
     times as much on two; replicas that add up whole gradients change nothing."""
     assert step.lists_us == pytest.approx(4900, abs=50)
     compute = {
-        ranks: elsewhere(step, cluster(8), cluster(max(8, ranks)), ranks=ranks).parts[0].us for ranks in (2, 8, 32)
+        ranks: predict_on(step, cluster(8), cluster(max(8, ranks)), ranks=ranks).parts[0].us for ranks in (2, 8, 32)
     }
     assert compute[32] == pytest.approx(step.compute_us - 0.75 * step.lists_us)
     assert compute[2] == pytest.approx(step.compute_us + 3 * step.lists_us)
     assert compute[8] == pytest.approx(step.compute_us)
-    replicas = tuple(msgspec.structs.replace(each, operation="all_reduce") for each in step.seen)
-    whole = msgspec.structs.replace(step, seen=replicas)
-    assert elsewhere(whole, cluster(8), cluster(32), ranks=32).parts[0].us == pytest.approx(step.compute_us)
+    replicas = tuple(msgspec.structs.replace(each, operation="all_reduce") for each in step.collectives)
+    whole = msgspec.structs.replace(step, collectives=replicas)
+    assert predict_on(whole, cluster(8), cluster(32), ranks=32).parts[0].us == pytest.approx(step.compute_us)
 
 
-def test_recordings_of_one_job_predict_each_other(step: Observed) -> None:
+def test_recordings_of_one_job_predict_each_other(step: MeasuredStep) -> None:
     """2, 4 and 8 H200, two machines: each of the six predictions within 1.5 % of what was measured there."""
-    fewer = (observed(counterpoint.diagnose(str(SAMPLE.parent / f"fsdp-{ranks}-ranks")).diagnosis) for ranks in (2, 4))
-    seen = [*fewer, step]
-    for of, there in permutations(seen, 2):
-        found = elsewhere(of, cluster(8), cluster(8), ranks=there.ranks)
+    fewer = (counterpoint.diagnose(str(SAMPLE.parent / f"fsdp-{ranks}-ranks")).diagnosis for ranks in (2, 4))
+    for measured, there in permutations([*map(measured_step, fewer), step], 2):
+        found = predict_on(measured, cluster(8), cluster(8), ranks=there.ranks)
         assert found.step_us == pytest.approx(there.step_us, rel=0.015)
 
 
-def test_a_slower_network_never_makes_it_faster(step: Observed) -> None:
+def test_a_slower_network_never_makes_it_faster(step: MeasuredStep) -> None:
     """And one so fast that all is hidden leaves compute, waits and rest."""
-    steps = [elsewhere(step, cluster(8), cluster(64, gbit), ranks=64).step_us for gbit in (100, 200, 400, 800)]
+    steps = [predict_on(step, cluster(8), cluster(64, gbit), ranks=64).step_us for gbit in (100, 200, 400, 800)]
     assert steps == sorted(steps, reverse=True)
 
 
-def test_a_slow_rank_holds_up_its_compute(step: Observed) -> None:
+def test_a_slow_rank_holds_up_its_compute(step: MeasuredStep) -> None:
     """By its factor."""
-    there = elsewhere(step, cluster(8), cluster(8), ranks=8, slow=1.5)
+    there = predict_on(step, cluster(8), cluster(8), ranks=8, slow=1.5)
     assert there.parts[0].us == pytest.approx(1.5 * step.compute_us)
 
 
-def test_ranks_that_groups_cannot_grow_to(step: Observed) -> None:
+def test_ranks_that_groups_cannot_grow_to(step: MeasuredStep) -> None:
     """Named, with what would do."""
-    inner = msgspec.structs.replace(step.seen[0], group=Group(ranks=2, stride=4))
-    divided = msgspec.structs.replace(step, seen=(inner,))
+    inner = msgspec.structs.replace(step.collectives[0], group=Group(ranks=2, stride=4))
+    divided = msgspec.structs.replace(step, collectives=(inner,))
     with pytest.raises(Misconfigured, match="9 ranks from a trace of 8: its groups of 2 cannot grow so"):
-        elsewhere(divided, cluster(8), cluster(16), ranks=9)
+        predict_on(divided, cluster(8), cluster(16), ranks=9)
 
 
-def test_groups_inside_stay_as_they_are(step: Observed) -> None:
+def test_groups_inside_stay_as_they_are(step: MeasuredStep) -> None:
     """Tensor parallelism does not grow with the replicas."""
-    inside = msgspec.structs.replace(step.seen[0], group=Group(ranks=4, stride=1))
-    replicas = msgspec.structs.replace(step.seen[0], operation="reduce_scatter", group=Group(ranks=2, stride=4))
-    both = msgspec.structs.replace(step, seen=(inside, replicas))
-    there = {part.name: part.us for part in elsewhere(both, cluster(8), cluster(64), ranks=64).comm}
+    inside = msgspec.structs.replace(step.collectives[0], group=Group(ranks=4, stride=1))
+    replicas = msgspec.structs.replace(step.collectives[0], operation="reduce_scatter", group=Group(ranks=2, stride=4))
+    both = msgspec.structs.replace(step, collectives=(inside, replicas))
+    there = {part.name: part.us for part in predict_on(both, cluster(8), cluster(64), ranks=64).comm}
     assert there["all_gather"] == pytest.approx(inside.transfer_us)
     assert there["reduce_scatter"] > replicas.transfer_us
 
@@ -135,4 +133,4 @@ def test_groups_inside_stay_as_they_are(step: Observed) -> None:
 def test_a_trace_that_says_too_little(diagnosis: Diagnosis, change: dict[str, object], said: str) -> None:
     """What is missing, and how to record it."""
     with pytest.raises(Misconfigured, match=said):
-        observed(msgspec.structs.replace(diagnosis, **change))
+        measured_step(msgspec.structs.replace(diagnosis, **change))

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job import Job
-from counterpoint.plan.job_file import parse_job, read_job
+from counterpoint.plan.job.job import Job, parse_job, read_tables
 
 WHOLE = """
 [model]
@@ -81,7 +80,7 @@ latency_us = 2
         (changed("dp = 8", "dp = -8"), "parallel.dp = -8: give a number above 0"),
         (changed("tp = 2", "tp = 3"), "parallel.tp = 3 does not divide model.heads = 32"),
         (changed("global_batch = 64", "global_batch = 60"), "does not divide training.global_batch = 60"),
-        (changed('"H200"', '"H300"'), "known are A100-40"),
+        (changed('"H200"', '"H300"'), "known are A100, A100-40"),
         (changed('network = "h200-ndr-400"', ""), "give either network, a name, or levels"),
         (changed('"h200-ndr-400"', '"token-ring"'), "token-ring"),
         (changed('gpu = "H200"', 'gpu = "H200"\ngpus = 8'), "16 ranks on 8 GPUs"),
@@ -110,7 +109,7 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[model\n")
     with pytest.raises(Misconfigured, match=r"job\.toml: not TOML: .*line 1"):
-        read_job(path)
+        read_tables(path)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a = " + b"[" * 100_000, b"#" * ((1 << 20) + 1)])
@@ -119,13 +118,13 @@ def test_a_hostile_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content)
     with pytest.raises(Misconfigured, match=r"job\.toml"):
-        read_job(path)
+        read_tables(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     """With what to give instead."""
     with pytest.raises(Misconfigured, match="No such file or directory; give a job as TOML"):
-        read_job(tmp_path / "none.toml")
+        read_tables(tmp_path / "none.toml")
 
 
 JUNK = st.recursive(

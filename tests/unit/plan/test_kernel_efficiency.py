@@ -10,22 +10,22 @@ import pytest
 from kernel_efficiency import Row, fit, fit_matmuls, fitted_rows, operations, summary, table_of
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.compute_cost import Machine, cost
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.layers import Matmul, Traffic
+from counterpoint.plan.compute.layers import MatmulOp, MemoryBoundOp
+from counterpoint.plan.compute.roofline import GpuRates, cost
+from counterpoint.plan.job.cluster import find_gpu
 
-H200 = Machine.of(find_gpu("H200"))
+H200 = GpuRates.of(find_gpu("H200"))
 
 
-def times(machine: Machine, noise: float = 0.0) -> list[Row]:
+def times(machine: GpuRates, noise: float = 0.0) -> list[Row]:
     rng = random.Random(1)
     return [(op, cost(op, machine).us * rng.uniform(1 - noise, 1 + noise)) for op in operations()]
 
 
-def held_out_error(rows: list[Row], machine: Machine) -> float:
+def held_out_error(rows: list[Row], machine: GpuRates) -> float:
     """Mean over the GEMMs that the fit has not seen."""
     kept = {op.name for op, _ in fitted_rows(rows)}
-    errors = [abs(cost(op, machine).us / us - 1) for op, us in rows if op.name not in kept and isinstance(op, Matmul)]
+    errors = [abs(cost(op, machine).us / us - 1) for op, us in rows if op.name not in kept and isinstance(op, MatmulOp)]
     return sum(errors) / len(errors)
 
 
@@ -41,9 +41,9 @@ def test_the_constants_behind_the_times_are_found() -> None:
 def test_shapes_that_were_left_out_come_out() -> None:
     """Times of a smooth rule without tiles, K / (K + 200): held-out GEMMs within 12 % in the mean."""
     rows: list[Row] = [
-        (op, op.flops / (H200.peak * 0.75) * (op.k + 200) / op.k + 2) for op in operations() if isinstance(op, Matmul)
+        (op, op.flops / (H200.peak * 0.75) * (op.k + 200) / op.k + 2) for op in operations() if isinstance(op, MatmulOp)
     ]
-    rows += [(op, op.num_bytes / (H200.memory * 0.8) + 2) for op in operations() if isinstance(op, Traffic)]
+    rows += [(op, op.num_bytes / (H200.memory * 0.8) + 2) for op in operations() if isinstance(op, MemoryBoundOp)]
     machine = msgspec.structs.replace(H200, efficiency=fit(rows, H200))
     assert held_out_error(rows, machine) < 0.12
 
@@ -53,7 +53,7 @@ def test_a_few_slow_kernels_do_not_move_the_fit() -> None:
     rows = [(op, us * (1.25 if index % 5 == 0 else 1.0)) for index, (op, us) in enumerate(times(H200))]
     machine = msgspec.structs.replace(H200, efficiency=fit(rows, H200))
     rest = [
-        cost(op, machine).us / us - 1 for index, (op, us) in enumerate(rows) if index % 5 and isinstance(op, Matmul)
+        cost(op, machine).us / us - 1 for index, (op, us) in enumerate(rows) if index % 5 and isinstance(op, MatmulOp)
     ]
     assert median(map(abs, rest)) < 0.01
 
@@ -61,7 +61,7 @@ def test_a_few_slow_kernels_do_not_move_the_fit() -> None:
 def test_no_fit_needs_more_than_the_peak() -> None:
     """Times that 1.1 of the peak explains best: a choice below the peak is taken, not cut to it; median error 0."""
     truth = msgspec.structs.replace(H200.efficiency, matmul=1.1, depth=256, edge=24, load=0)
-    rows = [row for row in times(msgspec.structs.replace(H200, efficiency=truth)) if isinstance(row[0], Matmul)]
+    rows = [row for row in times(msgspec.structs.replace(H200, efficiency=truth)) if isinstance(row[0], MatmulOp)]
     found = fit_matmuls(rows, H200)
     errors = [cost(op, msgspec.structs.replace(H200, efficiency=found)).us / us - 1 for op, us in rows]
     assert (found.matmul <= 1.0, abs(median(errors)) < 0.005) == (True, True)
@@ -69,7 +69,7 @@ def test_no_fit_needs_more_than_the_peak() -> None:
 
 def test_times_beyond_the_peak_are_refused() -> None:
     """Half the time that the data sheet allows is of no such GPU."""
-    rows: list[Row] = [(op, op.flops / H200.peak / 2 + 2) for op in operations() if isinstance(op, Matmul)]
+    rows: list[Row] = [(op, op.flops / H200.peak / 2 + 2) for op in operations() if isinstance(op, MatmulOp)]
     with pytest.raises(Misconfigured, match="GEMMs faster than the peak of H200"):
         fit_matmuls(rows, H200)
 

@@ -5,22 +5,30 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from counterpoint.plan.layers import Flash, Matmul, Share, Traffic, Work, head, layer
-from counterpoint.plan.model import Experts, Model
-from counterpoint.plan.parameters import layer_flops, layer_parameters, model_parameters
+from counterpoint.plan.compute.layers import (
+    FlashAttentionOp,
+    LayerWork,
+    LocalShape,
+    MatmulOp,
+    MemoryBoundOp,
+    head_work,
+    layer_work,
+)
+from counterpoint.plan.job.model import Experts, Model, layer_flops, layer_parameters
+from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
 
 GPT = Model(layers=96, hidden=12288, heads=96, vocab=51200, tied=True, dropout=True)
 LLAMA = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
 EXPERTS = Experts(count=8, per_token=2, width=14336)
 
 
-def flops(work: Work, part: str = "forward") -> float:
+def flops(work: LayerWork, part: str = "forward") -> float:
     operations = work.backward if part == "backward" else work.forward
-    return sum(op.flops for op in operations if not isinstance(op, Traffic))
+    return sum(op.flops for op in operations if not isinstance(op, MemoryBoundOp))
 
 
-def share(**kwargs: object) -> Share:
-    return Share(**{"batch": 2, "queries": 2048, "keys": 2048, "flash": False} | kwargs)  # type: ignore[arg-type]
+def share(**kwargs: object) -> LocalShape:
+    return LocalShape(**{"batch": 2, "queries": 2048, "keys": 2048, "flash": False} | kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -28,20 +36,21 @@ def share(**kwargs: object) -> Share:
 def test_forward_does_the_arithmetic_of_the_model(model: Model, tp: int) -> None:
     """FLOPs of a layer's forward, times tp, are 2 per parameter and token, and attention's."""
     expected = layer_flops(model, 2048) * 2 * 2048
-    assert flops(layer(model, share(tp=tp))) * tp == pytest.approx(expected, rel=1e-9)
+    assert flops(layer_work(model, share(tp=tp))) * tp == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_backward_does_twice_the_arithmetic(fused: bool) -> None:
     """Each product of forward has two in backward, fused or not."""
-    work = layer(LLAMA, share(fused=fused))
+    work = layer_work(LLAMA, share(fused=fused))
     assert flops(work, "backward") == pytest.approx(2 * flops(work))
 
 
 def test_flash_attention_does_half_where_the_model_is_causal() -> None:
     """Scores that are masked are not computed; backward computes them again: 5 products for 2."""
     forward, backward = (
-        Flash(name="", batch=4, queries=64, keys=64, width=16, causal=True, backward=b) for b in (False, True)
+        FlashAttentionOp(name="", batch=4, queries=64, keys=64, width=16, causal=True, backward=b)
+        for b in (False, True)
     )
     assert (forward.flops, backward.flops / forward.flops) == (4 * 2 * 64 * 64 * 16, 2.5)
 
@@ -49,14 +58,14 @@ def test_flash_attention_does_half_where_the_model_is_causal() -> None:
 def test_megatrons_formula_comes_out() -> None:
     """GPT's layer forward is 24 · tokens · h² · (1 + s / 6h) operations (arXiv 2104.04473, appendix)."""
     expected = 24 * 4096 * 12288**2 * (1 + 2048 / (6 * 12288))
-    assert flops(layer(GPT, share())) == pytest.approx(expected)
+    assert flops(layer_work(GPT, share())) == pytest.approx(expected)
 
 
 def test_sequence_parallelism_divides_what_lies_between() -> None:
     """Norms and additions see 1/tp of the tokens, the products all of them."""
-    whole, part = (layer(GPT, share(tp=8, sequence=s)) for s in (False, True))
+    whole, part = (layer_work(GPT, share(tp=8, sequence=s)) for s in (False, True))
 
-    def norms(work: Work) -> float:
+    def norms(work: LayerWork) -> float:
         return sum(op.num_bytes for op in work.forward if op.name in ("norms", "residual add"))
 
     assert (norms(part) * 8, flops(part)) == (norms(whole), flops(whole))
@@ -64,13 +73,13 @@ def test_sequence_parallelism_divides_what_lies_between() -> None:
 
 def test_selective_recomputation_repeats_attention_only() -> None:
     """Its core has no product with a weight."""
-    core = layer(GPT, share()).core
-    assert {op.name for op in core if isinstance(op, Matmul)} == {"scores", "values"}
+    core = layer_work(GPT, share()).core
+    assert {op.name for op in core if isinstance(op, MatmulOp)} == {"scores", "values"}
 
 
 def test_experts_work_on_the_tokens_that_visit_them() -> None:
     """Two of eight experts per token cost as much as two dense feed-forward blocks, besides the router."""
-    dense, routed = layer(LLAMA, share()), layer(LLAMA, share(), EXPERTS)
+    dense, routed = layer_work(LLAMA, share()), layer_work(LLAMA, share(), EXPERTS)
     block = 6 * 4096 * 14336 * 4096
     router = 2 * 4096 * 8 * 4096
     assert flops(routed) - flops(dense) == pytest.approx(block + router)
@@ -79,7 +88,8 @@ def test_experts_work_on_the_tokens_that_visit_them() -> None:
 def test_imbalance_makes_the_busiest_rank_slower() -> None:
     """Experts' products grow with the tokens of the busiest rank."""
     even, uneven = (
-        layer(LLAMA, share(ep=8), Experts(count=8, per_token=2, width=14336, imbalance=factor)) for factor in (1.0, 1.5)
+        layer_work(LLAMA, share(ep=8), Experts(count=8, per_token=2, width=14336, imbalance=factor))
+        for factor in (1.0, 1.5)
     )
     grown = flops(uneven) - flops(even)
     assert grown == pytest.approx(0.5 * 2 * 6 * 4096 * 14336 * 4096, rel=1e-3)
@@ -87,7 +97,7 @@ def test_imbalance_makes_the_busiest_rank_slower() -> None:
 
 def test_the_head_is_a_product_with_the_vocabulary() -> None:
     """2 · tokens · h · V / tp."""
-    assert flops(head(GPT, share(tp=8))) == 2 * 4096 * 12288 * 51200 / 8
+    assert flops(head_work(GPT, share(tp=8))) == 2 * 4096 * 12288 * 51200 / 8
 
 
 @pytest.mark.parametrize(
@@ -102,11 +112,12 @@ def test_the_head_is_a_product_with_the_vocabulary() -> None:
 )  # fmt: skip
 def test_parameters_are_those_that_the_names_say(model: Model, billions: float) -> None:
     """Within 0.4 % of what was published."""
-    assert model_parameters(model) / 1e9 == pytest.approx(billions, rel=0.004)
+    whole = StagePart(layers=model.layers, routed=model.expert_layers, embedding=True, head=True)
+    assert part_parameters(model, Parallel(), whole).total / 1e9 == pytest.approx(billions, rel=0.004)
 
 
 def test_weight_gradients_are_as_large_as_the_weights() -> None:
     """The products marked so make one gradient for each parameter of a matrix."""
-    work = layer(LLAMA, share())
-    made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, Matmul) and op.weight_gradient)
+    work = layer_work(LLAMA, share())
+    made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, MatmulOp) and op.weight_gradient)
     assert made == layer_parameters(LLAMA).total - 2 * 4096

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from plan_published import Predictions, Row, rows
 
-from counterpoint.plan.overlap import MECHANISMS
-from counterpoint.plan.validation import VALIDATIONS, validated
+from counterpoint.machine.profile import default_profile
+from counterpoint.plan.step.validation import VALIDATIONS, validated
 
+NAMES = (*default_profile().mechanisms, "ideal", "serial")
 ROWS = rows()
 
 
@@ -34,7 +35,7 @@ def of(errors: dict[str, float], *groups: str) -> list[float]:
         ("A100 FSDP", 7, 0.075, 0.12),
         ("H100 Llama 3 405B", 3, 0.06, 0.08),
         ("H200 FSDP2", 12, 0.045, 0.07),
-        ("4 x H200 FSDP2", 16, 0.11, 0.155),  # machines at their power limit: docs/plan.md
+        ("4 x H200 FSDP2", 16, 0.11, 0.155),  # machines at their power limit: docs/results/planner.md
         ("2 x H200 FSDP2", 16, 0.115, 0.165),
         ("H200 FSDP2, whole steps", 3, 0.015, 0.025),
     ],
@@ -95,5 +96,5 @@ def test_what_was_not_measured_says_so(field: str, value: str, says: str) -> Non
 
 
 def test_every_mechanism_of_a_validation_exists() -> None:
-    """Their names are those of overlap.py."""
-    assert {name for each in VALIDATIONS for name in each.mechanisms} <= MECHANISMS.keys()
+    """Their names are those of the profile."""
+    assert {name for each in VALIDATIONS for name in each.mechanisms} <= {*NAMES}

@@ -10,27 +10,36 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.schedule import (
+from counterpoint.plan.step.schedule import (
     Kind,
-    Name,
-    Placed,
+    ScheduledSlot,
+    ScheduleName,
     Slot,
-    Times,
-    closed_form_us,
+    StageTimes,
     in_flight,
     orders,
     pipeline_us,
-    placed,
+    scheduled,
 )
 
-FIXED: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved")
-NAMES: tuple[Name, ...] = (*FIXED, "zero_bubble")
+FIXED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+NAMES: tuple[ScheduleName, ...] = (*FIXED, "zero_bubble")
 length = st.floats(0.5, 4.0)
 
 
-def alike(stages: int, parts: int, forward: float, backward: float, weight: float = 0.0, send: float = 0.0) -> Times:
+def closed_form_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
+    """The formula of the schedule, for equal parts and free sends: schedule.py has the sources."""
+    stages, parts, both = times.stages, times.parts, sum(times.forward[0]) + sum(times.backward[0])
+    if name == "zero_bubble":
+        return micro_batches * both + (stages - 1) * (both - 2 * sum(times.weight[0]))
+    return (micro_batches + (stages - 1) / (parts if name == "interleaved" else 1)) * both
+
+
+def alike(
+    stages: int, parts: int, forward: float, backward: float, weight: float = 0.0, send: float = 0.0
+) -> StageTimes:
     """All parts equal; `weight` as zero_bubble wants it."""
-    return Times(
+    return StageTimes(
         forward=((forward / parts,) * parts,) * stages,
         backward=((backward / parts,) * parts,) * stages,
         weight=((weight / parts,) * parts,) * stages,
@@ -39,7 +48,7 @@ def alike(stages: int, parts: int, forward: float, backward: float, weight: floa
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[Name, Times, int]:
+def pipelines(draw: st.DrawFn) -> tuple[ScheduleName, StageTimes, int]:
     """Any lengths."""
     name, stages = draw(st.sampled_from(NAMES)), draw(st.integers(1, 5))
     parts = draw(st.integers(1, 3)) if name == "interleaved" else 1
@@ -47,7 +56,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Name, Times, int]:
     forward, backward = draw(rows), draw(rows)
     weight = [[part / 2 for part in row] for row in backward]
     micro = draw(st.integers(1, 4)) * (stages if name == "interleaved" else 1)
-    times = Times(
+    times = StageTimes(
         forward=tuple(map(tuple, forward)), backward=tuple(map(tuple, backward)), weight=tuple(map(tuple, weight)),
         send_us=draw(st.sampled_from([0.0, 0.3])),
     )  # fmt: skip
@@ -57,7 +66,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Name, Times, int]:
 @given(name=st.sampled_from(FIXED), stages=st.integers(1, 6), parts=st.integers(1, 3), rounds=st.integers(1, 9),
        rest=st.integers(0, 5), f=length, b=length)  # fmt: skip
 def test_the_graph_is_the_formula(
-    name: Name, stages: int, parts: int, rounds: int, rest: int, f: float, b: float
+    name: ScheduleName, stages: int, parts: int, rounds: int, rest: int, f: float, b: float
 ) -> None:
     """With equal parts and free sends, critical path and closed form agree to rounding."""
     parts, rest = (parts, 0) if name == "interleaved" else (1, rest % stages)
@@ -88,29 +97,29 @@ def test_zero_bubble_is_its_formula_where_the_three_parts_are_equal(stages: int,
        head=st.floats(0.0, 1.0), send=st.sampled_from([0.0, 0.05, 0.4]))  # fmt: skip
 @example(name="interleaved", stages=2, rounds=12, f=0.5, b=0.5, head=0.0, send=0.4)
 def test_a_long_pipeline_is_extended_closely(
-    name: Name, stages: int, rounds: int, f: float, b: float, head: float, send: float
+    name: ScheduleName, stages: int, rounds: int, f: float, b: float, head: float, send: float
 ) -> None:
     """With a heavier last stage and sends, the extended path is that of the whole graph to 3 %; that much where sends
     take as long as slots and two interleaved stages wait for every one of them (the worst of 85,600 draws)."""
     parts = 2 if name == "interleaved" else 1
     even = alike(stages, parts, f, b, send=send)
     last = tuple(part + head for part in even.backward[-1])
-    times = Times(forward=even.forward, backward=(*even.backward[:-1], last), send_us=send)
-    whole = max(each.end_us for each in placed(name, times, rounds * stages))
+    times = StageTimes(forward=even.forward, backward=(*even.backward[:-1], last), send_us=send)
+    whole = max(each.end_us for each in scheduled(name, times, rounds * stages))
     assert pipeline_us(name, times, rounds * stages) == pytest.approx(whole, rel=0.03)
 
 
 @given(pipeline=pipelines())
-def test_every_slot_runs_once_and_after_what_it_needs(pipeline: tuple[Name, Times, int]) -> None:
+def test_every_slot_runs_once_and_after_what_it_needs(pipeline: tuple[ScheduleName, StageTimes, int]) -> None:
     """Each forward and backward of each part runs once, not before its neighbour's end and the send."""
     name, times, micro = pipeline
-    found = placed(name, times, micro)
+    found = scheduled(name, times, micro)
     ends = {(each.slot.kind, each.slot.part * times.stages + each.stage, each.slot.micro): each for each in found}
     wanted = {(kind, part, k) for kind in "FB" for part in range(times.stages * times.parts) for k in range(micro)}
     assert ({key for key in ends if key[0] != "W"}, _late(ends, times)) == (wanted, [])
 
 
-def _late(ends: Mapping[tuple[Kind, int, int], Placed], times: Times) -> list[Placed]:
+def _late(ends: Mapping[tuple[Kind, int, int], ScheduledSlot], times: StageTimes) -> list[ScheduledSlot]:
     """Slots that began too early."""
     last = times.stages * times.parts - 1
     wrong = []
@@ -125,10 +134,10 @@ def _late(ends: Mapping[tuple[Kind, int, int], Placed], times: Times) -> list[Pl
 
 
 @given(pipeline=pipelines())
-def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[Name, Times, int]) -> None:
+def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[ScheduleName, StageTimes, int]) -> None:
     """Slots of a stage do not overlap."""
     name, times, micro = pipeline
-    found = sorted(placed(name, times, micro), key=lambda each: (each.stage, each.start_us))
+    found = sorted(scheduled(name, times, micro), key=lambda each: (each.stage, each.start_us))
     clashes = [
         (one, other)
         for one, other in pairwise(found)
@@ -138,11 +147,13 @@ def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[Name, Times, int]) -> 
 
 
 @given(pipeline=pipelines(), longer=st.floats(0.0, 1.0))
-def test_fixed_orders_never_gain_from_slower_sends(pipeline: tuple[Name, Times, int], longer: float) -> None:
-    """The critical path does not shrink when an edge grows (greedy choices may: zero_bubble is left out)."""
+def test_fixed_orders_never_gain_from_slower_sends(
+    pipeline: tuple[ScheduleName, StageTimes, int], longer: float
+) -> None:
+    """The critical path does not shrink when an edge grows; zero_bubble is left out, whose choices are greedy."""
     name, times, micro = pipeline
     name = "1f1b" if name == "zero_bubble" else name
-    slower = Times(forward=times.forward, backward=times.backward, send_us=times.send_us + longer)
+    slower = StageTimes(forward=times.forward, backward=times.backward, send_us=times.send_us + longer)
     assert pipeline_us(name, slower, micro) >= pipeline_us(name, times, micro) - 1e-9
 
 
@@ -161,7 +172,7 @@ def test_interleaving_goes_round_the_stages() -> None:
 @pytest.mark.parametrize(
     ("name", "virtual", "held"), [("gpipe", 1, 16), ("1f1b", 1, 4), ("zero_bubble", 1, 4), ("interleaved", 2, 5.5)]
 )
-def test_micro_batches_in_flight(name: Name, virtual: int, held: float) -> None:
+def test_micro_batches_in_flight(name: ScheduleName, virtual: int, held: float) -> None:
     """Four stages, 16 micro-batches; interleaving holds 1 + (p - 1) / (p v) times as many as 1F1B."""
     assert in_flight(name, 4, 16, virtual) == held
 

@@ -11,23 +11,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.cluster import Cluster
-from counterpoint.plan.compression import Compression
-from counterpoint.plan.gpus import find_gpu
-from counterpoint.plan.job import Job, Ranks
-from counterpoint.plan.model import Experts, Model
-from counterpoint.plan.models import model
-from counterpoint.plan.networks import levels, network_of
-from counterpoint.plan.overlap import MECHANISMS
-from counterpoint.plan.parallel import Parallel, Training
-from counterpoint.plan.prices import Prices
-from counterpoint.plan.step import Step, step
-from counterpoint.plan.stragglers import Jitter
+from counterpoint.machine.profile import default_profile
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.job.job import Job, Ranks
+from counterpoint.plan.job.model import Experts, Model, find_model
+from counterpoint.plan.job.parallel import Compression, Parallel, Training
+from counterpoint.plan.network.estimate import CollectiveTimes
+from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.step.step import PredictedStep, predict_step
 
+NAMES = (*default_profile().mechanisms, "ideal", "serial")
 SMALL = Model(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, gated=True, vocab=32000)
 EXPERTS = Experts(count=8, per_token=2, width=4096)
 SPARSE = msgspec.structs.replace(SMALL, experts=EXPERTS)
-EVEN = Jitter()
+WHOLE = 1 << 30  # one bucket
+EVEN = Ranks(jitter=0.0)
 degree = st.sampled_from([1, 2, 4])
 
 
@@ -55,7 +53,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         "zero": draw(st.sampled_from([0, 1, 2, 3])), "sequence": 2048,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "overlap_dp": draw(st.booleans()), "overlap_tp": draw(st.booleans()), "overlap_pp": draw(st.booleans()),
-        "mechanism": draw(st.sampled_from(sorted(MECHANISMS))), "trained": draw(st.sampled_from([SMALL, SPARSE])),
+        "mechanism": draw(st.sampled_from(NAMES)), "trained": draw(st.sampled_from([SMALL, SPARSE])),
     }  # fmt: skip
     if found["trained"] is SPARSE:
         found["ep"] = draw(st.sampled_from([n for n in (1, 2, 4) if found["dp"] * found["cp"] % n == 0]))
@@ -71,7 +69,7 @@ def made(kwargs: dict[str, Any], **more: Any) -> Job:
 @given(kwargs=jobs())
 def test_parts_make_up_the_step_between_ideal_and_serial(kwargs: dict[str, Any]) -> None:
     """Sum of parts = step, serial >= step >= ideal, and no part is negative."""
-    found = step(made(kwargs))
+    found = predict_step(made(kwargs))
     assert found.step_us == pytest.approx(sum(found.parts.values()))
     assert found.serial_us * (1 + 1e-9) >= found.step_us >= found.ideal_us * (1 - 1e-9)
     assert min(found.parts.values()) >= -1e-6
@@ -82,19 +80,19 @@ def test_parts_make_up_the_step_between_ideal_and_serial(kwargs: dict[str, Any])
 def test_faster_links_never_make_a_step_slower(kwargs: dict[str, Any], faster: float) -> None:
     """Time does not rise with bandwidth (0.1 % for greedy schedules)."""
     assume(kwargs["schedule"] != "zero_bubble")
-    assert step(made(kwargs, scale=faster)).step_us <= step(made(kwargs)).step_us * (1 + 1e-9)
+    assert predict_step(made(kwargs, scale=faster)).step_us <= predict_step(made(kwargs)).step_us * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
 @given(kwargs=jobs(), more=st.sampled_from([2, 4]))
 def test_more_samples_never_take_less_time(kwargs: dict[str, Any], more: int) -> None:
     """Twice or four times the batch takes longer."""
-    assert step(made(kwargs, global_batch=256 * more)).step_us > step(made(kwargs)).step_us
+    assert predict_step(made(kwargs, global_batch=256 * more)).step_us > predict_step(made(kwargs)).step_us
 
 
 def test_one_rank_communicates_nothing() -> None:
     """No axis, no exposed communication, no bubble, nobody to wait for."""
-    found = step(job(gpus=1, global_batch=4))
+    found = predict_step(job(gpus=1, global_batch=4))
     waits = (found.exposed_comm_us, found.parts["bubble_us"], found.parts["stragglers_us"])
     assert (found.comm_us, *waits) == ({}, 0.0, 0.0, 0.0)
     assert found.serial_us == pytest.approx(found.step_us)
@@ -102,20 +100,21 @@ def test_one_rank_communicates_nothing() -> None:
 
 def test_accumulation_repeats_the_micro_batch() -> None:
     """With one rank, four micro-batches take four times the products of one."""
-    one, four = (step(job(gpus=1, global_batch=n)) for n in (1, 4))
+    one, four = (predict_step(job(gpus=1, global_batch=n)) for n in (1, 4))
     assert four.parts["matmul_us"] == pytest.approx(4 * one.parts["matmul_us"])
 
 
 def test_a_better_mechanism_exposes_less() -> None:
     """FSDP on one node: serial > nccl > zero_sm > ideal."""
-    times = [step(job(gpus=8, dp=8, zero=3, mechanism=name)).step_us for name in ("serial", "nccl", "zero_sm", "ideal")]
+    slowest_first = ("serial", "nccl", "zero_sm", "ideal")
+    times = [predict_step(job(gpus=8, dp=8, zero=3, mechanism=name)).step_us for name in slowest_first]
     assert times == sorted(times, reverse=True)
 
 
 def test_zero_3_sends_parameters_twice_and_gradients_once() -> None:
     """Its collectives take 1.5 times those of zero 1 per step at one micro-batch, with gradients in two bytes."""
     one, three = (
-        sum(step(job(gpus=8, dp=8, zero=z, global_batch=8, grad_bytes=2, bucket_bytes=1 << 30)).comm_us.values())
+        sum(predict_step(job(gpus=8, dp=8, zero=z, global_batch=8, grad_bytes=2, bucket_bytes=WHOLE)).comm_us.values())
         for z in (1, 3)
     )  # fmt: skip
     assert three / one == pytest.approx(1.5, rel=0.1)
@@ -123,41 +122,45 @@ def test_zero_3_sends_parameters_twice_and_gradients_once() -> None:
 
 def test_keeping_parameters_saves_a_gather() -> None:
     """Without resharding after forward, backward gathers nothing."""
-    again, kept = (step(job(gpus=8, dp=8, zero=3, reshard_after_forward=r)) for r in (True, False))
+    again, kept = (predict_step(job(gpus=8, dp=8, zero=3, reshard_after_forward=r)) for r in (True, False))
     assert kept.comm_us["shards"] < again.comm_us["shards"]
 
 
 def test_the_bubble_shrinks_with_interleaving() -> None:
     """Two parts per stage halve it, less what twice as many sends cost."""
-    plain = step(job(pp=8, dp=8))
-    woven = step(job(pp=8, dp=8, virtual=2, schedule="interleaved"))
+    plain = predict_step(job(pp=8, dp=8))
+    woven = predict_step(job(pp=8, dp=8, virtual=2, schedule="interleaved"))
     assert 0.4 < woven.parts["bubble_us"] / plain.parts["bubble_us"] < 0.75
 
 
 def test_full_recomputation_costs_a_forward() -> None:
     """About a third more, as backward is twice forward."""
-    none, full = (step(job(gpus=1, global_batch=8, recompute=kind)) for kind in ("none", "full"))
+    none, full = (predict_step(job(gpus=1, global_batch=8, recompute=kind)) for kind in ("none", "full"))
     assert full.step_us / none.step_us == pytest.approx(4 / 3, rel=0.05)
 
 
 def test_uneven_experts_take_longer() -> None:
     """All wait for the busiest rank."""
     uneven = msgspec.structs.replace(SPARSE, experts=msgspec.structs.replace(EXPERTS, imbalance=1.5))
-    even_us, uneven_us = (step(job(one, gpus=8, dp=8, ep=8)).step_us for one in (SPARSE, uneven))
+    even_us, uneven_us = (predict_step(job(one, gpus=8, dp=8, ep=8)).step_us for one in (SPARSE, uneven))
     assert uneven_us > even_us
+
+
+def with_ranks(ranks: Ranks) -> Job:
+    return msgspec.structs.replace(job(dp=64), ranks=ranks)
 
 
 def test_stragglers_cost_their_expected_maximum() -> None:
     """64 GPUs with 5 % spread: the slowest is 2.35 standard deviations behind."""
-    even, uneven = (step(job(dp=64), jitter=Jitter(spread=spread)) for spread in (0.0, 0.05))
+    even, uneven = (predict_step(with_ranks(Ranks(jitter=spread))) for spread in (0.0, 0.05))
     compute = even.step_us - even.exposed_comm_us
     assert (uneven.step_us - even.step_us) / compute == pytest.approx(0.05 * 2.35, rel=0.02)
 
 
 def test_one_slow_rank_slows_all() -> None:
     """Twice as slow as the others: the step's compute takes twice as long."""
-    even = step(job(dp=64), jitter=EVEN)
-    slow = step(msgspec.structs.replace(job(dp=64), ranks=Ranks(slow=2.0)), jitter=EVEN)
+    even = predict_step(with_ranks(EVEN))
+    slow = predict_step(with_ranks(Ranks(slow=2.0, jitter=0.0)))
     assert slow.step_us - even.step_us == pytest.approx(even.step_us - even.exposed_comm_us)
 
 
@@ -165,7 +168,7 @@ def test_compressed_gradients_are_sent_smaller() -> None:
     """PowerSGD on many nodes with one bucket: less is exposed, and the passes over memory are counted."""
     whole = job(dp=64, overlap_dp=False)
     small = msgspec.structs.replace(whole, compression=Compression(method="powersgd", rank=4))
-    assert 0 < step(small).parts["gradients_us"] < step(whole).parts["gradients_us"]
+    assert 0 < predict_step(small).parts["gradients_us"] < predict_step(whole).parts["gradients_us"]
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -173,13 +176,13 @@ def test_compression_wants_whole_gradients(zero: int) -> None:
     """With shards there is nothing to compress."""
     sharded = msgspec.structs.replace(job(dp=64, zero=zero), compression=Compression(method="topk"))
     with pytest.raises(Misconfigured, match=rf"parallel\.zero = {zero} with compression"):
-        step(sharded)
+        predict_step(sharded)
 
 
 def test_replicas_of_shards_reduce_what_is_left() -> None:
     """HSDP on 8 nodes sends what FSDP on one node sends, and an all_reduce of an eighth between nodes."""
-    node = step(job(dp=8, zero=3, global_batch=32))
-    replicas = step(job(dp=64, zero=3, shard=8, global_batch=256))
+    node = predict_step(job(dp=8, zero=3, global_batch=32))
+    replicas = predict_step(job(dp=64, zero=3, shard=8, global_batch=256))
     assert replicas.comm_us["shards"] > node.comm_us["shards"]
 
 
@@ -187,13 +190,13 @@ def test_a_step_says_how_far_to_trust_it() -> None:
     """FSDP2 on 8 × H200 was measured, with a mean error of 8 %; a mixture of experts was not."""
     h200 = Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8))
     base = msgspec.structs.replace(job(gpus=8, dp=8, zero=3, fused_kernels=False), cluster=h200)
-    said = [step(msgspec.structs.replace(base, model=each)).validated for each in (SMALL, SPARSE)]
+    said = [predict_step(msgspec.structs.replace(base, model=each)).validated for each in (SMALL, SPARSE)]
     assert (said[0].startswith("mean 8."), said[1].startswith("not validated: experts;")) == (True, True)
 
 
 def big() -> Job:
     return Job(
-        model=model("llama3-405b"),
+        model=find_model("llama3-405b"),
         parallel=Parallel(
             dp=128, tp=8, pp=16, virtual=8, schedule="interleaved", zero=1, ends_count=True
         ),
@@ -205,19 +208,19 @@ def big() -> Job:
 def test_405b_on_16384_gpus_takes_less_than_a_second() -> None:
     """All of it: prices, schedule and memory, nothing cached."""
     start = time.perf_counter()
-    found = step(big())
+    found = predict_step(big())
     assert (time.perf_counter() - start < 1.0, found.micro_batches) == (True, 16)
 
 
 def test_a_search_asks_for_each_collective_once() -> None:
     """With shared prices the same step comes out, and a second one needs no new price."""
-    prices = Prices(network_of(big().cluster))
-    first = step(big(), prices=prices)
+    prices = CollectiveTimes(network_of(big().cluster))
+    first = predict_step(big(), prices=prices)
     known = len(prices._known)
-    assert (step(big(), prices=prices), len(prices._known)) == (first, known)
+    assert (predict_step(big(), prices=prices), len(prices._known)) == (first, known)
 
 
 def test_a_step_is_a_record() -> None:
     """It goes to JSON and back."""
-    found = step(job(dp=8, tp=8))
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Step) == found
+    found = predict_step(job(dp=8, tp=8))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=PredictedStep) == found

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.cluster import Cluster, Gpu, Level
-from counterpoint.plan.topology import Topology, TopologyLevel
+from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
+from counterpoint.plan.placement.topology import Topology, TopologyLevel
 
 SMALL = Topology.regular([2, 2, 2])  # hosts 0, 1 at one leaf, 2, 3 at the other
 
@@ -22,38 +22,15 @@ def test_distance_is_that_of_the_lowest_common_level() -> None:
     assert found[0, [1, 2, 4]].tolist() == pytest.approx([50 / 390, 2.0, 4.0])
 
 
-def test_other_rails_are_a_level_further_away() -> None:
-    """At one leaf, GPU 0 reaches GPU 0 of the next host over two links and GPU 1 over four."""
-    found = SMALL.with_rails().slot_distance()
-    assert found[0, [2, 3]].tolist() == [2.0, 4.0]
-
-
-def test_a_cluster_gives_nanoseconds_per_byte() -> None:
-    """50 GB/s, oversubscribed 2 : 1, are 0.04 ns per byte."""
-    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
-    nvlink = Level(name="nvlink", kind="nvlink", size=8, gb_per_s=400, latency_us=1)
-    spine = Level(name="spine", kind="network", size=64, gb_per_s=50, latency_us=5, oversubscription=2)
-    found = Topology.of_cluster(Cluster(gpu=gpu, levels=(nvlink, spine)))
-    assert [(level.distance, level.gb_per_s) for level in found.levels] == [(1 / 400, 400), (0.04, 25)]
-
-
 def test_rates_are_those_of_the_level_that_has_room() -> None:
     """Hosts of 2, leaves of 4, 8 in all, on a cluster of 4 by NVLink: the host and the leaf are NVLink."""
-    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
+    gpu = ClusterGpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
     nvlink = Level(name="nvlink", kind="nvlink", size=4, gb_per_s=400, latency_us=1)
     rail = Level(name="rail", kind="network", size=8, gb_per_s=50, latency_us=5, oversubscription=2)
     found = SMALL.rated(Cluster(gpu=gpu, levels=(nvlink, rail)))
     assert [(level.gb_per_s, level.distance) for level in found.levels] == [
         *((400, pytest.approx(50 / 390)), (400, 2.0), (25, 4.0))
     ]
-
-
-def test_one_host_has_a_topology() -> None:
-    """A cluster of a single level is one host."""
-    gpu = Gpu(name="x", tflops={}, sms=1, memory_gib=1, memory_gb_per_s=1)
-    nvlink = Level(name="nvlink", kind="nvlink", size=8, gb_per_s=400, latency_us=1)
-    found = Topology.of_cluster(Cluster(gpu=gpu, levels=(nvlink,)))
-    assert (len(found.hosts), found.gpus) == (1, 8)
 
 
 @given(seed=st.integers(0, 1000))
@@ -93,8 +70,8 @@ LEVELS = SMALL.levels
         ({"hosts": ("a\nrank 0=b", "b", "c", "d")}, "give letters, digits"),
         ({"hosts": ()}, "empty"),
         ({"gpus": 0}, "gpus = 0"),
-        ({"inside": np.zeros((2, 3))}, "2 x 3: give 2 x 2"),
-        ({"inside": np.array([[0.0, math.nan], [math.nan, 0.0]])}, "negative or no number"),
+        ({"matrix": np.zeros((2, 3))}, "2 x 3: give 4 x 4"),
+        ({"matrix": np.full((4, 4), math.nan)}, "negative or no number"),
         ({"matrix": np.arange(16.0).reshape(4, 4)}, "not symmetric"),
         ({"gpus": 1 << 20}, "at most"),
     ],
@@ -113,8 +90,8 @@ def test_units_that_cross_are_refused() -> None:
         Topology.of_units(list("abcd"), units, 2)
 
 
-@pytest.mark.parametrize("fields", [{"distance": -1.0}, {"distance": 2.0, "off_rail": 1.0}, {"distance": math.inf}])
+@pytest.mark.parametrize("fields", [{"distance": -1.0}, {"distance": math.inf}])
 def test_a_level_needs_a_distance(fields: dict[str, float]) -> None:
-    """Negative, endless, or a rail that is further away than another one."""
+    """Negative or endless."""
     with pytest.raises(Misconfigured, match="level x"):
         TopologyLevel(name="x", **fields)

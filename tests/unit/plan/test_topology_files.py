@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.topology import Topology
-from counterpoint.plan.topology_files import read_topology
-from counterpoint.plan.topology_json import read_topograph
-from counterpoint.plan.topology_matrix import read_matrix_csv, read_matrix_json
-from counterpoint.plan.topology_slurm import hostlist, read_conf
-from counterpoint.plan.topology_smi import read_topo
-from counterpoint.plan.topology_yaml import plain_yaml, read_yaml
+from counterpoint.plan.placement.read_matrix import read_matrix_csv, read_matrix_json
+from counterpoint.plan.placement.read_slurm import hostlist, read_conf
+from counterpoint.plan.placement.read_topology import read_topograph, read_topology
+from counterpoint.plan.placement.read_yaml import MAX_TEXT, plain_yaml, read_yaml
+from counterpoint.plan.placement.topology import Topology
 
 TREE = """
 # two leaves
@@ -58,17 +56,6 @@ YAML = """
       nodes: node[5-6]
     - block: b4
       nodes: node[7-8]
-"""
-SMI = """
-\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity
-GPU0\t X \tNV18\tSYS\tPIX\t0-63\t0
-GPU1\tNV18\t X \tNODE\tSYS\t0-63\t0
-GPU2\tSYS\tNODE\t X \tSYS\t64-127\t1
-NIC0\tPIX\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
 """
 
 
@@ -119,18 +106,6 @@ def test_topograph() -> None:
         {"instances": [{"id": i, "network_layers": layers, "attributes": {"nvlink": d}} for i, layers, d in rows]}
     )
     assert units(read_topograph(text, gpus=4)) == [[0, 0, 1, 2], [0, 0, 0, 1], [0, 0, 0, 0]]
-
-
-def test_nvidia_smi() -> None:
-    """NVLink by its links, PCIe by its steps; network cards are left out."""
-    assert read_topo(SMI)[0].tolist() == pytest.approx([0.0, 50 / 390, 3.0])
-
-
-def test_colours_of_nvidia_smi_are_no_matter() -> None:
-    """The head of the table is underlined on a terminal."""
-    assert (
-        read_topo(SMI.replace("GPU0\tGPU1\tGPU2\tNIC0", "\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\x1b[0m")) == read_topo(SMI)
-    ).all()
 
 
 CSV = "bandwidth,a,b,c\na,,50,25\nb,50,,20\nc,25,20,\n"
@@ -203,35 +178,52 @@ def test_faults_of_topology_conf_are_told(text: str, said: str) -> None:
         ("- topology: a\n  flat: true\n- topology: b\n  flat: true", "none is the cluster's default; choose from a, b"),
         ("- topology: a\n  tree:\n    switches: s", "list of entries with switch"),
         ("- topology: a\n  tree:\n    switches:\n    - switch: s\n      nodes: [a]", "give names such as"),
-        ("- topology: a\n\tflat: true", "a tab"),
-        ("- topology: &x a", "line 1"),
-        ("- topology: !!python/object a", "line 1"),
-        ("- topology: a\n  x: |", "line 2"),
-        ("- topology: {a: b}", "line 1"),
-        ("- topology: a\n  topology: b", "given twice"),
-        ("- topology: a\n    tree: b\n  c: d", "indentation|KEY: VALUE"),
+        ("- topology: a\n\tflat: true", "line 2"),
+        ("- topology: &x a", "line 1: anchors, aliases and tags"),
+        ("- topology: a\n- *x", "line 2: anchors, aliases and tags"),
+        ("- topology: !!python/object:os.system a", "line 1: anchors, aliases and tags"),
+        ("- topology: a\n  ? [x]\n  : y", "line 2"),
+        ("- topology: a\n  topology: b", "line 2: topology is no name, or is given twice"),
+        ("- topology: a\n    tree: b\n  c: d", "line 2"),
+        ("- topology: a\n---\n- topology: b", "line 2: a second document"),
+        ("- topology: \x07", "give YAML"),
+        ("a" * (MAX_TEXT + 1), "at most"),
         (
             "- topology: a\n  tree:\n    switches:\n    - switch: s\n      nodes: a\n    - switch: s\n      nodes: b",
             "twice",
         ),
         ("- topology: a\n  block:\n    blocks:\n    - block: b\n      nodes: a\n    block_sizes: [x]", "block_sizes"),
         ("\n".join("  " * depth + "a:" for depth in range(40)), "levels deep"),
+        ("[" * 100_000, "levels deep"),
     ],
 )
 def test_faults_of_topology_yaml_are_told(text: str, said: str) -> None:
-    """What is not in the subset is refused with its line."""
+    """What is no topology is refused, and so are aliases, tags and deep nesting, with the line."""
     with pytest.raises(Misconfigured, match=said):
         read_yaml(text, gpus=8)
 
 
+def test_a_yaml_bomb_is_refused_at_its_first_alias() -> None:
+    """Nine levels of nine aliases would be 387 million words."""
+    lines = ["- &a0 [lol]", *(f"- &a{k} [{', '.join(9 * [f'*a{k - 1}'])}]" for k in range(1, 10))]
+    with pytest.raises(Misconfigured, match="line 1: anchors, aliases and tags are not read"):
+        read_yaml("\n".join(lines), gpus=8)
+
+
+def test_names_in_yaml_stay_text() -> None:
+    """Hosts called 0017 and 1e3 are no numbers, and one called on is no truth value."""
+    found = read_yaml("- topology: t\n  block:\n    blocks:\n    - block: b\n      nodes: 0017,1e3,on", gpus=8)
+    assert found.hosts == ("0017", "1e3", "on")
+
+
 @given(text=st.text(alphabet="ab:-[]\"'#& \n,", max_size=60))
 def test_no_text_breaks_the_yaml_reader(text: str) -> None:
-    """It gives strings, lists and mappings, or says what is wrong."""
+    """It gives text, lists and mappings, or says what is wrong."""
     try:
         found = plain_yaml(text)
     except Misconfigured:
         return
-    assert isinstance(found, (dict, list))
+    assert isinstance(found, (dict, list, str))
 
 
 @given(text=st.text(alphabet="SwitchNameNodes=s012[]-,# \n", max_size=80))
@@ -280,22 +272,6 @@ def test_faults_of_topograph_are_told(text: str, said: str) -> None:
     """Not such a file, hosts twice, no common root."""
     with pytest.raises(Misconfigured, match=said):
         read_topograph(text, gpus=8)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("No devices were found", "no table"),
-        (SMI.replace("GPU1\tNV18", "XPU1\tNV18"), "no row for GPU1"),
-        (SMI.replace("NODE", "ODD"), "'ODD'"),
-        (SMI.replace("GPU0\t X \tNV18", "GPU0\t X \tNV4"), "not symmetric"),
-        ("\t".join(f"GPU{i}" for i in range(99)), "at most 64"),
-    ],
-)
-def test_faults_of_nvidia_smi_are_told(text: str, said: str) -> None:
-    """No table, rows that are missing, links that are none."""
-    with pytest.raises(Misconfigured, match=said):
-        read_topo(text)
 
 
 @pytest.mark.parametrize(

@@ -1,118 +1,87 @@
-"""Traffic: what groups, jobs, traces and matrices say about pairs of ranks."""
+"""RankTraffic: what groups, jobs, traces and matrices say about pairs of ranks."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import sparse
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.groups import Axis
-from counterpoint.plan.parallel import Parallel
-from counterpoint.plan.traffic import Block, Traffic, thin
+from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import Model, layer_parameters
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.group import Axis
+from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic, sent_bytes, thin
+
+MODEL = Model(layers=8, hidden=1024, heads=16, vocab=32_000)
+GPU = ClusterGpu(name="H100", tflops={"bf16": 989}, sms=132, memory_gib=80, memory_gb_per_s=3350)
+CLUSTER = Cluster(
+    gpu=GPU,
+    levels=(
+        Level(name="nvlink", kind="nvlink", size=8, gb_per_s=400, latency_us=1),
+        Level(name="rail", kind="network", size=64, gb_per_s=50, latency_us=5),
+    ),
+)
 
 
-def dense(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
+def job(parallel: Parallel, **training: object) -> Job:
+    fields = {"sequence": 2048, "global_batch": 32, **training}
+    return Job(model=MODEL, training=Training(**fields), parallel=parallel, cluster=CLUSTER)  # type: ignore[arg-type]
+
+
+def dense(traffic: RankTraffic) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.asarray(traffic.sampled.toarray())
 
 
 def test_a_collective_is_shared_among_its_partners() -> None:
     """Each of 4 ranks sends 30 bytes: 10 to each other one, 20 per pair both ways."""
-    found = dense(Traffic.of_job(Parallel(tp=4), {"tp": 30.0}))
+    found = dense(RankTraffic.of_job(Parallel(tp=4), {"tp": 30.0}))
     assert (found == 20.0 * (1 - np.eye(4))).all()
 
 
 def test_stages_exchange_with_their_neighbours() -> None:
     """Of 4 stages, the first and the last do not meet."""
-    found = dense(Traffic.of_job(Parallel(pp=4), {"pp": 5.0}))
+    found = dense(RankTraffic.of_job(Parallel(pp=4), {"pp": 5.0}))
     assert (found == 10.0 * (abs(np.subtract.outer(np.arange(4), np.arange(4))) == 1)).all()
 
 
 def test_interleaved_stages_form_a_ring() -> None:
     """With several parts per stage the last stage hands back to the first."""
-    found = dense(Traffic.of_job(Parallel(pp=4, virtual=2, schedule="interleaved"), {"pp": 5.0}))
+    found = dense(RankTraffic.of_job(Parallel(pp=4, virtual=2, schedule="interleaved"), {"pp": 5.0}))
     assert (found[0, 3], found[0, 2]) == (10.0, 0.0)
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp", "ep"])
 def test_the_bytes_of_a_block_are_those_of_its_pairs(axis: Axis) -> None:
     """The sum in closed form and the sum over pairs are one number."""
-    traffic = Traffic.of_job(Parallel(tp=2, dp=4, pp=3, ep=2), {axis: 7.0})
-    assert traffic.num_bytes == pytest.approx(dense(traffic).sum() / 2)
+    traffic = RankTraffic.of_job(Parallel(tp=2, dp=4, pp=3, ep=2), {axis: 7.0})
+    assert sum(part.num_bytes for part in traffic.parts) == pytest.approx(dense(traffic).sum() / 2)
 
 
 def test_a_large_group_keeps_its_bytes_when_it_is_sampled() -> None:
     """Of 500 ranks, each meets some of the others in the sample, and all bytes are there."""
-    traffic = Traffic.of_job(Parallel(dp=500), {"dp": 499.0})
+    traffic = RankTraffic.of_job(Parallel(dp=500), {"dp": 499.0})
     found = traffic.sampled
-    assert (found.nnz < 500 * 65, found.sum() / 2) == (True, pytest.approx(traffic.num_bytes))
-
-
-def test_a_matrix_counts_both_ways() -> None:
-    """3 bytes there and 4 back are 7 between the two; the diagonal does not travel."""
-    found = dense(Traffic.of_matrix(np.array([[9.0, 3.0], [4.0, 0.0]])))
-    assert found.tolist() == [[0.0, 7.0], [7.0, 0.0]]
-
-
-def test_sparse_and_dense_matrices_are_the_same() -> None:
-    """scipy's matrices are read as they are."""
-    matrix = np.triu(np.arange(16.0).reshape(4, 4), 1)
-    assert (dense(Traffic.of_matrix(sparse.coo_array(matrix))) == dense(Traffic.of_matrix(matrix))).all()
-
-
-def test_groups_of_a_trace() -> None:
-    """Ranks of a group and what each of them sends, as a trace has it, add up."""
-    found = dense(Traffic.of_groups(4, {(0, 1): 5.0, (0, 1, 2): 6.0, (3,): 9.0}))
-    assert found[0].tolist() == [0.0, 16.0, 6.0, 0.0]
-
-
-@given(seed=st.integers(0, 1000))
-def test_other_names_for_ranks_move_the_matrix(seed: int) -> None:
-    """M of renamed ranks is M with its rows and columns moved."""
-    to = np.random.default_rng(seed).permutation(12)
-    traffic = Traffic.of_job(Parallel(tp=2, dp=3, pp=2), {"tp": 9.0, "dp": 4.0, "pp": 1.0})
-    assert (dense(traffic.permuted(to))[np.ix_(to, to)] == dense(traffic)).all()
-
-
-@pytest.mark.parametrize(
-    ("matrix", "said"),
-    [
-        (np.zeros((2, 3)), "2 x 3: give one row and one column per rank"),
-        (np.zeros(3), "3: give one row"),
-        (np.array([[0.0, -1.0], [0.0, 0.0]]), "negative or no number"),
-        (np.array([[0.0, math.nan], [0.0, 0.0]]), "negative or no number"),
-        (np.zeros((0, 0)), "world_size = 0"),
-        (sparse.coo_array((200_000, 200_000)), "world_size = 200000"),
-    ],
-)
-def test_what_is_no_traffic_matrix_is_refused(matrix: object, said: str) -> None:
-    """Not square, negative, not a number, empty, too large."""
-    with pytest.raises(Misconfigured, match=said):
-        Traffic.of_matrix(matrix)
+    assert (found.nnz < 500 * 65, found.sum() / 2) == (
+        True,
+        pytest.approx(sum(part.num_bytes for part in traffic.parts)),
+    )
 
 
 @pytest.mark.parametrize(("sent", "said"), [({"xp": 1.0}, "choose from tp"), ({"tp": -1.0}, "bytes of tp = -1.0")])
 def test_bytes_of_a_job_are_checked(sent: dict[Any, float], said: str) -> None:
     """The axis exists, and the bytes are a number."""
     with pytest.raises(Misconfigured, match=said):
-        Traffic.of_job(Parallel(tp=2), sent)
-
-
-@pytest.mark.parametrize(("group", "num_bytes"), [((0, 9), 1.0), ((1, 1), 1.0), ((0, 1), math.inf)])
-def test_groups_of_a_trace_are_checked(group: tuple[int, ...], num_bytes: float) -> None:
-    """Ranks of the job, each once, and a number of bytes."""
-    with pytest.raises(Misconfigured, match="group"):
-        Traffic.of_groups(4, {group: num_bytes})
+        RankTraffic.of_job(Parallel(tp=2), sent)
 
 
 def test_a_ring_of_two_has_one_pair() -> None:
     """Two stages that hand to each other both ways are one pair, not two."""
-    block = Block(axis="pp", members=np.array([[0, 1]]), pair_bytes=np.array([3.0]), pattern="ring")
+    block = AxisTraffic(axis="pp", members=np.array([[0, 1]]), pair_bytes=np.array([3.0]), pattern="ring")
     assert (len(block.pairs()[0]), block.num_bytes) == (1, 3.0)
 
 
@@ -130,3 +99,46 @@ def test_thinning_keeps_sums(seed: int, count: int) -> None:
 def test_few_weights_are_not_thinned() -> None:
     """As many as may stay do."""
     assert thin(np.ones(5), 5)[1].tolist() == [1.0] * 5
+
+
+def test_tensor_parallel_ranks_send_activations() -> None:
+    """tp 2: per layer and sample 10 collectives of A, half of each sent; 8 layers, 32 samples."""
+    activation = 2048 * 1024 * 2
+    assert sent_bytes(job(Parallel(tp=2)))["tp"] == 10 * activation / 2 * 8 * 32
+
+
+def test_full_recomputation_sends_forward_again() -> None:
+    """4 more collectives of A per layer and sample."""
+    more = sent_bytes(job(Parallel(tp=2), recompute="full"))["tp"] / sent_bytes(job(Parallel(tp=2)))["tp"]
+    assert more == pytest.approx(14 / 10)
+
+
+def test_replicas_send_gradients_once() -> None:
+    """dp 4, mean of two stages: an all_reduce of 4-byte gradients, however many micro-batches there are."""
+    parameters = (8 * layer_parameters(MODEL).shared + 2 * 32_000 * 1024) / 2
+    found = sent_bytes(job(Parallel(dp=4, pp=2)))["dp_cp"]
+    assert found == pytest.approx(2 * 3 / 4 * parameters * 4)
+
+
+def test_shards_are_gathered_for_every_micro_batch() -> None:
+    """zero 3: two gathers of 2 bytes and one reduction of 4, 8 times."""
+    whole, sharded = (sent_bytes(job(Parallel(dp=4, zero=zero)))["dp_cp"] for zero in (0, 3))
+    assert sharded / whole == pytest.approx(8 * (2 + 2 + 4) / (2 * 4))
+
+
+def test_shards_of_part_of_the_replicas() -> None:
+    """HSDP: shards inside 2, and their gradients between 2 replicas of them."""
+    found = sent_bytes(job(Parallel(dp=4, zero=3, shard=2)))
+    assert found["replicate"] / found["shard"] == pytest.approx((1 * 4 / 2) / (0.5 * 8))
+
+
+def test_stages_send_activations() -> None:
+    """pp 2, tp 2: A / tp to the next stage, per micro-batch."""
+    assert sent_bytes(job(Parallel(tp=2, pp=2)))["pp"] == 32 * 2048 * 1024 * 2 / 2
+
+
+def test_the_axes_are_those_of_traffic() -> None:
+    """A job's volumes are taken as they are."""
+    parallel = Parallel(tp=2, cp=2, dp=4, pp=2, zero=1, shard=2)
+    found = sent_bytes(job(parallel))
+    assert [part.axis for part in RankTraffic.of_job(parallel, found).parts] == list(found)

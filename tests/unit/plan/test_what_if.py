@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job import Job
-from counterpoint.plan.job_file import parse_job
-from counterpoint.plan.what_if import WHAT_IFS, edited, swept
+from counterpoint.plan.job.job import Job, parse_job
+from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept, what_if
 
 TABLES = tomllib.loads("""
 model = { name = "llama3-8b" }
@@ -21,7 +20,7 @@ cluster = { gpu = "H100", network = "h100-ndr-400" }
 
 
 def job(name: str, value: str, tables: dict[str, Any] = TABLES) -> Job:
-    return parse_job(edited(tables, name, value))
+    return build_job(tables, {name: value})
 
 
 def rates(of: Job) -> list[float]:
@@ -60,8 +59,8 @@ def test_the_network_between_nodes(name: str, value: str, factor: float) -> None
 
 def test_a_changed_network_can_still_grow() -> None:
     """Past what its lowest switch joins: the levels above are written out, too."""
-    tables = edited(TABLES, "nic_gbit", "800") | {"training": {"sequence": 4096, "global_batch": 512}}
-    levels = job("nodes", "64", tables).cluster.levels
+    changed = build_job(TABLES, {"training.global_batch": "512", "nic_gbit": "800"})
+    levels = what_if(changed, "nodes", "64").cluster.levels
     assert [(level.name, level.gb_per_s) for level in levels[:3]] == [
         ("nvlink", 370.8),
         ("rail", 100.0),
@@ -71,10 +70,10 @@ def test_a_changed_network_can_still_grow() -> None:
 
 def test_oversubscription_is_of_the_topmost_level() -> None:
     """That the job crosses: on 32 GPUs the rails, on 4,096 the core; where it changed nothing, nobody would see it."""
-    larger = edited(TABLES | {"training": {"sequence": 4096, "global_batch": 2048}}, "nodes", "512")
+    larger = {"training.global_batch": "2048", "nodes": "512"}
     factors = [
-        [level.oversubscription for level in job("oversubscription", "4", tables).cluster.levels]
-        for tables in (TABLES, larger)
+        [level.oversubscription for level in what_if(build_job(TABLES, each), "oversubscription", "4").cluster.levels]
+        for each in ({}, larger)
     ]
     assert factors == [[1.0, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 4.0]]
 
@@ -116,7 +115,7 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
     """A what-if is a copy."""
     before = repr(TABLES)
     for name, value in (("nodes", "8"), ("nic_gbit", "800"), ("parallel.tp", "4")):
-        edited(TABLES, name, value)
+        build_job(TABLES, {name: value})
     assert repr(TABLES) == before
 
 
@@ -130,7 +129,7 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
         ("failed_nics", "8", "failed_nics = 8 of 8"),
         ("compression", "gzip", "Invalid enum value 'gzip'"),
         ("compression", "3", "give none, powersgd:RANK"),
-        ("gpu", "H300", "known are A100-40"),
+        ("gpu", "H300", "known are A100, A100-40"),
         ("slow_rank", "0.5", "ranks.slow = 0.5: give a factor from 1"),
         ("speed", "1", "speed is not known: give a field, such as parallel.tp, or one of gpu"),
         ("parallel", "1", "parallel is not known"),
@@ -156,7 +155,7 @@ def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
 
 def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
     """The others are jobs."""
-    found = swept(TABLES, "nodes", ["4", "5", "8"])
+    found = swept(TABLES, {}, "nodes", ["4", "5", "8"])
     assert [value for value, one in found if isinstance(one, Job)] == ["4", "8"]
     assert isinstance(found[1][1], Misconfigured)
 
@@ -164,3 +163,31 @@ def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
 def test_every_what_if_says_its_unit() -> None:
     """For --help and for errors."""
     assert all(what.unit and what.means for what in WHAT_IFS.values())
+
+
+def test_a_swept_what_if_replaces_its_own_flag() -> None:
+    """Half the NICs are half the rate, whatever the flag said before."""
+    found = dict(swept(TABLES, {"nics": "2"}, "nics", ["4"]))["4"]
+    assert isinstance(found, Job)
+    assert rates(found)[0] == rates(job("nics", "4"))[0]
+
+
+def test_a_swept_field_keeps_the_other_changes() -> None:
+    """Every point has them."""
+    found = [each for _, each in swept(TABLES, {"mechanism": "zero_sm"}, "parallel.dp", ["8", "16"])]
+    assert [(each.mechanism, each.parallel.dp) for each in found if isinstance(each, Job)] == [
+        ("zero_sm", 8),
+        ("zero_sm", 16),
+    ]
+
+
+def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
+    """All values would be one job."""
+    with pytest.raises(Misconfigured, match=r"--sweep parallel\.dp with nodes: nodes decides on parallel\.dp"):
+        swept(TABLES, {"nodes": "8"}, "parallel.dp", ["8", "16"])
+
+
+def test_a_named_network_is_not_put_over_levels_that_were_changed() -> None:
+    """The change would be lost."""
+    with pytest.raises(Misconfigured, match="give either network, a name, or levels"):
+        build_job(TABLES, {"nic_gbit": "800", "network": "h100-roce-400"})

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-
-import example
 import pytest
-from chromium import Chromium
 
-from counterpoint.records import Diagnosis, Lane
+from counterpoint.records.diagnosis import Diagnosis, TimelineLane
+from tests.support import example_diagnosis as example
 
 
 @pytest.fixture(name="training")
@@ -18,7 +14,7 @@ def training_fixture() -> Diagnosis:
 
 
 @pytest.fixture(name="lanes")
-def lanes_fixture() -> list[Lane]:
+def lanes_fixture() -> list[TimelineLane]:
     return example.lanes()
 
 
@@ -28,18 +24,5 @@ def empty_fixture() -> Diagnosis:
 
 
 @pytest.fixture(name="hostile")
-def hostile_fixture() -> tuple[Diagnosis, list[Lane]]:
+def hostile_fixture() -> tuple[Diagnosis, list[TimelineLane]]:
     return example.hostile()
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One headless Chromium for all tests; the `browser` mark decides whether they may be skipped."""
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs Debian's chromium on the PATH")
-    chromium = Chromium(program, tmp_path_factory.mktemp("chromium"))
-    try:
-        yield chromium
-    finally:
-        chromium.close()

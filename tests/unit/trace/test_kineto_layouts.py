@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import kineto_trace as kt
-import numpy as np
 import pytest
 
 from counterpoint.trace import chunks
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, find_traces
 from counterpoint.trace.timeline import Timeline
-
-NASTY = [
-    "}, {", '"}, {"', "\\", '\\"}, {\\"', "]}", '"traceEvents": [', "µs 通信 😀", "<b>&amp;</b>", "tab\tnew\nline\x00",
-    "",
-]  # fmt: skip
+from tests.support import kineto_trace as kt
+from tests.support.nasty_trace import awkward, plain
 
 
 def read(path: Path) -> Timeline:
     """The only timeline of a file, through the same door as the command line."""
     with find_traces([str(path)], Limits()) as (file,):
         return read_kineto(file)
-
-
-def plain(timeline: Timeline, *without: str) -> Any:
-    """All of a timeline that can be compared: numbers into its tables replaced by what they stand for."""
-    tables = {"name": timeline.names, "shape": timeline.shapes, "collective": timeline.collectives}
-    whole = dataclasses.asdict(timeline)
-    for key in ("path", "names", "shapes", "collectives", *without):
-        whole.pop(key)
-    for kind in ("gpu", "host"):
-        for name, column in whole[kind].items():
-            values = np.nan_to_num(column, nan=-7.0).tolist()
-            whole[kind][name] = [tables[name][v] if v >= 0 else None for v in values] if name in tables else values
-    return whole
-
-
-def awkward() -> list[kt.Event]:
-    """Events whose names and args hold everything that could be taken for the border of an event."""
-    made = kt.training()
-    for row, name in enumerate(NASTY):
-        made.append(kt.op(name, 3000.0 + row, 0.5, external=100 + row))
-        made.append(
-            kt.annotation(name, 3100.0 + row, 0.5) | {"args": {"list": [{"a": name}, {"b": [{}, {}]}], "c": {}}}
-        )
-        made.append({"ph": "i", "name": name, "ts": 3000.0, "s": "g"})
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import kineto_trace as kt
 import pytest
 
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import TraceFile
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind, Timeline
+from tests.support import kineto_trace as kt
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 

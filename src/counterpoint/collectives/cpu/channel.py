@@ -1,0 +1,343 @@
+"""One channel of a communicator on CPUs: two lanes, which are threads, and the calls that they carry out.
+
+What a GPU does with copy engines and stream memory operations is done here by `memmove`, by stores and by polling.
+Order and visibility are those of host/status.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from counterpoint.collectives.cuda.reduce import DTYPES, Reduction, reference
+from counterpoint.collectives.host.announce import Announcer
+from counterpoint.collectives.host.shared_memory import SharedMemory
+from counterpoint.collectives.host.status import flag_index
+from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, mismatch
+from counterpoint.collectives.memory.early_release import EarlyUse
+from counterpoint.collectives.memory.pool import GrowableRegion, Location
+from counterpoint.collectives.program.build import most_staging_bytes
+from counterpoint.collectives.program.calls import Buffer, Span
+from counterpoint.collectives.program.steps import (
+    COPY,
+    REDUCE,
+    AwaitEvent,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    RecordEvent,
+    Reduce,
+    Signal,
+    Step,
+    Wait,
+    flag_word,
+)
+from counterpoint.collectives.submit.submission import Submission, UnevenSplits
+from counterpoint.collectives.submit.transport import Programs
+from counterpoint.collectives.work import HostWork
+from counterpoint.errors import CounterpointError
+
+__all__ = ["BeforeStep", "Channel", "CpuCall"]
+
+BeforeStep: TypeAlias = Callable[[Program, Step], None]
+"""Called in the lane's thread before every step; tests put delays and deaths here."""
+_DYING_S = 1.0  # from the moment when a process gives up its memory to that when it is seen to be dead
+
+
+class Lane:
+    """Runs one thing after another in a thread of its own.
+
+    Args:
+        channel: number of the channel.
+        lane: `COPY` or `REDUCE`.
+    """
+
+    def __init__(self, channel: int, lane: int) -> None:
+        self._lane = lane
+        self._queue: SimpleQueue[CpuCall | None] = SimpleQueue()
+        name = f"counterpoint channel {channel} lane {lane}"
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: CpuCall) -> None:
+        """Let the thread run this lane of `work` after all that was put before."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """End the thread after what was put before."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run_lane(self._lane)
+            del work  # or its tensors would live until the next one comes
+
+
+class Channel:
+    """Runs one call after another; has lanes, staging, and a landing for outputs that are not in symmetric memory.
+
+    Args:
+        memory: joined by all ranks.
+        waiter: how to wait for them.
+        index: its number.
+        failure: of the communicator.
+        programs: of this rank.
+        before_step: called before every step.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        waiter: PeerWaiter,
+        index: int,
+        *,
+        failure: Failure,
+        programs: Programs,
+        before_step: BeforeStep | None,
+    ) -> None:
+        self.memory, self.index, self.rank = memory, index, memory.rank
+        self.failure, self.programs, self.before_step = failure, programs, before_step
+        self.waiter, self.watchdog = waiter, waiter.watchdog
+        self.announcer = Announcer(waiter, index, steps=1)
+        self.status = self.announcer.status
+        self.lanes = {lane: Lane(index, lane) for lane in (COPY, REDUCE)}
+        self.staging = GrowableRegion(memory.create, memory.release)
+        self.landing = GrowableRegion(memory.create, memory.release)
+
+    def close(self) -> None:
+        """End the threads."""
+        for lane in self.lanes.values():
+            lane.close()
+
+
+class CpuCall:
+    """Represents one submission under way in the two threads of its channel.
+
+    Args:
+        channel: that it runs on.
+        submission: the call.
+        number: of the call on its line.
+        handshake: it begins with telling the peers that its output is free.
+        keep: tensors that have to live until it has been waited for.
+    """
+
+    def __init__(
+        self, channel: Channel, submission: Submission, number: int, *, handshake: bool, keep: tuple[Any, ...]
+    ) -> None:
+        self.channel, self.submission, self.handshake = channel, submission, handshake
+        self.current = submission.current(number)
+        self.work = HostWork(self.current, keep=keep)
+        self.memory, self.watchdog, self.rank = channel.memory, channel.watchdog, channel.rank
+        self.early = submission.early
+        self.events: dict[int, threading.Event] = {}
+        self.base: dict[Buffer, int] = {"input": submission.input, "output": submission.output}
+        self.local = dict(submission.local)
+        self.reduced = threading.Event()
+        self.reduced.set()
+
+    def run_lane(self, lane: int) -> None:
+        """Do the part of a lane, in its thread: `COPY` does the whole call, and lets `REDUCE` do its part."""
+        if lane == REDUCE:
+            self._reduce_lane()
+            return
+        try:
+            self.channel.failure.check()
+            self._do()
+            self.work.end()
+        except BaseException as error:
+            self.work.end(self.channel.failure.set(error))
+        finally:
+            self.reduced.wait()  # until then the other lane uses the tensors
+
+    def _do(self) -> None:
+        """Announce the call, plan it, run its lanes, and compare it with what the others did."""
+        submission, channel = self.submission, self.channel
+        self.record = channel.announcer.announce(submission, self.current.number)
+        self.program = self._program()
+        self.steps = self.program.cycle(early_release=not self.handshake)
+        self.record.steps = len(self.steps) + 1
+        self._place_output()
+        self._grow_staging()
+        self.events = {step.event: threading.Event() for step in self.steps if isinstance(step, RecordEvent)}
+        if REDUCE in self.program.lanes:
+            self.reduced.clear()
+            channel.lanes[REDUCE].put(self)
+        self._lane(COPY)
+        channel.waiter.wait_until(self.reduced.is_set, self.current, None)
+        for peer in self.watchdog.peers(self.current.line):
+            self._compare(peer)
+        if self.base["output"] != submission.output:
+            ctypes.memmove(submission.output, self.base["output"], submission.output_bytes)
+        self.record.step = self.record.steps
+
+    def _program(self) -> Program:
+        """Return this rank's program; the ranks meet first if that is asked for, or if only all of them know it."""
+        rows = self._met() if self.submission.meets else []
+        if self.submission.program is not None:
+            return self.submission.program
+        assert isinstance(self.submission.call, UnevenSplits)
+        call = self.submission.call.call(rows)
+        return self.channel.programs.get(call, self.early is not None, self.submission.layout)
+
+    def _met(self) -> list[list[int]]:
+        """Wait until every rank has announced this call; return their rows."""
+        rows: list[list[int]] = [list(self.submission.row)] * self.memory.world_size
+        for peer, record in self.channel.announcer.met(self.submission, self.current.number).items():
+            rows[peer] = list(record.row)
+        return rows
+
+    def _compare(self, peer: int) -> None:
+        """Raise Misconfigured if `peer` has made another call; it may not have made any yet."""
+        same = self.watchdog.same(self.current, peer)
+        if same is not None and same != self.current.text:
+            raise mismatch(self.current, peer, same)
+
+    def _place_output(self) -> None:
+        """Choose where peers write the output, which they have mapped: the tensor, or a landing that is copied from."""
+        submission = self.submission
+        if not submission.output_bytes or not any(
+            isinstance(op, Wait) and (op.flag.buffer, op.flag.kind) == ("output", "arrived")
+            for op in self._operations()
+        ):
+            return
+        if submission.at is None:
+            self.channel.landing.grow_to(submission.output_bytes)
+            at = Location(self.channel.landing.region, 0)
+            self.base["output"] = self.memory.address(self.rank, at, submission.output_bytes)
+        else:
+            at = submission.at
+        self.record.output_offset, self.record.output_region = at.offset, at.region
+
+    def _operations(self) -> list[Signal | Wait]:
+        return [op for step in self.steps if isinstance(step, Batch) for op in step.operations]
+
+    def _grow_staging(self) -> None:
+        """Replace staging that is too small; all ranks do so at the same call, since they know what all need."""
+        call, tuning, channel = self.program.call, self.program.tuning, self.channel
+        if not call.reduces:
+            return
+        needed = most_staging_bytes(call, tuning)
+        if needed and channel.staging.grow_to(needed):
+            channel.status.staging_region = channel.staging.region
+            channel.status.staging += 1  # last: whoever sees it sees the region
+        if needed:
+            self.base["staging"] = self.memory.address(self.rank, Location(channel.staging.region, 0), needed)
+
+    def _reduce_lane(self) -> None:
+        try:
+            self._lane(REDUCE)
+        except BaseException as error:
+            self.channel.failure.set(error)  # which ends the wait of the other lane
+        finally:
+            self.reduced.set()
+
+    def _lane(self, lane: int) -> None:
+        before_step = self.channel.before_step
+        for number, step in enumerate(self.steps):
+            if step.lane != lane:
+                continue
+            if before_step is not None:
+                before_step(self.program, step)
+            if lane == COPY:
+                self.record.step = number
+            self._step(step)
+
+    def _step(self, step: Step) -> None:
+        match step:
+            case Copy():
+                ctypes.memmove(self._at_peer(step.peer, step.target), self._here(step.source), step.source.num_bytes)
+            case LocalCopy():
+                ctypes.memmove(self._here(step.target), self._here(step.source), step.source.num_bytes)
+            case Batch():
+                for operation in step.operations:
+                    if isinstance(operation, Signal):
+                        words, index = self._word(operation.peer, operation.flag)
+                        words[index] = 1
+                    else:
+                        self._wait(operation.flag)
+            case Reduce():
+                assert self.submission.reduction is not None
+                sources = [self._here(span) for span in step.sources]
+                combine(sources, self._here(step.target), step.target.num_bytes, self.submission.reduction)
+            case RecordEvent():
+                self.events[step.event].set()
+            case AwaitEvent():
+                self.channel.waiter.wait_until(self.events[step.event].is_set, self.current, None)
+
+    def _wait(self, flag: Flag) -> None:
+        words, index = self._word(self.rank, flag)
+        self.channel.waiter.wait_until(lambda: words[index] == 1, self.current, flag.peer)
+        words[index] = 0
+
+    def _word(self, rank: int, flag: Flag) -> tuple[Any, int]:
+        """Return where `flag` of `rank` is: an array, and the index in it."""
+        board = self.memory.statuses[rank]
+        if self.early is not None and flag.buffer == "output":
+            return board.early[self.early.block.number], flag_word(flag, self.memory.world_size)
+        return board.channels[self.channel.index].words, flag_index(flag, self.memory.world_size)
+
+    def _here(self, span: Span) -> int:
+        tensors = self.local.get(span.buffer)
+        if tensors is not None:
+            return tensors.at(span.offset)
+        return self.base[span.buffer] + span.offset
+
+    def _at_peer(self, peer: int, span: Span) -> int:
+        """Return where the span of `peer` is mapped here. It was shown before the signal that it may be written."""
+        if span.buffer == "staging":
+            at = self._staging_of(peer)
+        elif self.early is not None:
+            at = self._early_of(peer, self.early)
+        else:
+            record = self.watchdog.record(self.current, peer)
+            if record.number != self.current.number:  # the signal was of another call
+                raise mismatch(self.current, peer, self.watchdog.shown(self.current.channel, peer))
+            self._compare(peer)
+            at = Location(record.output_region, record.output_offset)
+        try:
+            return self.memory.address(peer, at + span.offset, span.num_bytes)
+        except CounterpointError:  # who is dying or has given up has no memory any more: soon it can be told
+            soon = time.monotonic() + _DYING_S
+            self.channel.waiter.wait_until(lambda: time.monotonic() > soon, self.current, peer)
+            raise
+
+    def _staging_of(self, peer: int) -> Location:
+        """Return the staging of `peer`, which may not have come to this call yet, and so not have replaced it."""
+        board = self.memory.statuses[peer].channels[self.channel.index]
+        self.channel.waiter.wait_until(lambda: board.staging >= self.channel.status.staging, self.current, peer)
+        return Location(board.staging_region, 0)
+
+    def _early_of(self, peer: int, early: EarlyUse) -> Location:
+        """Return where the block of `peer` is, which may not have come to this call yet, nor have made its region."""
+        regions, part = self.memory.statuses[peer].early_regions, early.block.part
+        self.channel.waiter.wait_until(lambda: regions[part] >= 0, self.current, peer)
+        return Location(regions[part], early.block.at.offset + early.offset)
+
+
+def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Reduction) -> None:
+    """Combine bytes at several addresses, in this order.
+
+    Args:
+        sources: addresses of elements of `reduction.dtype`.
+        target: address of the result, of `reduction.result_dtype`; it may be one of the sources.
+        num_bytes: bytes at each source.
+        reduction: how to combine.
+    """
+    import torch
+
+    count = num_bytes // reduction.item_bytes
+
+    def elements(address: int, dtype: str) -> Any:
+        size = count * DTYPES[dtype][0]
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=getattr(torch, dtype))
+
+    combined = reference([elements(source, reduction.dtype) for source in sources], reduction)
+    elements(target, reduction.result_dtype).copy_(combined)

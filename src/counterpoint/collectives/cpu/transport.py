@@ -1,0 +1,148 @@
+"""Runs programs on CPUs: a thread for each lane of each channel, over memory that all processes of a group have mapped.
+
+A channel runs one call after another; channels run at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterpoint.collectives.cpu.channel import BeforeStep, Channel, CpuCall
+from counterpoint.collectives.host.shared_memory import SharedMemory
+from counterpoint.collectives.host.status import MAX_CHUNKS
+from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
+from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
+from counterpoint.collectives.memory.pool import Location, Pool
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.program.calls import ALIGNMENT, Call
+from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
+from counterpoint.collectives.program.tuning import with_staging_slices
+from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.tensors import CPU
+from counterpoint.collectives.submit.transport import Programs
+from counterpoint.collectives.work import HostWork
+from counterpoint.errors import Misconfigured
+
+__all__ = ["CpuTransport"]
+
+CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; larger, and less is added while more comes
+
+
+class CpuTransport:
+    """Runs all channels of one communicator.
+
+    Args:
+        memory: joined by all ranks.
+        watchdog: of the same ranks.
+        options: what was asked for.
+        before_step: called before every step.
+    """
+
+    device = CPU
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        watchdog: Watchdog,
+        options: CommunicatorOptions,
+        *,
+        before_step: BeforeStep | None = None,
+    ) -> None:
+        self.memory, self.watchdog = memory, watchdog
+        self.failure = Failure(watchdog)
+        self.pool = Pool(memory, region_bytes=options.reserve_bytes or 1 << 22)
+        self.early = EarlyPool(memory, create=self._early_region, release=self._release)
+        if options.reserve_bytes:
+            self.pool.reserve()
+        self._chunk_bytes, self._staging_bytes = options.chunk_bytes or CHUNK_BYTES, options.staging_bytes
+        self.programs = Programs(memory.rank, self)
+        waiter = PeerWaiter(watchdog, self.failure)
+        self._channels = [
+            Channel(memory, waiter, index, failure=self.failure, programs=self.programs, before_step=before_step)
+            for index in range(options.channels)
+        ]
+
+    def tuning(self, call: Call, *, early_release: bool) -> Tuning:
+        """Return chunks of at least the size asked for, and no more of them than a channel has flags."""
+        return with_staging_slices(self._tuned, call, self._staging_bytes)
+
+    def _tuned(self, call: Call) -> Tuning:
+        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
+        chunk_bytes = max(self._chunk_bytes, units * ALIGNMENT)
+        return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
+
+    def locate(self, tensor: Any) -> Location | None:
+        """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
+
+    def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
+        """Return nothing: ranks read in each other's status where outputs are."""
+        return ""
+
+    @property
+    def epoch(self) -> int:
+        """The number of regions that were made; after a new one an address may mean something else."""
+        return self.memory.created
+
+    def shown_at(self, at: Location | None, num_bytes: int) -> Location:
+        """Return nothing: the output is shown when the call runs."""
+        return NOWHERE
+
+    def read_at(self, input: Any) -> tuple[Location, ...]:
+        """Return nothing: a call has ended when it was waited for, and its tensors live until then."""
+        return ()
+
+    def accept(self, submission: Submission) -> None:
+        """Take every submission."""
+        self.check()
+
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork:
+        """Queue a call behind the others of its channel; raise why an earlier one failed. See `Transport.start`.
+
+        Returns:
+            Its work.
+        """
+        self.check()
+        self.early.collect()
+        early = submission.early
+        handshake = early is None or early.handshake
+        if early is not None:
+            early.block.ready = False
+        channel = self._channels[submission.channel]
+        call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
+        channel.lanes[COPY].put(call)
+        return call.work
+
+    def check(self) -> None:
+        """Raise what ended this communicator, if something did."""
+        self.failure.check()
+
+    def record_stream(self, tensor: Any, stream: Any) -> None:
+        """Refuse: a CPU has no streams."""
+        raise Misconfigured("record_stream on a CPU: what uses a tensor there has ended when the tensor dies")
+
+    def close(self) -> None:
+        """End what still runs, then the threads; do nothing in a forked child, which has neither."""
+        if not self.watchdog.in_own_process():
+            return
+        self.failure.close()
+        for channel in self._channels:
+            channel.close()
+        self.watchdog.close()
+        self.memory.close()
+
+    def _early_region(self, num_bytes: int) -> int:
+        region = self.memory.create(num_bytes)
+        self.watchdog.statuses[self.memory.rank].early_regions[len(self.early.regions)] = region
+        return region
+
+    def _release(self, block: EarlyBlock) -> bool:
+        """Tell the peers that the block is free. All loads of what was in it were before: its tensor has died."""
+        if block.ready or self.failure.error is not None:
+            return True
+        word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)
+        for peer in range(self.memory.world_size):
+            if peer != self.memory.rank:
+                self.memory.statuses[peer].early[block.number][word] = 1
+        block.ready = True
+        return True

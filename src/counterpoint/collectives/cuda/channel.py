@@ -1,0 +1,292 @@
+"""One channel of a communicator on a GPU: it shows a call, compares it with the peers', and issues its driver calls.
+
+*Where peers write.* A peer's output is assumed to have the same region and offset as the own one: pools give the same
+places on all ranks that make and drop their tensors in the same order. That is not trusted but compared, since the
+place is part of what a call is announced as (`CudaTransport.place`): a rank announces its call, then looks at the calls
+of the others (host/announce.py), and only then queues anything. So of two ranks that mean different places the one that
+announces last raises before it has queued its call, and none of its bytes and signals go out. The other one could not
+know yet and has queued its call, but writes nothing at a wrong place: the checker proves that no program writes into an
+output before its owner has begun the call and said so by a signal (`ready`, or in an all_reduce the arrival of slices),
+and this owner never does. The watchdog ends its wait; by then both have failed, and all buffers of the communicator are
+rubbish, since a stream that is let go does what it was told. With an early release that signal was made before; then
+the block is compared, and a rank that means another one may find its block overwritten before it learns of that.
+
+gather, send_recv, and all_to_all with split sizes have outputs of different sizes, or on some ranks only: there the
+ranks meet on the host first, and read from each other's boards where outputs are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from counterpoint.collectives.cuda.call import CudaWork, Prepared, PreparedCache
+from counterpoint.collectives.cuda.context import STEPS, CudaContext, RegionMaker
+from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
+from counterpoint.collectives.cuda.events import StreamPoint
+from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, lower
+from counterpoint.collectives.host.announce import Announcer
+from counterpoint.collectives.memory.pool import GrowableRegion, Location
+from counterpoint.collectives.program.build import most_staging_bytes
+from counterpoint.collectives.program.operations import has_equal_outputs
+from counterpoint.collectives.program.steps import COPY, Batch, Copy, Program, Wait
+from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
+from counterpoint.errors import Misconfigured
+
+__all__ = ["LANDING", "CudaChannel"]
+
+LANDING = Location(-2, 0)  # of an output that peers cannot write: it is copied from the channel's landing
+_MOST_KNOWN = 4096  # programs whose needs, and submissions whose calls are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Says what a program needs before it can be lowered: the same on all ranks, but for the last two."""
+
+    program: Program
+    staging_bytes: int
+    landing_bytes: int
+    meets: bool  # to learn where outputs are
+    receives: bool  # peers write into this rank's output
+    writes: bool  # this rank writes into theirs
+
+
+class CudaChannel:
+    """Runs calls one after the other, on whatever streams they are made.
+
+    Args:
+        context: of the communicator.
+        index: its number.
+    """
+
+    def __init__(self, context: CudaContext, index: int) -> None:
+        self.context, self.index = context, index
+        self.executor = Executor(driver=context.gpu.driver)
+        self.stream = int(self.executor.stream())  # of calls with async_op=True
+        self.announcer = Announcer(context.waiter, index, steps=STEPS)
+        self.staging, self.landing = (
+            GrowableRegion(RegionMaker(context.growth, f"{what} of channel {index}")) for what in ("staging", "landing")
+        )
+        self.last: dict[int, StreamPoint] = {}  # end of the latest call, of each capture under way, and (0) of none
+        self.under_way: deque[CudaWork] = deque()
+        self._cache = PreparedCache(context.events)
+        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # of calls that meet nobody, by their handshake
+        self._epoch = 0  # of `_latest`
+        self._needs: dict[int, _Needs] = {}
+
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
+        """Queue a call on the current stream, or with `async_op` behind it on the channel's own.
+
+        Args:
+            submission: the call.
+            number: of the call on its line.
+            keep: tensors that have to live until it has ended, with `async_op`: otherwise the current stream is behind.
+
+        Returns:
+            Its work, and the number of the capture that it became part of; 0: none.
+
+        Raises:
+            Misconfigured: it cannot be done in a capture.
+        """
+        context = self.context
+        current = context.gpu.current_stream()
+        capture = context.gpu.capture_of(context.events.handle(current))
+        if not capture:
+            return self._queue(submission, number, keep, current, 0), 0
+        if submission.early is not None:
+            raise Misconfigured(
+                f"{submission.current(number)} in a capture into a tensor of empty(early_release=True): a graph would "
+                "give its memory back at every replay; use empty() there"
+            )
+        with context.gpu.relaxed():
+            return self._queue(submission, number, keep, current, capture), capture
+
+    def close(self) -> None:
+        """Give everything back; only when everything has run."""
+        self._cache.close()
+        self.executor.close()
+
+    def _queue(
+        self, submission: Submission, number: int, keep: tuple[Any, ...], current: int, capture: int
+    ) -> CudaWork:
+        """Show the call, then compare it, and only then issue it."""
+        try:
+            record = self.announcer.announce(submission, number)
+            self.announcer.compare(submission, number)
+            prepared = self._prepared(submission, number, capture)
+            begin, end = self._issue(submission, prepared, current, capture)
+        except BaseException as error:
+            first = self.context.failure.set(error)
+            if first is error:
+                raise
+            raise first from error
+        if not submission.async_op:
+            keep = ()
+        work = CudaWork(self.context, submission, number, record, prepared.calls, begin, end, keep)
+        if capture:
+            record.step = STEPS
+        else:
+            self.under_way.append(work)
+        return work
+
+    def _issue(
+        self, submission: Submission, prepared: Prepared, current: int, capture: int
+    ) -> tuple[StreamPoint, StreamPoint]:
+        """Queue it after the last call of the channel, and note what it uses; return its begin and its end."""
+        events = self.context.events
+        stream = self.stream if submission.async_op else current
+        last, begin = self.last.get(capture), None
+        if stream != current:
+            begin = events.record(current, capture)  # of the call, too: its own stream runs nothing but calls
+            events.wait(stream, begin)
+        if last is not None and last.stream != stream:
+            events.wait(stream, last)
+        if submission.early is not None:
+            submission.early.block.ready = False
+        begin = begin or events.record(stream, capture)
+        prepared.start(stream, events, capture)
+        end = self.last[capture] = prepared.last = events.record(stream, capture)
+        self._note(submission, prepared, stream, capture)
+        return begin, end
+
+    def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
+        """Tell the order of streams which memory is used; once, as long as none has been taken back."""
+        order = self.context.order
+        now = order.epoch, stream
+        if now == prepared.noted and not capture:
+            return
+        for at in (submission.at, *submission.input_at):
+            if at is not None:
+                order.used(at, stream, capture)
+        if not capture:
+            prepared.noted = now
+
+    def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
+        """Return its driver calls: those of the last time, if nothing has changed that they depend on."""
+        handshake = submission.early is None or submission.early.handshake
+        if self._epoch != self.context.growth.epoch or len(self._latest) > _MOST_KNOWN:
+            self._latest.clear()  # staging or landing may have been replaced
+            self._epoch = self.context.growth.epoch
+        prepared = self._latest.get((submission, handshake))
+        if prepared is not None and not prepared.evicted:
+            return prepared
+        known = None if submission.program is None else self._needed(submission.program)
+        needs, met = self._agreed(submission, number, known, capture)
+        early = None if submission.early is None else (submission.early.block.number, handshake)
+        rooms = self.staging.region, self.landing.region
+        key = (
+            id(needs.program), submission.input, submission.output, submission.local, early, submission.reduction,
+            rooms, *met.items(),
+        )  # fmt: skip
+        prepared = self._cache.get(key)
+        if prepared is None:
+            prepared = self._prepare(submission, needs, met, handshake)
+            self._cache.put(key, prepared)
+        if known is not None and not (known.meets or submission.meets):
+            self._latest[submission, handshake] = prepared
+        return prepared
+
+    def _agreed(
+        self, submission: Submission, number: int, known: _Needs | None, capture: int
+    ) -> tuple[_Needs, dict[int, Location]]:
+        """Meet the other ranks if something can only be known or made together; return what they say of outputs."""
+        own = submission.shown_at
+        grows = known is not None and not self.staging.fits(known.staging_bytes)
+        lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
+        grows |= known is not None and lands and not self.landing.fits(known.landing_bytes)
+        if known is not None and not (grows or known.meets or submission.meets):
+            return known, {}
+        records = self.announcer.met(submission, number)
+        where = {peer: Location(record.output_region, record.output_offset) for peer, record in records.items()}
+        needs = known
+        if needs is None:
+            ranks = range(self.context.memory.world_size)
+            rows = [list(records[rank].row) if rank in records else list(submission.row) for rank in ranks]
+            assert isinstance(submission.call, UnevenSplits)
+            call, early = submission.call.call(rows), submission.early is not None
+            needs = self._needed(self.context.programs.get(call, early, submission.layout))
+        told = needs.meets or bool(submission.row)
+        lands |= told and LANDING in (own, *where.values())
+        for room, num_bytes in (
+            (self.staging, needs.staging_bytes),
+            (self.landing, needs.landing_bytes if lands else 0),
+        ):
+            if capture and not room.fits(num_bytes):
+                raise Misconfigured(
+                    f"{submission.current(number)} needs {num_bytes} bytes more of symmetric memory, which cannot be "
+                    "made in a capture; make the same call once before it"
+                )
+            room.grow_to(num_bytes)
+        return needs, where if told else {}
+
+    def _needed(self, program: Program) -> _Needs:
+        """Return what a program needs, worked out once for each."""
+        found = self._needs.get(id(program))
+        if found is None or found.program is not program:
+            if len(self._needs) >= _MOST_KNOWN:
+                self._needs.clear()
+            found = self._needs[id(program)] = _needs_of(program)
+        return found
+
+    def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
+        """Put addresses in the place of roles, and add the copy out of the landing."""
+        addresses = self._addresses(submission, needs, met)
+        steps = needs.program.cycle(early_release=not handshake)
+        calls: tuple[DriverCall, ...] = lower(needs.program, addresses, steps)
+        own = addresses.output[needs.program.rank]
+        if own != submission.output:
+            calls += (CopyAsync(submission.output, own, submission.output_bytes, COPY, local=True),)
+        options, reduction = self.context.options, None
+        if submission.reduction is not None:
+            reduction = ReductionLauncher(self.context.gpu, replace(submission.reduction, num_sms=options.sum_sms))
+        return Prepared(needs.program, calls, self.executor, reduction, graphs=options.graphs is not False)
+
+    def _addresses(self, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> Addresses:
+        """Return where this rank has everything mapped; nothing for outputs that it does not write to."""
+        memory, flags, block = self.context.memory, self.context.flags, None
+        if submission.early is not None:
+            block = submission.early.block
+        ranks, staged = range(memory.world_size), needs.staging_bytes
+        written = [rank for rank in ranks if needs.writes or rank == memory.rank]
+        output_flags = flags.of_channel(self.index) if block is None else flags.of_block(block.number)
+        return Addresses(
+            input=submission.input,
+            output=tuple(self._output_of(rank, submission, needs, met) if rank in written else 0 for rank in ranks),
+            staging=self._everywhere(Location(self.staging.region, 0), staged) if staged else (),
+            output_flags=self._everywhere(output_flags, 4),
+            staging_flags=self._everywhere(flags.of_staging(self.index), 4),
+            local=dict(submission.local),
+        )
+
+    def _everywhere(self, at: Location, num_bytes: int) -> tuple[int, ...]:
+        memory = self.context.memory
+        return tuple(memory.address(rank, at, num_bytes) for rank in range(memory.world_size))
+
+    def _output_of(self, rank: int, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> int:
+        """Return where this rank has the output of `rank` mapped; 0 if there is none."""
+        memory = self.context.memory
+        if rank == memory.rank and not (submission.at is None and needs.receives):
+            return submission.output
+        own = LANDING if submission.at is None else submission.at
+        at = met.get(rank, NOWHERE) if met and rank != memory.rank else own
+        num_bytes = needs.program.call.output_bytes(rank)
+        if at.region == NOWHERE.region or not num_bytes:
+            return 0
+        return memory.address(rank, Location(self.landing.region, 0) if at == LANDING else at, num_bytes)
+
+
+def _needs_of(program: Program) -> _Needs:
+    call, ranks = program.call, range(program.world_size)
+    operations = [op for step in program.cycle() if isinstance(step, Batch) for op in step.operations]
+    arrives = any(isinstance(op, Wait) and (op.flag.buffer, op.flag.kind) == ("output", "arrived") for op in operations)
+    writes = any(isinstance(step, Copy) and step.target.buffer == "output" for step in program.steps)
+    return _Needs(
+        program=program,
+        staging_bytes=most_staging_bytes(call, program.tuning),
+        landing_bytes=max(call.output_bytes(rank) for rank in ranks),
+        meets=call.layout.writes_outputs and not has_equal_outputs(call),
+        receives=arrives,
+        writes=writes,
+    )

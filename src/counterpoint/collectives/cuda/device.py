@@ -1,0 +1,124 @@
+"""One GPU as a communicator uses it: what it needs of torch and of the driver, so that something else can stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from counterpoint.collectives.cuda.driver import load_driver
+from counterpoint.collectives.cuda.lower import ReduceLaunch
+from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
+from counterpoint.collectives.cuda.reduce import Reduction, bind
+from counterpoint.collectives.host.group import gather_values
+from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.errors import Unsupported
+
+__all__ = ["Gpu"]
+
+
+class Gpu:
+    """Represents this process's GPU.
+
+    Args:
+        device: without an index the current one.
+
+    Raises:
+        Unsupported: no CUDA in this torch, no GPU, or no cuda-bindings.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise Unsupported(f"{device}: torch {torch.__version__} sees no GPU here")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        self.driver = load_driver()
+        self._sms = torch.cuda.get_device_properties(index).multi_processor_count
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # makes the context, if nothing has yet
+            _, self._context = self.driver.cuCtxGetCurrent()
+        self._raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", self._public_stream)
+
+    def why_not(self, group: Any) -> str | None:
+        """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it."""
+        return why_not(gather_values(group, CudaCard.of(self.device.index)))
+
+    def memory(self, group: Any) -> SymmetricMemory:
+        """Return the symmetric memory of this GPU and those of the group."""
+        import torch.distributed as dist
+
+        return CudaMemory(dist.group.WORLD if group is None else group, self.device.index)
+
+    def current_stream(self) -> int:
+        """Return the handle of the stream that torch uses now, in this thread."""
+        return int(self._raw_stream(self.device.index))
+
+    def _public_stream(self, index: int) -> int:
+        import torch
+
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    def capture_of(self, stream: Any) -> int:
+        """Return the number of the capture that a stream is in.
+
+        Args:
+            stream: `CUstream`.
+
+        Returns:
+            The number; 0 if it is in none.
+
+        Raises:
+            Unsupported: the driver refused.
+        """
+        error, status = self.driver.cuStreamIsCapturing(stream)
+        if error or not status:
+            return 0
+        error, _, number, *_ = self.driver.cuStreamGetCaptureInfo(stream)
+        if error:
+            raise Unsupported(f"cuStreamGetCaptureInfo failed: {error}; end the capture, and look for its error")
+        return int(number)
+
+    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
+        """Return what launches `call` on the stream with this handle."""
+        return bind(call, reduction, stream=stream, device_sms=self._sms)
+
+    def enter_thread(self) -> None:
+        """Prepare a thread of our own: it gets this GPU's context, and takes no part in captures of other threads.
+
+        During these the driver otherwise forbids even to ask for events.
+        """
+        self.driver.cuCtxSetCurrent(self._context)
+        self._exchange(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Allow in a capture what the driver forbids there by default, without making it part of the capture.
+
+        So events of other streams are asked, and kernels are loaded.
+        """
+        before = self._exchange(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            self._exchange(before)
+
+    def _exchange(self, mode: Any) -> Any:
+        return self.driver.cuThreadExchangeStreamCaptureMode(mode)[1]
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this GPU's context the current one, and put back the one that the thread had."""
+        self.driver.cuCtxPushCurrent(self._context)
+        try:
+            yield
+        finally:
+            self.driver.cuCtxPopCurrent()
+
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
+        import torch
+
+        torch.cuda.current_stream(self.device).synchronize()

@@ -1,0 +1,282 @@
+"""Issues lowered calls through the CUDA driver: copy engines, stream memory operations, events; kernels only to reduce.
+
+Everything that can be made before is made in `bind`: handles, addresses, arrays of parameters. What is left per call is
+a loop over (function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21); the rest is the
+driver's. A `Graph` makes it one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from counterpoint.collectives.cuda.lower import (
+    CopyAsync,
+    DriverCall,
+    EventRecord,
+    MemoryOperations,
+    ReduceLaunch,
+    StreamWait,
+    awaited,
+)
+from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.program.steps import COPY, REDUCE
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+
+__all__ = ["Bound", "Executor", "Graph", "ReductionLauncher", "load_driver"]
+
+
+class _ReducingDevice(Protocol):
+    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
+        """Return what launches a reduction on the stream with this handle."""
+
+
+@dataclass(frozen=True)
+class ReductionLauncher:
+    """Binds the reductions of one call to streams.
+
+    Args:
+        device: that launches them.
+        reduction: how to combine.
+    """
+
+    device: _ReducingDevice
+    reduction: Reduction
+
+    def bind(self, call: ReduceLaunch, stream: int) -> Callable[[], object]:
+        """Return what launches `call` on the stream with this handle."""
+        return self.device.bind_reduction(call, stream, self.reduction)
+
+
+class Executor:
+    """Holds what the programs of one device share: streams of their own and a pool of events.
+
+    Lane `COPY` is the stream that `bind` is given, as a rule the caller's; lane `REDUCE` is a stream of the highest
+    priority: when a GEMM gives up SMs, the reduction gets them before the next GEMM does.
+
+    Call it in the thread, and with the device current, in which torch works; it is not for several threads at once.
+
+    Args:
+        driver: the module `cuda.bindings.driver`, or what stands in for it.
+
+    Raises:
+        Unsupported: no cuda-bindings, no driver, or the driver refused.
+    """
+
+    def __init__(self, *, driver: Any = None) -> None:
+        self.driver = load_driver() if driver is None else driver
+        self._free_events: list[Any] = []
+        self._taken_events: list[Any] = []
+        self._streams: list[Any] = []
+        _, self._highest = self.call("cuCtxGetStreamPriorityRange")
+        self.reduce_stream, self.side_stream = self.stream(), self.stream()
+
+    def stream(self) -> Any:
+        """Return a new stream of the highest priority, destroyed with this executor."""
+        flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._streams.append(self.call("cuStreamCreateWithPriority", flags, self._highest))
+        return self._streams[-1]
+
+    def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:
+        """Return calls that are ready to be issued any number of times, eagerly or in a capture.
+
+        Args:
+            calls: of the driver.
+            stream: handle, for lane `COPY`.
+            reduction: launches sums; needed if the calls reduce.
+
+        Returns:
+            The calls with everything made that can be made before.
+        """
+        streams = {COPY: self.driver.CUstream(stream), REDUCE: self.reduce_stream}
+        events = {call.event: self._event() for call in calls if isinstance(call, EventRecord)}
+        made = tuple(self._step(call, streams, events, reduction) for call in calls)
+        return Bound(made, tuple(events.values()), self)
+
+    def graph(self, calls: Sequence[DriverCall], *, reduction: ReductionLauncher | None = None) -> Graph:
+        """Return a graph of these calls: one call to the driver for all of them, on any stream.
+
+        Replays are in order with each other (CUDA runs no graph at the same time as itself). In a capture of the
+        caller's, issue the `Bound` calls instead.
+
+        Args:
+            calls: of the driver.
+            reduction: launches sums; needed if the calls reduce.
+
+        Returns:
+            The graph.
+        """
+        bound = self.bind(calls, int(self.side_stream), reduction=reduction)
+        # relaxed: another thread of this process may allocate meanwhile, which a stricter mode turns into an error
+        mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call("cuStreamBeginCapture", self.side_stream, mode)
+        try:
+            bound()
+        finally:
+            graph = self.call("cuStreamEndCapture", self.side_stream)
+        priorities = self.driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        executable = self.call("cuGraphInstantiate", graph, priorities)
+        self.call("cuGraphDestroy", graph)
+        return Graph(executable, bound, self)
+
+    def let_go(self, calls: Sequence[DriverCall]) -> None:
+        """Set every word that `calls` wait for, so that streams stuck in them run on: for a watchdog that gives up.
+
+        What they do from then on is wrong, here and at the peers: the group is over, and its buffers are rubbish.
+        """
+        for address in awaited(calls):
+            self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
+
+    def close(self) -> None:
+        """Give back streams and events; what was bound must not be issued any more."""
+        for event in self._taken_events:
+            self.call("cuEventDestroy", event)
+        for stream in self._streams:
+            self.call("cuStreamDestroy", stream)
+        self._taken_events, self._free_events, self._streams = [], [], []
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the driver.
+
+        Args:
+            name: of the function.
+            arguments: passed to it.
+
+        Returns:
+            What it returns after its error code: None, one value, or a tuple.
+
+        Raises:
+            Unsupported: it failed.
+        """
+        error, *values = getattr(self.driver, name)(*arguments)
+        if error:
+            raise Unsupported(
+                f"{name} failed: {_name(error)}; the driver or GPU does not allow it, or an earlier call failed"
+            )
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def reuse(self, events: tuple[Any, ...]) -> None:
+        """Take back events of calls that will not be issued any more."""
+        self._free_events.extend(events)
+
+    def _event(self) -> Any:
+        if self._free_events:
+            return self._free_events.pop()
+        event = self.call("cuEventCreate", self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._taken_events.append(event)
+        return event
+
+    def _step(
+        self,
+        call: DriverCall,
+        streams: Mapping[int, Any],
+        events: Mapping[int, Any],
+        reduction: ReductionLauncher | None,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the function that does `call`, and its arguments, made once."""
+        driver, stream = self.driver, streams[call.lane]
+        match call:
+            case CopyAsync(target, source, num_bytes):
+                where, what = driver.CUdeviceptr(target), driver.CUdeviceptr(source)
+                return driver.cuMemcpyDtoDAsync, (where, what, num_bytes, stream)
+            case MemoryOperations(operations):
+                return driver.cuStreamBatchMemOp, (stream, len(operations), _parameters(driver, call), 0)
+            case EventRecord(event):
+                return driver.cuEventRecord, (events[event], stream)
+            case StreamWait(event):
+                return driver.cuStreamWaitEvent, (stream, events[event], 0)
+            case ReduceLaunch():
+                if reduction is None:
+                    raise Misconfigured("these calls reduce: give a ReductionLauncher")
+                return reduction.bind(call, int(stream)), ()
+
+
+class Bound:
+    """Holds calls with everything made that can be made before; the arrays that the driver reads live as long."""
+
+    def __init__(
+        self, steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...], events: tuple[Any, ...], executor: Executor
+    ) -> None:
+        self._steps, self._events, self._executor = steps, events, executor
+
+    def __call__(self) -> None:
+        """Issue all calls, in order; return before any of them has run.
+
+        Raises:
+            CounterpointError: the driver refused one. The peers may wait for what was not issued: the group is over.
+        """
+        for function, arguments in self._steps:
+            result = function(*arguments)
+            if result and result[0]:
+                raise CounterpointError(
+                    f"{getattr(function, '__name__', function)} failed: {_name(result[0])}; the collective was "
+                    f"issued in part, so that this group of ranks cannot be used any more"
+                )
+
+    def close(self) -> None:
+        """Give its events back to the pool; only when its last issue has run, and it is in no graph."""
+        self._steps = ()
+        self._executor.reuse(self._events)
+
+
+class Graph:
+    """Holds captured calls, which `launch` replays."""
+
+    def __init__(self, executable: Any, bound: Bound, executor: Executor) -> None:
+        self._executable, self._bound, self._executor = executable, bound, executor
+        self._launch = executor.driver.cuGraphLaunch
+
+    def launch(self, stream: Any) -> None:
+        """Replay the calls.
+
+        Args:
+            stream: a `CUstream` (made once: an integer is converted at every call) or a handle.
+
+        Raises:
+            CounterpointError: the driver refused.
+        """
+        (error,) = self._launch(self._executable, stream)
+        if error:
+            raise CounterpointError(
+                f"cuGraphLaunch failed: {_name(error)}; an earlier call on this device may have failed"
+            )
+
+    def close(self) -> None:
+        """Destroy the graph; only when its last replay has run."""
+        self._executor.call("cuGraphExecDestroy", self._executable)
+        self._bound.close()
+
+
+def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
+    """Return the array of one `cuStreamBatchMemOp`.
+
+    Flags are 0: a write with its fence, a wait for greater or equal.
+    """
+    kinds = driver.CUstreamBatchMemOpType
+    made = []
+    for operation in call.operations:
+        entry = driver.CUstreamBatchMemOpParams()
+        kind = getattr(kinds, f"CU_STREAM_MEM_OP_{operation.kind.upper()}_VALUE_32")
+        part = entry.waitValue if operation.kind == "wait" else entry.writeValue
+        entry.operation = part.operation = kind
+        part.address, part.flags, part.value = operation.address, 0, operation.value
+        made.append(entry)
+    return made
+
+
+def load_driver() -> Any:
+    """Return the module `cuda.bindings.driver`.
+
+    Raises:
+        Unsupported: cuda-bindings is not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unsupported(f"collectives on GPUs need cuda-bindings: {error}; install counterpoint[torch]") from error
+    return driver
+
+
+def _name(error: Any) -> str:
+    return str(getattr(error, "name", error))

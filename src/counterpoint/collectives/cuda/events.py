@@ -1,0 +1,205 @@
+"""Points of streams, marked by events that are used again, and the order in which streams use memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from itertools import count
+from typing import Any
+
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.errors import CounterpointError
+
+__all__ = ["EventPool", "StreamOrder", "StreamPoint"]
+
+_PAUSE_S = 1e-4
+_IN_A_GRAPH = -1  # instead of a stream: the memory is used at every replay
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
+class StreamPoint:
+    """Marks a point of a stream: the end of all that was queued there before.
+
+    Args:
+        event: of the driver; goes back to `free` with this object, in whatever thread that dies, without the driver.
+        stream: handle.
+        serial: larger than that of every earlier point.
+        capture: number of the capture that it is part of; 0: it is part of no graph, and will pass.
+        free: where the event goes back to.
+    """
+
+    __slots__ = ("_free", "capture", "event", "serial", "stream")
+
+    def __init__(self, event: Any, stream: int, serial: int, capture: int, free: deque[Any]) -> None:
+        self.event, self.stream, self.serial, self.capture, self._free = event, stream, serial, capture, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class EventPool:
+    """Records points of streams by events that are used again, and knows streams as the driver wants them.
+
+    Args:
+        driver: the module `cuda.bindings.driver`, or what stands in for it.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._free: deque[Any] = deque()
+        self._made: list[Any] = []
+        self._serials = count(1)
+        self._handles: dict[int, Any] = {}
+        self._record, self._query, self._wait = driver.cuEventRecord, driver.cuEventQuery, driver.cuStreamWaitEvent
+
+    def handle(self, stream: int) -> Any:
+        """Return the stream as a `CUstream`, made once: an integer is converted at every call."""
+        handle = self._handles.get(stream)
+        if handle is None:
+            handle = self._handles[stream] = self._driver.CUstream(stream)
+        return handle
+
+    def record(self, stream: int, capture: int = 0) -> StreamPoint:
+        """Return the present point of a stream.
+
+        Args:
+            stream: handle.
+            capture: number of the capture that the stream is in; 0: none.
+
+        Returns:
+            The point, whose event is used again when nothing refers to it.
+
+        Raises:
+            CounterpointError: the driver refused.
+        """
+        try:
+            event = self._free.popleft()
+        except IndexError:
+            event = self._new()
+        error = self._record(event, self._handles.get(stream) or self.handle(stream))[0]
+        if error:
+            raise CounterpointError(_refused("cuEventRecord", error))
+        return StreamPoint(event, stream, next(self._serials), capture, self._free)
+
+    def wait(self, stream: int, point: StreamPoint) -> None:
+        """Let what is queued on a stream from now on run after a point.
+
+        Args:
+            stream: handle.
+            point: of any stream.
+
+        Raises:
+            CounterpointError: the driver refused.
+        """
+        (error,) = self._wait(self.handle(stream), point.event, 0)
+        if error:
+            raise CounterpointError(_refused("cuStreamWaitEvent", error))
+
+    def passed(self, point: StreamPoint) -> bool:
+        """Ask whether a stream has come to a point.
+
+        Args:
+            point: of any stream.
+
+        Returns:
+            True if it has.
+
+        Raises:
+            CounterpointError: an earlier call on this device failed.
+        """
+        (error,) = self._query(point.event)
+        if not error:
+            return True
+        if int(error) == _NOT_READY:
+            return False
+        raise CounterpointError(_refused("cuEventQuery", error))
+
+    def close(self) -> None:
+        """Destroy all events."""
+        while self._made:
+            self._driver.cuEventDestroy(self._made.pop())
+        self._free.clear()
+
+    def _new(self) -> Any:
+        error, event = self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        if error:
+            raise CounterpointError(_refused("cuEventCreate", error))
+        self._made.append(event)
+        return event
+
+
+class StreamOrder:
+    """Notes which streams have used which bytes since they were given out.
+
+    A tensor dies on the host, with work on it still queued. When its memory is taken back, the end of what is queued
+    then on each of its streams is marked; the next user of the memory waits for these points on another stream.
+
+    Args:
+        events: of the device.
+        gpu: has a current stream.
+    """
+
+    def __init__(self, events: EventPool, gpu: Any) -> None:
+        self._events, self._gpu = events, gpu
+        self._uses: dict[Location, set[int]] = {}
+        self.epoch = 0  # changes when something is taken back: until then what was told need not be told again
+        self._lock = threading.Lock()
+
+    def used(self, at: Location, stream: int, capture: int = 0) -> None:
+        """Note that what begins at `at` is used on `stream`; in a capture: for ever."""
+        use = _IN_A_GRAPH if capture else stream
+        with self._lock:
+            streams = self._uses.get(at)
+            if streams is None:
+                streams = self._uses[at] = set()
+            streams.add(use)
+
+    def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | None:
+        """Take bytes back.
+
+        Args:
+            at: where they begin.
+            num_bytes: how many.
+
+        Returns:
+            The points that have to pass before they are used again; None: a graph may use them at any time, or one of
+            their streams is in a capture now, whose points cannot be waited for from outside.
+        """
+        end = at + num_bytes
+        with self._lock:
+            places = [place for place in self._uses if at <= place < end]
+            streams = set[int]().union(*(self._uses[place] for place in places))
+            if _IN_A_GRAPH in streams or any(self._gpu.capture_of(self._events.handle(stream)) for stream in streams):
+                return None
+            self.epoch += 1
+            for place in places:
+                del self._uses[place]
+        return tuple(self._events.record(stream) for stream in sorted(streams))
+
+    def taken(self, at: Location, after: tuple[Any, ...]) -> None:
+        """Let the current stream wait for the points in `after`, and note it as the first that uses these bytes."""
+        stream = self._gpu.current_stream()
+        capture = self._gpu.capture_of(self._events.handle(stream))
+        if capture and after:  # a graph cannot wait for what is outside of it
+            with self._gpu.relaxed():
+                while not all(map(self._events.passed, after)):
+                    time.sleep(_PAUSE_S)
+        else:
+            for point in after:
+                if point.stream != stream:
+                    self._events.wait(stream, point)
+        self.used(at, stream, capture)
+
+    def merged(self, one: tuple[StreamPoint, ...], other: tuple[StreamPoint, ...]) -> tuple[StreamPoint, ...]:
+        """Return the latest point of each stream."""
+        latest: dict[int, StreamPoint] = {}
+        for point in (*one, *other):
+            known = latest.get(point.stream)
+            if known is None or known.serial < point.serial:
+                latest[point.stream] = point
+        return tuple(latest.values())
+
+
+def _refused(name: str, error: Any) -> str:
+    return f"{name} failed: {getattr(error, 'name', error)}; an earlier call on this device may have failed"

@@ -1,0 +1,234 @@
+"""A program made concrete: addresses instead of roles, driver calls instead of steps. Still data; no device.
+
+What the driver guarantees, and the programs rely on (CUDA driver API, "Stream Memory Operations"):
+
+- The operations of one `cuStreamBatchMemOp` are enqueued in the order in which they appear in it; fewer than 256.
+- A write provides a memory fence before it, with the semantics of `__threadfence_system()` for its stream: whoever sees
+  a signal also sees what copies pushed before it on that lane. (`CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER` is gone from
+  the v2 API.)
+- `CU_STREAM_WAIT_VALUE_FLUSH` is about writes of third parties that the receiving GPU may reorder. Peers' copies are
+  fenced by their writer, so it is not used; NCCL's copy-engine collectives do not use it either (2.28).
+- A wait is for `>= 1`, not `== 1`: a watchdog that gives up may write anything positive to let the stream go.
+- Order made by these operations is invisible to CUDA, which may put two streams on one hardware queue. So calls are
+  issued in the order of the program's list, in which every rank could also run on one queue without a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from counterpoint.collectives.program.calls import Buffer, Span
+from counterpoint.collectives.program.coalesced import TensorAddresses
+from counterpoint.collectives.program.steps import (
+    COPY,
+    REDUCE,
+    AwaitEvent,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    RecordEvent,
+    Reduce,
+    Signal,
+    Step,
+    Wait,
+    flag_word,
+)
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "MAX_OPERATIONS",
+    "Addresses",
+    "CopyAsync",
+    "DriverCall",
+    "EventRecord",
+    "MemoryOperation",
+    "MemoryOperations",
+    "ReduceLaunch",
+    "StreamWait",
+    "awaited",
+    "lower",
+]
+
+MAX_OPERATIONS = 255  # of one cuStreamBatchMemOp
+WORD_BYTES = 4  # of a flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addresses:
+    """Says where one rank has the buffers of a call and their flags mapped: an address for each rank, itself included.
+
+    Args:
+        input: of this rank; not needed where the call is in place.
+        output: of every rank; 0 for a rank that this one does not write to.
+        staging: of every rank, for calls that reduce.
+        output_flags: of the words of `output`'s flags.
+        staging_flags: of the words of `staging`'s flags.
+        local: of buffers of this rank that are several tensors: where these lie.
+
+    Raises:
+        Misconfigured: flags that are not aligned as the driver wants them.
+    """
+
+    input: int = 0
+    output: tuple[int, ...] = ()
+    staging: tuple[int, ...] = ()
+    output_flags: tuple[int, ...] = ()
+    staging_flags: tuple[int, ...] = ()
+    local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        odd = [address for address in (*self.output_flags, *self.staging_flags) if address % WORD_BYTES]
+        if odd:
+            raise Misconfigured(f"flags at {odd[0]:#x}: stream memory operations need multiples of {WORD_BYTES} bytes")
+
+    def span(self, rank: int, span: Span, me: int) -> int:
+        """Return where `span` of `rank` begins; `me` is this rank."""
+        if rank == me and span.buffer in self.local:
+            return self.local[span.buffer].at(span.offset)
+        if span.buffer == "input":
+            bases: tuple[int, ...] = (self.input,) if rank == me else ()
+            rank = 0
+        else:
+            bases = self.output if span.buffer == "output" else self.staging
+        return _base(bases, rank, span.buffer) + span.offset
+
+    def word(self, rank: int, flag: Flag, world_size: int) -> int:
+        """Return where `flag` of `rank` is."""
+        bases = self.output_flags if flag.buffer == "output" else self.staging_flags
+        return _base(bases, rank, f"the flags of {flag.buffer}") + WORD_BYTES * flag_word(flag, world_size)
+
+
+def _base(bases: Sequence[int], rank: int, what: str) -> int:
+    if rank >= len(bases) or not bases[rank]:
+        raise Misconfigured(f"the program needs {what} of rank {rank}, and no address was given; map it first")
+    return bases[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAsync:
+    """Stands for `cuMemcpyDtoDAsync`. `local`: within this device, the one copy that needs an SM."""
+
+    target: int
+    source: int
+    num_bytes: int
+    lane: int
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOperation:
+    """Writes `value` into the word at `address`, or waits until what is there is `value` or more."""
+
+    kind: Literal["write", "wait"]
+    address: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOperations:
+    """Stands for one `cuStreamBatchMemOp`."""
+
+    operations: tuple[MemoryOperation, ...]
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLaunch:
+    """Stands for one kernel that combines `num_bytes` at each of `sources`, in this order, into `target`."""
+
+    sources: tuple[int, ...]
+    target: int
+    num_bytes: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """Stands for `cuEventRecord`."""
+
+    event: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """Stands for `cuStreamWaitEvent`."""
+
+    event: int
+    lane: int
+
+
+DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecord | StreamWait
+
+
+def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
+    """Return the driver calls of a program, in the order to issue them: one call for each step.
+
+    `Misconfigured` is raised for a buffer without an address, or a program that goes beyond one host (`flattened`).
+
+    Args:
+        program: of this rank.
+        addresses: as this rank has them mapped.
+        steps: only these; None: the whole cycle. `program.release` alone serves an early release, single waits of
+            `program.finish` a consumer that starts on the first shard.
+
+    Returns:
+        The calls, as data.
+    """
+    chosen = program.cycle() if steps is None else steps
+    return tuple(call for step in chosen for call in _calls(step, program, addresses))
+
+
+def awaited(calls: Iterable[DriverCall]) -> tuple[int, ...]:
+    """Return the own words that these calls wait for, ascending: a watchdog sets them to let the streams go."""
+    batches = (call.operations for call in calls if isinstance(call, MemoryOperations))
+    waits = [operation for batch in batches for operation in batch if operation.kind == "wait"]
+    return tuple(sorted({wait.address for wait in waits}))
+
+
+def _calls(step: Step, program: Program, addresses: Addresses) -> Iterator[DriverCall]:
+    me = program.rank
+    if step.lane not in (COPY, REDUCE):
+        raise Misconfigured(
+            f"lane {step.lane}, which goes between hosts: run the phases one by one, not this model of all"
+        )
+    match step:
+        case Copy(peer, source, target, lane):
+            yield CopyAsync(addresses.span(peer, target, me), addresses.span(me, source, me), source.num_bytes, lane)
+        case LocalCopy(source, target, lane):
+            where = addresses.span(me, target, me)
+            yield CopyAsync(where, addresses.span(me, source, me), source.num_bytes, lane, local=True)
+        case Batch(operations, lane):
+            flat = list(_operations(operations, program, addresses))
+            for start in range(0, len(flat), MAX_OPERATIONS):  # order holds across calls: it is one stream
+                yield MemoryOperations(tuple(flat[start : start + MAX_OPERATIONS]), lane)
+        case Reduce(sources, target, lane):
+            where = addresses.span(me, target, me)
+            yield ReduceLaunch(tuple(addresses.span(me, s, me) for s in sources), where, target.num_bytes, lane)
+        case RecordEvent(event, lane):
+            yield EventRecord(event, lane)
+        case AwaitEvent(event, lane):
+            yield StreamWait(event, lane)
+
+
+def _operations(
+    operations: Sequence[Signal | Wait], program: Program, addresses: Addresses
+) -> Iterator[MemoryOperation]:
+    """Yield the operations of a batch in its order, each wait with its reset.
+
+    No peer's next signal can meet the reset, since the peer learns from a later signal that it may send it.
+
+    Yields:
+        Operations of `cuStreamBatchMemOp`.
+    """
+    for operation in operations:
+        if isinstance(operation, Signal):
+            yield MemoryOperation("write", addresses.word(operation.peer, operation.flag, program.world_size), 1)
+            continue
+        word = addresses.word(program.rank, operation.flag, program.world_size)
+        yield MemoryOperation("wait", word, 1)
+        yield MemoryOperation("write", word, 0)

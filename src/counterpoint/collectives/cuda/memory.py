@@ -1,0 +1,335 @@
+"""Symmetric memory of GPUs: torch allocates it and exchanges it between processes; here it is numbered and addressed.
+
+Through `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: memory made with `cuMemCreate`, file
+descriptors passed between the processes of one host, every peer's memory mapped here. Multicast is never asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from counterpoint.collectives.host.status import MAX_CHUNKS, MAX_EARLY_BLOCKS
+from counterpoint.collectives.memory.pool import Location, SymmetricMemory
+from counterpoint.collectives.program.steps import flag_words
+from counterpoint.errors import Misconfigured, Unsupported
+
+__all__ = ["CudaCard", "CudaMemory", "FlagLayout", "why_not"]
+
+_ENVIRONMENT = {  # torch reads them at every rendezvous
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # it compares indices, equal where each rank sees its GPU alone
+}
+_WORD_BYTES, _LINE_BYTES = 4, 128
+_BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some of it multicast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaCard:
+    """Describes a rank's GPU to the others, through their process group, before they share memory."""
+
+    host: str  # changes with every start of the kernel
+    gpu: str  # UUID
+    no_access: tuple[str, ...] = ()  # UUIDs of visible GPUs that this one cannot reach
+    lacks: str | None = None  # what this process lacks, whatever its peers have
+
+    @classmethod
+    def of(cls, device: int) -> CudaCard:
+        """Return the card of this process with its GPU."""
+        import torch
+
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        reach = torch.cuda.can_device_access_peer
+        others = [other for other in range(torch.cuda.device_count()) if other != device]
+        return cls(
+            host=boot.read_text().strip() if boot.exists() else os.uname().nodename,
+            gpu=_uuid(device),
+            no_access=tuple(_uuid(other) for other in others if not reach(device, other)),
+            lacks=_lacking(device),
+        )
+
+
+def why_not(cards: Sequence[CudaCard]) -> str | None:
+    """Return why these ranks cannot share GPU memory, equal on every rank; None if they can, as far as is known."""
+    for rank, card in enumerate(cards):
+        if card.lacks is not None:
+            return f"rank {rank}: {card.lacks}"
+        if card.host != cards[0].host:
+            return f"ranks 0 and {rank} are on different hosts; use one group for the ranks of each host"
+        for peer, other in enumerate(cards[:rank]):
+            if card.gpu == other.gpu:
+                return f"ranks {peer} and {rank} use the same GPU; give each rank a GPU of its own"
+            if other.gpu in card.no_access or card.gpu in other.no_access:
+                return f"the GPUs of ranks {peer} and {rank} have no peer access to each other (no NVLink or PCIe P2P)"
+    return None
+
+
+def _uuid(device: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _lacking(device: int) -> str | None:
+    """Return what torch lacks here; None: nothing."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return "this torch has no symmetric memory; install torch >= 2.11 with CUDA"
+    missing = [name for name in ("empty_strided_p2p", "rendezvous") if not hasattr(_SymmetricMemory, name)]
+    if missing:
+        return f"torch's symmetric memory has no {missing[0]}; use torch 2.11 to 2.13"
+    try:
+        _use_cuda_backend(device)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def _use_cuda_backend(device: int) -> None:
+    """Make CUDA the backend of symmetric memory of this process: torch prefers NVSHMEM where that is installed.
+
+    Raises:
+        Unsupported: the process has memory of another backend already.
+    """
+    import torch
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not hasattr(_SymmetricMemory, "set_backend"):
+        return  # there is no other
+    current = _SymmetricMemory.get_backend(torch.device("cuda", device))
+    if current == _BACKEND:
+        return
+    try:
+        _SymmetricMemory.set_backend(_BACKEND)
+    except RuntimeError as error:
+        raise Unsupported(
+            f"symmetric memory of this process comes from {current}, and has to come from {_BACKEND}: {error}; "
+            f"set TORCH_SYMMMEM={_BACKEND} before torch is imported"
+        ) from error
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Forbid multicast, and let `why_not` tell GPUs apart; what the process had is put back."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Region:
+    """Holds one allocation: own tensor, torch's handle that keeps the peers' memory mapped, every rank's address."""
+
+    owner: Any
+    handle: Any
+    addresses: tuple[int, ...]
+    num_bytes: int
+
+
+class CudaMemory:
+    """Holds regions of GPU memory, each mapped by all ranks of `group`.
+
+    Args:
+        group: torch.distributed.ProcessGroup.
+        device: index of this rank's GPU.
+    """
+
+    def __init__(self, group: Any, device: int) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        self.device = device
+        self._regions: dict[int, _Region] = {}
+        _use_cuda_backend(device)
+
+    def create(self, num_bytes: int) -> int:
+        """Make a new region of zeros. All ranks call it together, with the same size.
+
+        It takes some ms, waits for the current stream, and rounds up to 2 MiB of device memory.
+
+        Args:
+            num_bytes: its size.
+
+        Returns:
+            Its number.
+
+        Raises:
+            Unsupported: torch could not allocate, exchange or map it.
+        """
+        import torch
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous  # older versions register the group here
+
+        try:
+            device = torch.device("cuda", self.device)
+            owner = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+            owner.zero_()
+            torch.cuda.current_stream(device).synchronize()  # zeros before any peer has it mapped
+            with _environment():
+                handle = rendezvous(owner, self.group)
+        except RuntimeError as error:
+            raise Unsupported(
+                f"no {num_bytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks must "
+                f"be on one host, with peer access between their GPUs, and ask for the same size"
+            ) from error
+        region = next(number for number in range(len(self._regions) + 1) if number not in self._regions)
+        addresses = _addresses(tuple(handle.buffer_ptrs), self.rank, owner.data_ptr())
+        self._regions[region] = _Region(owner=owner, handle=handle, addresses=addresses, num_bytes=num_bytes)
+        return region
+
+    def release(self, region: int) -> None:
+        """Drop a region; its memory goes when no tensor and no peer uses it. Waits for the device (torch does)."""
+        del self._regions[region]
+
+    def close(self) -> None:
+        """Drop every region."""
+        for region in list(self._regions):
+            self.release(region)
+
+    def address(self, rank: int, at: Location, num_bytes: int) -> int:
+        """Return where bytes of a rank are mapped here.
+
+        Args:
+            rank: whose bytes.
+            at: where they begin.
+            num_bytes: how many.
+
+        Returns:
+            Their address.
+
+        Raises:
+            Misconfigured: they do not lie within a region of that rank.
+        """
+        region = self._regions.get(at.region)
+        size = 0 if region is None else region.num_bytes
+        if region is None or at.offset < 0 or at.offset + num_bytes > size:
+            raise Misconfigured(
+                f"bytes {at.offset} to {at.offset + num_bytes} of region {at.region} of rank {rank}, which has {size}; "
+                f"make the same call on every rank"
+            )
+        return region.addresses[rank] + at.offset
+
+    def locate(self, address: int, num_bytes: int) -> Location | None:
+        """Return where own bytes are; None if they are not in a region."""
+        for number, region in self._regions.items():
+            offset = address - region.addresses[self.rank]
+            if offset >= 0 and offset + num_bytes <= region.num_bytes:
+                return Location(number, offset)
+        return None
+
+    def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
+        """Wrap own bytes.
+
+        What streams still do with them when the tensor dies is the caller's to wait for: nothing is recorded on them.
+
+        Args:
+            at: where they begin.
+            num_bytes: how many.
+            freed: called when the storage of the tensor, and all that views it, is gone.
+
+        Returns:
+            A flat uint8 tensor.
+        """
+        import torch
+
+        bytes_ = _Bytes(self.address(self.rank, at, num_bytes), num_bytes, self._regions[at.region])
+        weakref.finalize(bytes_, freed).atexit = False  # the storage holds it, and nothing else does
+        return torch.as_tensor(bytes_, device=torch.device("cuda", self.device))
+
+
+class _Bytes:
+    """Describes device memory as numba and CuPy do, which torch wraps without a copy."""
+
+    def __init__(self, address: int, num_bytes: int, region: _Region) -> None:
+        self._region = region  # alive as long as a tensor is
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
+    """Return where every rank's region begins, from where its allocation is mapped: torch may put something before it.
+
+    Args:
+        bases: where the ranks' allocations are mapped.
+        rank: of this process.
+        own: address of its region.
+
+    Returns:
+        The addresses, by rank.
+
+    Raises:
+        Unsupported: a peer's memory is not mapped, or the own region is not where torch says.
+    """
+    offset = own - bases[rank]
+    if offset < 0 or not all(bases):
+        peers = [peer for peer, base in enumerate(bases) if not base]
+        raise Unsupported(
+            f"torch mapped no memory of rank {peers[0]} here; ranks need peer access on one host"
+            if peers
+            else f"torch mapped the own region at {bases[rank]:#x}, which lies at {own:#x}; use torch 2.11 to 2.13"
+        )
+    return tuple(base + offset for base in bases)
+
+
+class FlagLayout:
+    """Says where the words of a GPU's flags lie: in one region, laid out alike on every rank.
+
+    For every channel there are those of output and of staging, then those of each early-release block. At rest `ready`
+    of staging and of blocks is 1, everything else 0.
+
+    Args:
+        memory: all ranks make theirs together; what is here must not be written by a peer before all have.
+        channels: of the communicator.
+    """
+
+    def __init__(self, memory: SymmetricMemory, channels: int) -> None:
+        words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
+        self._stride = -(-words * _WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
+        self._channels = channels
+        self.num_bytes = (2 * channels + MAX_EARLY_BLOCKS) * self._stride
+        self.region = memory.create(self.num_bytes)
+        tensor = self._tensor(memory)
+        tensor.zero_()
+        tensor[1 : 2 * channels : 2, : memory.world_size] = 1
+        tensor[2 * channels :, : memory.world_size] = 1
+
+    def of_channel(self, index: int) -> Location:
+        """Return where the flags of outputs of calls on this channel begin."""
+        return Location(self.region, 2 * index * self._stride)
+
+    def of_staging(self, index: int) -> Location:
+        """Return where the flags of this channel's staging begin."""
+        return Location(self.region, (2 * index + 1) * self._stride)
+
+    def of_block(self, number: int) -> Location:
+        """Return where the flags of an early-release block begin."""
+        return Location(self.region, (2 * self._channels + number) * self._stride)
+
+    @property
+    def channels_bytes(self) -> int:
+        """The size of all words that belong to no block: the first of the region."""
+        return 2 * self._channels * self._stride
+
+    def _tensor(self, memory: SymmetricMemory) -> Any:
+        import torch
+
+        whole = memory.tensor(Location(self.region, 0), self.num_bytes, lambda: None)
+        return whole.view(torch.int32).view(-1, self._stride // _WORD_BYTES)

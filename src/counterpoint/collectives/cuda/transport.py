@@ -1,0 +1,246 @@
+"""Collectives of one process group on GPUs: copy engines and stream memory operations, watched from the host.
+
+Calls are shown and compared on boards in the memory of the host, as on CPUs; data and flags are in symmetric memory of
+the GPUs. A call runs on the caller's current stream, or with `async_op=True` on the channel's own, of high priority.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.cuda.channel import LANDING, CudaChannel
+from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth, RegionMaker
+from counterpoint.collectives.cuda.driver import Bound, Executor
+from counterpoint.collectives.cuda.events import EventPool, StreamOrder
+from counterpoint.collectives.cuda.lower import MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.memory import FlagLayout
+from counterpoint.collectives.cuda.watch import Watch
+from counterpoint.collectives.host.announce import Announcer
+from counterpoint.collectives.host.shared_memory import SharedMemory
+from counterpoint.collectives.host.status import MAX_CHUNKS
+from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
+from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
+from counterpoint.collectives.memory.pool import Location, Pool, SymmetricMemory
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.program.calls import ALIGNMENT, Call
+from counterpoint.collectives.program.operations import has_equal_outputs
+from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
+from counterpoint.collectives.program.tuning import best_tuning, with_link_turns, with_staging_slices
+from counterpoint.collectives.submit.fallback import BY_TORCH
+from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.tensors import tensors_of
+from counterpoint.collectives.submit.transport import Programs
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile
+
+__all__ = ["CudaTransport"]
+
+_WORD_BYTES = 4
+
+
+class CudaTransport:
+    """Runs all channels of one communicator. All ranks of the group make it together.
+
+    Args:
+        gpu: of this rank: a `Gpu`, or what stands in for one.
+        memory: symmetric memory of the group.
+        boards: on the host, joined by all ranks, with one channel more than `options.channels`.
+        watchdog: of the same ranks.
+        options: what was asked for.
+        profile: of the machine.
+
+    Raises:
+        Unsupported: the driver or GPU lacks something.
+    """
+
+    def __init__(
+        self,
+        gpu: Any,
+        memory: SymmetricMemory,
+        boards: SharedMemory,
+        watchdog: Watchdog,
+        options: CommunicatorOptions,
+        profile: Profile,
+    ) -> None:
+        self.device, self._rates = gpu.device, profile.rates
+        self._boards, self._chunk_bytes, self._staging_bytes = boards, options.chunk_bytes, options.staging_bytes
+        failure = Failure(watchdog, prints=True)
+        waiter, events = PeerWaiter(watchdog, failure), EventPool(gpu.driver)
+        order, flags = StreamOrder(events, gpu), FlagLayout(memory, options.channels)
+        meeting = Announcer(waiter, options.channels, steps=STEPS)
+        growth = Growth(
+            gpu, memory, events, meeting, channel=len(watchdog.statuses[0].channels) - 1, max_bytes=options.max_bytes
+        )
+        self.programs = Programs(memory.rank, self)
+        self.context = CudaContext(
+            gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,
+            failure=failure, growth=growth, programs=self.programs, options=options,
+        )  # fmt: skip
+        self._side = Executor(driver=gpu.driver)  # its streams never wait for a peer
+        self._releases = int(self._side.stream())
+        self._released: dict[int, Bound] = {}
+        reserve = options.reserve_bytes
+        self.pool = Pool(memory, region_bytes=reserve or 1 << 25, create=RegionMaker(growth, "empty()"), reuse=order)
+        self.early = EarlyPool(
+            memory,
+            region_bytes=1 << 25,
+            create=RegionMaker(growth, "empty(early_release=True)"),
+            release=self._release,
+            taken=self._taken,
+        )
+        self.channels = [CudaChannel(self.context, index) for index in range(options.channels)]
+        if reserve:
+            self.pool.reserve()
+        gpu.synchronize()
+        self.watch = Watch(self.context, [channel.under_way for channel in self.channels], self._side)
+
+    @property
+    def epoch(self) -> int:
+        """The number of regions that were made; after a new one an address may mean something else."""
+        return self.context.growth.epoch
+
+    def tuning(self, call: Call, *, early_release: bool) -> Tuning:
+        """Return the fastest tuning on the clock (`program/clock.py`), for calls whose sizes tend to come again.
+
+        All others get one signal for each peer. With an early release every rank has to send to every other, which is
+        the direct way. Where no handshake keeps the ranks in step, large chunks are pushed in turns.
+        """
+        found = with_staging_slices(partial(self._tuned, early_release=early_release), call, self._staging_bytes)
+        return with_link_turns(found) if early_release or call.reduces else found
+
+    def _tuned(self, call: Call, *, early_release: bool) -> Tuning:
+        varied = call.operation not in BY_TORCH or len({size for row in call.sizes for size in row}) > 2
+        if early_release or varied:
+            return Tuning(arrivals="together")
+        if self._chunk_bytes is None:
+            return best_tuning(call, self._rates, max_chunks=MAX_CHUNKS)
+        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
+        return Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
+
+    def locate(self, tensor: Any) -> Location | None:
+        """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        return self.context.memory.locate(tensor.data_ptr(), tensor.nbytes)
+
+    def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
+        """Return where peers write, for calls that have equal outputs on all ranks: that has to be the same place."""
+        if call is None or not has_equal_outputs(call) or not num_bytes:
+            return ""
+        return " into the landing" if at is None else f" into region {at.region} + {at.offset}"
+
+    def shown_at(self, at: Location | None, num_bytes: int) -> Location:
+        """Return where peers may write an output: there, or in the landing of the channel."""
+        if at is not None:
+            return at
+        return LANDING if num_bytes else NOWHERE
+
+    def read_at(self, input: Any) -> tuple[Location, ...]:
+        """Return where the tensors of an input lie in own symmetric memory: streams go on reading there."""
+        found = [self.locate(tensor) for tensor in tensors_of(input)]
+        return tuple(at for at in found if at is not None)
+
+    def accept(self, submission: Submission) -> None:
+        """Look at a new submission before it is started for the first time.
+
+        Raises:
+            Misconfigured: it cannot be done on GPUs.
+        """
+        self.check()
+        if submission.line < self.context.memory.world_size and submission.output_bytes and submission.at is None:
+            raise Misconfigured(
+                f"{submission.text}: on a GPU a rank receives into a tensor of empty() only; give it one"
+            )
+
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
+        """Queue a call, or raise why it cannot be done; see `Transport.start`.
+
+        Returns:
+            Its work with `async_op`, else None.
+        """
+        self.check()
+        self.early.collect()
+        work, capture = self.channels[submission.channel].start(submission, number, keep)
+        if capture:
+            self.watch.captured = True
+        return work if submission.async_op else None
+
+    def check(self) -> None:
+        """Raise what ended this communicator, if something did."""
+        self.context.failure.check()
+
+    def record_stream(self, tensor: Any, stream: Any) -> None:
+        """Note that what is queued on `stream` until `tensor` dies has to end before its memory is used again.
+
+        Raises:
+            Misconfigured: a tensor that is not from `empty`.
+        """
+        at = self.locate(tensor)
+        if at is None:
+            raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
+        gpu, context = self.context.gpu, self.context
+        handle = gpu.current_stream() if stream is None else int(stream.cuda_stream)
+        context.order.used(at, handle, gpu.capture_of(context.events.handle(handle)))
+
+    def close(self) -> None:
+        """Wait for what is under way, which ends or fails; then give everything back. Nothing in a forked child."""
+        context = self.context
+        if not context.watchdog.in_own_process():
+            return
+        drained = self.watch.drain()
+        context.failure.close()
+        self.watch.close()
+        if drained:  # else streams are stuck, and to destroy anything would wait for them
+            with context.gpu.current():
+                self._give_back()
+        context.watchdog.close()
+        self._boards.close()
+
+    def _give_back(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for bound in self._released.values():
+            bound.close()
+        self._side.close()
+        self.context.events.close()
+        self.context.memory.close()
+
+    def _taken(self, block: EarlyBlock) -> None:
+        """Let the current stream wait for what the last tensor of the block was used for here."""
+        gpu = self.context.gpu
+        if gpu.capture_of(self.context.events.handle(gpu.current_stream())):
+            raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
+        self.context.order.taken(block.at, block.uses or ())
+
+    def _release(self, block: EarlyBlock) -> bool:
+        """Tell the peers, behind everything that was queued with it, that a block is free: its tensor has died.
+
+        Runs in a thread that uses the communicator, never in a finalizer.
+
+        Returns:
+            False while one of its streams is in a capture.
+        """
+        context = self.context
+        if context.failure.error is not None:
+            return True
+        uses = context.order.freed(block.at, block.num_bytes)
+        if uses is None:
+            return False
+        block.uses = uses
+        if block.ready:
+            return True
+        for point in uses:
+            context.events.wait(self._releases, point)
+        bound = self._released.get(block.number)
+        if bound is None:
+            bound = self._released[block.number] = self._side.bind([self._signals(block)], self._releases)
+        bound()
+        block.ready = True
+        return True
+
+    def _signals(self, block: EarlyBlock) -> MemoryOperations:
+        memory = self.context.memory
+        word = flag_word(Flag("output", "ready", memory.rank), memory.world_size)
+        at = self.context.flags.of_block(block.number) + _WORD_BYTES * word
+        peers = [memory.address(peer, at, _WORD_BYTES) for peer in range(memory.world_size) if peer != memory.rank]
+        return MemoryOperations(tuple(MemoryOperation("write", address, 1) for address in peers), COPY)

@@ -1,0 +1,149 @@
+"""Looks at the calls under way on a GPU: notes which have ended, sees which will not, and lets their streams go.
+
+A wait on a GPU never ends by itself. A thread of the host asks the events of each call whether it has begun and ended,
+shows that on the board, and judges a call that has begun and does not end. A call that has not begun waits for its own
+stream and is nobody's fault yet. After a failure it sets every word that is waited for, again and again until all
+streams have come to their ends, so that the process can end; what they do from then on is rubbish.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.cuda.context import STEPS, CudaContext
+from counterpoint.collectives.cuda.driver import Executor
+from counterpoint.collectives.host.watchdog import CurrentCall
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.errors import CounterpointError, PeerTimeout
+
+__all__ = ["GRACE_S", "Watch"]
+
+GRACE_S = 0.25  # of a call that has begun: the part of a rank that has died or left meanwhile may be done
+_LOOK_S, _CLOSING_S = 0.05, 0.002
+_MOST_S = 10.0  # until streams that were let go have to be at their ends
+_WORD_BYTES = 4
+
+
+class Watch:
+    """Runs the thread that watches one communicator.
+
+    Args:
+        context: of the communicator.
+        under_way: calls that were issued, of each channel in their order; those that have ended are taken out.
+        side: its streams never wait for a peer; it sets the words that stuck calls wait for.
+    """
+
+    def __init__(self, context: CudaContext, under_way: Sequence[deque[CudaWork]], side: Executor) -> None:
+        self._context, self._watchdog, self._events = context, context.watchdog, context.events
+        self._failure, self._side = context.failure, side
+        self._under_way, self._wake = under_way, threading.Event()
+        self._pause_s = _LOOK_S
+        self._stopped = False
+        self.captured = False  # calls are in graphs of the caller's, which are replayed unseen
+        self._thread = threading.Thread(target=self._serve, name="counterpoint watch", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float = _MOST_S) -> bool:
+        """Wait until no call is under way: without a failure as long as that takes, after one for `timeout_s`."""
+        self._pause_s = _CLOSING_S
+        self._wake.set()
+        deadline = None
+        while any(self._under_way):
+            time.sleep(_CLOSING_S)
+            if self._failure.error is not None:
+                deadline = deadline or time.monotonic() + timeout_s
+                if time.monotonic() > deadline:
+                    return False
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        self._context.gpu.enter_thread()
+        while not self._stopped:
+            try:
+                self._look()
+            except Exception as error:  # of the driver: the device is lost, and with it this group
+                self._failure.set(error)
+            self._wake.wait(self._pause_s)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        for calls in self._under_way:
+            while calls and self._ended(calls[0]):
+                calls.popleft()
+        if self._failure.error is None:
+            self._judge_all([calls[0] for calls in self._under_way if calls])
+        going = [call for calls in self._under_way for call in tuple(calls)]
+        if self._failure.error is not None and (going or self.captured):
+            self._let_go(going)
+
+    def _ended(self, call: CudaWork) -> bool:
+        """Return whether the first call of a channel has ended, and bring up to date what the status shows of it."""
+        step = 2 if self._events.passed(call.ended) else int(self._events.passed(call.began))
+        if step and call.begun_s is None:
+            call.begun_s = time.monotonic()
+        if call.record.number == call.number:
+            call.record.step = step
+        return step == STEPS
+
+    def _judge_all(self, first: list[CudaWork]) -> None:
+        """Look at the first call of each channel; those behind it wait for it."""
+        for call in first:
+            error = self._judge(call)
+            if error is not None and not self._events.passed(call.ended):
+                self._failure.set(error)
+                return
+        dead = self._watchdog.dead_ranks() if self.captured else ()
+        if dead:
+            text = f"rank {dead[0]} is dead, and calls of its group are in graphs, which would hang; end the processes"
+            self._failure.set(PeerTimeout(text, ranks=dead))
+
+    def _judge(self, call: CudaWork) -> CounterpointError | None:
+        """Return why a call will not end; None while it may."""
+        waited_s = 0.0 if call.begun_s is None else time.monotonic() - call.begun_s
+        if waited_s < GRACE_S:
+            return None
+        current, watchdog = call.current, self._watchdog
+        owing = [peer for peer in watchdog.peers(current.line) if not self._has_done_its_part(current, peer)]
+        late = sorted(owing, key=lambda peer: self._progress(current, peer))  # whom the others wait for comes first
+        for peer in late:
+            error = watchdog.why_stuck(current, peer, waited_s)
+            if error is not None:
+                return error
+        if not late and waited_s > watchdog.timeout_s:
+            return PeerTimeout(
+                f"{current}: no progress for {watchdog.timeout_s:g} s, although every other rank has done its part; "
+                "this rank's GPU is held up by something else",
+                ranks=(watchdog.rank,),
+            )
+        return None
+
+    def _has_done_its_part(self, current: CurrentCall, peer: int) -> bool:
+        return self._progress(current, peer) >= STEPS
+
+    def _progress(self, current: CurrentCall, peer: int) -> int:
+        """Return the step that `peer` shows; -1: it has not announced the call."""
+        if self._watchdog.latest(current, peer) < current.number:
+            return -1
+        record = self._watchdog.record(current, peer)
+        return int(record.step) if record.number == current.number else STEPS
+
+    def _let_go(self, going: list[CudaWork]) -> None:
+        """Set the words that these calls wait for; if there are graphs, those of all channels."""
+        for call in going:
+            self._side.let_go(call.calls)
+        if self.captured:
+            flags, memory, driver = self._context.flags, self._context.memory, self._context.gpu.driver
+            mine = memory.address(memory.rank, Location(flags.region, 0), flags.channels_bytes)
+            count = flags.channels_bytes // _WORD_BYTES
+            self._side.call("cuMemsetD32Async", driver.CUdeviceptr(mine), 1, count, self._side.side_stream)

@@ -1,0 +1,113 @@
+"""Calls shown in a rank's status before they begin, and compared with those of the peers.
+
+*Who compares.* A rank announces its call first and looks at the peers' statuses then. Of two ranks the last one to
+announce sees the other's call, so at least one of them sees a difference before it has done anything. That needs the
+store of the own announcement to be done before the loads of the others', which is the one order that x86-64 does not
+keep by itself: between them a lock is taken, whose atomic instruction is a full fence.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from counterpoint.collectives.host.status import DEPTH, RankStatus
+from counterpoint.collectives.host.watchdog import PeerWaiter, mismatch
+from counterpoint.collectives.submit.submission import Submission
+
+__all__ = ["Announcer"]
+
+
+@dataclass(kw_only=True, slots=True)
+class _CallLine:
+    """Holds the calls of this rank with the same peers, and where each of these shows its side."""
+
+    own: RankStatus
+    records: list[Any]
+    peers: list[tuple[int, RankStatus, list[Any]]]  # rank, its line, its records
+    free_below: int = 0  # no peer reads the slot of a call below this number
+
+
+class Announcer:
+    """Announces the calls of one channel of this rank.
+
+    Args:
+        waiter: waits for the ranks of the communicator.
+        channel: its number.
+        steps: that the record of a call counts.
+    """
+
+    def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
+        self._steps = steps
+        self._waiter, self._watchdog, self._channel = waiter, waiter.watchdog, channel
+        self.status: RankStatus = self._watchdog.statuses[self._watchdog.rank].channels[channel]
+        self._lines: dict[int, _CallLine] = {}
+        self._fence = threading.Lock()
+
+    def announce(self, submission: Submission, number: int) -> RankStatus:
+        """Show the call, once no peer reads the slot that it takes; return its record.
+
+        Args:
+            submission: describes the call.
+            number: of the call on its line.
+
+        Returns:
+            Where peers see it; its steps are counted there.
+        """
+        line = self._lines.get(submission.line) or self._line(submission.line)
+        if number >= line.free_below:
+            for peer, theirs, _ in line.peers:
+                self._waiter.wait_until(partial(_is_above, theirs, number - DEPTH), submission.current(number), peer)
+            line.free_below = min((theirs.latest for _, theirs, _ in line.peers), default=1 << 62) + DEPTH
+        record = line.records[number % DEPTH]
+        record.text, record.step, record.steps = submission.words, 0, self._steps
+        record.output_region, record.output_offset = submission.shown_at.region, submission.shown_at.offset
+        row = submission.row
+        if row:
+            record.row[: len(row)] = row
+        record.number = number
+        self.status.line = submission.line
+        line.own.latest = number  # last: who sees it sees the record
+        with self._fence:
+            return record
+
+    def compare(self, submission: Submission, number: int) -> None:
+        """Raise if a peer has announced another call than this rank under this number."""
+        words, slot = submission.words, number % DEPTH
+        for peer, theirs, records in self._lines[submission.line].peers:
+            # what is at or above number is below number + DEPTH, as long as this rank has not gone on
+            if theirs.latest >= number and records[slot].text != words:
+                raise mismatch(submission.current(number), peer, records[slot].text.decode(errors="replace"))
+
+    def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
+        """Wait until every peer has announced this call, and compare; raise if one does not come, or with another call.
+
+        Returns:
+            Their records, by rank.
+        """
+        current, found = submission.current(number), {}
+        for peer, theirs, records in self._line(submission.line).peers:
+            self._waiter.wait_until(partial(_is_above, theirs, number - 1), current, peer)
+            found[peer] = records[number % DEPTH]
+        self.compare(submission, number)
+        return found
+
+    def _line(self, number: int) -> _CallLine:
+        line = self._lines.get(number)
+        if line is None:
+            rank, statuses = self._watchdog.rank, self._watchdog.statuses
+            theirs = rank if number < len(statuses) else number
+            lines = [
+                (peer, statuses[peer].channels[self._channel].lines[theirs]) for peer in self._watchdog.peers(number)
+            ]
+            own = self.status.lines[number]
+            line = self._lines[number] = _CallLine(
+                own=own, records=list(own.records), peers=[(peer, their, list(their.records)) for peer, their in lines]
+            )
+        return line
+
+
+def _is_above(line: RankStatus, number: int) -> bool:
+    return bool(line.latest > number)

@@ -1,0 +1,150 @@
+"""A torch process group: what its ranks tell each other, and collectives that torch itself carries out.
+
+Every function is called by all ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.program.operations import find_operation
+from counterpoint.errors import Misconfigured, Unsupported
+
+__all__ = [
+    "PeerFailed",
+    "check_agreement",
+    "gather_values",
+    "membership",
+    "raise_together",
+    "start_by_torch",
+    "torch_function",
+]
+
+T = TypeVar("T")
+
+
+class PeerFailed(Unsupported):
+    """Is raised on a rank that cannot go on because another one raised; the cause is there."""
+
+
+def membership(group: Any) -> tuple[int, int]:
+    """Return this process's rank in the group, and the number of its ranks.
+
+    Raises:
+        Misconfigured: it has none, or there is no group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise Misconfigured("there is no process group: call torch.distributed.init_process_group first")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise Misconfigured("this process is not in the group: only its ranks make a communicator")
+    return rank, dist.get_world_size(group)
+
+
+def gather_values(group: Any, value: T) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * membership(group)[1]
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_agreement(group: Any, options: dict[str, object]) -> None:
+    """Raise Misconfigured on every rank if `options` are not the same on all of them."""
+    everyone = gather_values(group, options)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise Misconfigured(
+                f"the ranks do not match: {everyone[0]} on rank 0, {theirs} on rank {rank}; give all the same"
+            )
+
+
+def raise_together(group: Any, action: Callable[[], T]) -> T:
+    """Return what `action` returns; if it raises on any rank, every rank raises, so that nobody waits for ever.
+
+    Raises:
+        PeerFailed: it raised on another rank only.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    texts = gather_values(group, None if error is None else str(error))
+    if error is not None:
+        raise error
+    failed = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None), None)
+    if failed is not None:
+        raise PeerFailed(failed)
+    return result
+
+
+def torch_function(operation: str) -> Any:
+    """Return torch's function for a collective that it has: by its newest name, as the older ones warn."""
+    import torch.distributed as dist
+
+    return next(getattr(dist, name) for name in find_operation(operation).torch_names if hasattr(dist, name))
+
+
+def start_by_torch(
+    call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
+) -> list[Any]:
+    """Start `call` by torch.distributed; all works that it returns have to be waited for.
+
+    A collective for which torch has no function is sent block by block, in one batch.
+
+    Args:
+        call: over the group's ranks.
+        output: flat and contiguous.
+        input: likewise; None where the collective has one tensor.
+        group: torch process group.
+        op: of reductions: sum, avg, max or min.
+        async_op: False: carry it out (on CUDA: on the current stream), and return no works.
+
+    Returns:
+        Torch's works, in any number; empty without `async_op`.
+    """
+    import torch.distributed as dist
+
+    row = find_operation(call.operation)
+    if not row.torch_names:
+        return _start_blocks(call, output, input, group, async_op)
+    function = torch_function(call.operation)
+    tensors = [tensor for name, tensor in (("output", output), ("input", input)) if name in row.arguments]
+    options: dict[str, Any] = {}
+    if "op" in row.arguments:
+        options["op"] = getattr(dist.ReduceOp, op.upper())
+    if "root" in row.arguments:
+        options["group_src"] = call.root
+    work = function(*tensors, group=group, async_op=async_op, **options)
+    return [] if work is None else [work]
+
+
+def _start_blocks(call: Call, output: Any, input: Any, group: Any, async_op: bool) -> list[Any]:
+    """Send every block straight from where it is to where it belongs."""
+    import torch.distributed as dist
+
+    me, peers = dist.get_rank(group), [rank for rank in range(call.world_size) if rank != dist.get_rank(group)]
+
+    def piece(span: Span) -> Any:
+        flat = output if span.buffer == "output" else input
+        size = flat.element_size()
+        return flat[span.offset // size : (span.offset + span.num_bytes) // size]
+
+    sends = [(peer, call.source_span(me, peer)) for peer in peers if call.sizes[me][peer]]
+    receives = [(peer, call.target_span(peer, me)) for peer in peers if call.sizes[peer][me]]
+    if call.own == "copy" and call.sizes[me][me]:
+        piece(call.target_span(me, me)).copy_(piece(call.source_span(me, me)))
+    operations = [
+        *(dist.P2POp(dist.isend, piece(span), group=group, group_peer=peer) for peer, span in sends),
+        *(dist.P2POp(dist.irecv, piece(span), group=group, group_peer=peer) for peer, span in receives),
+    ]
+    works = list(dist.batch_isend_irecv(operations)) if operations else []
+    for work in () if async_op else works:
+        work.wait()
+    return works if async_op else []

@@ -1,0 +1,250 @@
+"""Symmetric memory of CPUs: files that live in memory and have no name, mapped by every process of the group.
+
+A region is a `memfd`: nothing appears in a file system, so nothing is left behind, however the processes end. Peers
+open it through `/proc/<pid>/fd/<fd>`, which the kernel allows to processes of the same user alone, and learn pid and
+descriptor from the process group and from statuses that were opened that way; a name that only the group learns shows
+that it is the right file. Sizes are sealed: no peer can cut a mapping short under another's feet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from counterpoint.collectives.host.status import MAX_REGIONS, RankStatus, new_status, status_type
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.errors import Misconfigured, Unsupported
+
+__all__ = ["ProcessCard", "SharedMemory", "why_not"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessCard:
+    """Holds what ranks tell each other through their process group before they share memory."""
+
+    system: str
+    machine: str
+    host: str  # changes with every start of the kernel
+    pid_namespace: str
+    user: int
+    pid: int
+    status_fd: int = -1
+    name: str = ""  # of its files
+
+    @classmethod
+    def of_this_process(cls, status_fd: int = -1, name: str = "") -> ProcessCard:
+        """Return the card of this process."""
+        linux = sys.platform == "linux"
+        return cls(
+            system=platform.system(),
+            machine=platform.machine(),
+            host=Path("/proc/sys/kernel/random/boot_id").read_text().strip() if linux else platform.node(),
+            pid_namespace=str(Path("/proc/self/ns/pid").readlink()) if linux else "",
+            user=os.getuid(),
+            pid=os.getpid(),
+            status_fd=status_fd,
+            name=name,
+        )
+
+
+def why_not(cards: Sequence[ProcessCard]) -> str | None:
+    """Return why these ranks cannot share memory; None if they can. The same on every rank."""
+    first = cards[0]
+    for rank, card in enumerate(cards):
+        if (card.system, card.machine) != ("Linux", "x86_64"):
+            return f"rank {rank} runs on {card.system} {card.machine}; shared memory is used on Linux x86_64 alone"
+        if card.host != first.host:
+            return f"ranks 0 and {rank} are on different hosts; use one group for the ranks of each host"
+        if card.pid_namespace != first.pid_namespace:
+            return f"ranks 0 and {rank} are in different containers; start all of them in one PID namespace"
+        if card.user != first.user:
+            return f"ranks 0 and {rank} belong to different users; start all of them as one"
+    return None
+
+
+class _Mapping:
+    """Maps a file here, for as long as anything refers to it."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.buffer = mmap.mmap(fd, num_bytes)
+        self.num_bytes = num_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+
+class SharedMemory:
+    """Holds the regions of this process, and those of its peers as they are needed.
+
+    Args:
+        world_size: ranks of the group.
+        rank: this one.
+        channels: of the statuses.
+        max_bytes: of all own regions together.
+    """
+
+    def __init__(self, *, world_size: int, rank: int, channels: int, max_bytes: int) -> None:
+        self.world_size, self.rank, self.max_bytes = world_size, rank, max_bytes
+        self._type = status_type(world_size, channels)
+        self._own: dict[int, tuple[int, _Mapping]] = {}  # region -> descriptor, mapping
+        self._peers: dict[tuple[int, int], tuple[int, _Mapping]] = {}  # rank, region -> serial, mapping
+        self._pids = [os.getpid()] * world_size
+        self.created = 0  # regions so far; the serial of the last one
+        self._lock = threading.Lock()  # channels and pools make regions at the same time
+        self._mapping_lock = threading.Lock()
+        name = f"counterpoint-{secrets.token_hex(8)}"  # of this rank's files; only the group learns it
+        self._names = [name] * world_size
+        self._status_fd, mapping = _new_file(self._names[rank], ctypes.sizeof(self._type))
+        self.statuses: list[RankStatus] = [new_status(self._type, mapping.buffer, world_size, channels)] * world_size
+
+    def card(self) -> ProcessCard:
+        """Return what peers need to `join` this process."""
+        return ProcessCard.of_this_process(self._status_fd, self._names[self.rank])
+
+    def join(self, cards: Sequence[ProcessCard]) -> None:
+        """Map the statuses of all ranks, whose cards came through the process group, or raise `Unsupported`."""
+        for rank, card in enumerate(cards):
+            if rank == self.rank:
+                continue
+            self._pids[rank], self._names[rank] = card.pid, card.name
+            mapping = self._open(rank, card.status_fd, ctypes.sizeof(self._type))
+            self.statuses[rank] = self._type.from_buffer(mapping.buffer)
+
+    def create(self, num_bytes: int) -> int:
+        """Return a new region of zeros, all of it backed by memory; `Unsupported` is raised if there is not enough."""
+        with self._lock:
+            return self._create(num_bytes)
+
+    def _create(self, num_bytes: int) -> int:
+        region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
+        held = sum(mapping.num_bytes for _, mapping in self._own.values())
+        if region is None or held + num_bytes > self.max_bytes:
+            raise Unsupported(
+                f"{num_bytes} bytes of shared memory, with {held} in use in {len(self._own)} regions; allowed are "
+                f"{self.max_bytes} in {MAX_REGIONS}: drop tensors that are no longer used, or give a larger max_bytes"
+            )
+        fd, mapping = _new_file(self._names[self.rank], num_bytes)
+        self._own[region] = fd, mapping
+        self.created += 1
+        shown = self.statuses[self.rank].regions[region]
+        shown.fd, shown.num_bytes = fd, num_bytes
+        shown.serial = self.created  # last: who sees it sees the others
+        return region
+
+    def release(self, region: int) -> None:
+        """Take the region off the status. Its memory goes when no process refers to it any more."""
+        with self._lock:
+            self.statuses[self.rank].regions[region].serial = 0
+            fd, _ = self._own.pop(region)
+            os.close(fd)
+
+    def address(self, rank: int, at: Location, num_bytes: int) -> int:
+        """Return where `num_bytes` at `at` of `rank` are mapped here.
+
+        Raises:
+            Misconfigured: they do not lie within a region of that rank.
+        """
+        mapping = self._mapping(rank, at.region)
+        if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
+            raise Misconfigured(
+                f"bytes {at.offset} to {at.offset + num_bytes} of region {at.region} of rank {rank}, which has "
+                f"{0 if mapping is None else mapping.num_bytes}; make the same call on every rank"
+            )
+        return mapping.address + at.offset
+
+    def _mapping(self, rank: int, region: int) -> _Mapping | None:
+        if rank == self.rank:
+            return self._own[region][1] if region in self._own else None
+        if not 0 <= region < MAX_REGIONS:
+            return None
+        shown = self.statuses[rank].regions[region]
+        with self._mapping_lock:  # mapped twice, the first would go while its address is in use
+            serial, known = shown.serial, self._peers.get((rank, region))
+            if not serial:
+                return None
+            if known is None or known[0] != serial:
+                known = serial, self._open(rank, shown.fd, shown.num_bytes)
+                self._peers[rank, region] = known
+            return known[1]
+
+    def _open(self, rank: int, fd: int, num_bytes: int) -> _Mapping:
+        """Map a file of a peer.
+
+        Returns:
+            Its mapping, for as long as it is referred to.
+
+        Raises:
+            Unsupported: it is not its file, is too small, or may not be opened.
+        """
+        pid = self._pids[rank]
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        try:
+            if str(path.readlink()) != f"/memfd:{self._names[rank]} (deleted)":  # first: opening may do something
+                raise Unsupported(f"descriptor {fd} of process {pid} is no memory of rank {rank}; start all ranks anew")
+            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unsupported(f"cannot open the memory of rank {rank}: {error}; run all ranks as one user") from error
+        try:
+            size = os.fstat(mine).st_size
+            if size < num_bytes:
+                raise Unsupported(f"descriptor {fd} of rank {rank} has {size} bytes, not {num_bytes}; start all anew")
+            return _Mapping(mine, num_bytes)
+        finally:
+            os.close(mine)
+
+    def locate(self, address: int, num_bytes: int) -> Location | None:
+        """Return where own bytes are; None if they are not in a region."""
+        for region, (_, mapping) in list(self._own.items()):
+            if mapping.address <= address and address + num_bytes <= mapping.address + mapping.num_bytes:
+                return Location(region, address - mapping.address)
+        return None
+
+    def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
+        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage and all views of it are gone."""
+        import torch
+
+        view = memoryview(self._own[at.region][1].buffer)[at.offset : at.offset + num_bytes]
+        weakref.finalize(view, freed).atexit = False  # the storage holds `view`, and nothing else does
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close every descriptor; what tensors still use stays mapped until they die."""
+        for region in list(self._own):
+            self.release(region)
+        self._peers.clear()
+        if self._status_fd >= 0:
+            os.close(self._status_fd)
+            self._status_fd = -1
+
+
+def _new_file(name: str, num_bytes: int) -> tuple[int, _Mapping]:
+    free = available_bytes()
+    if num_bytes > free:  # asked before: the kernel would rather end other processes than refuse
+        raise Unsupported(f"{num_bytes} bytes of shared memory, where {free} are free; use smaller buffers")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return fd, _Mapping(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise Unsupported(f"no {num_bytes} bytes of shared memory: {error}; use smaller buffers") from error
+
+
+def available_bytes() -> int:
+    """Return the memory that is free: of the machine, and of this container."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return free

@@ -1,0 +1,159 @@
+"""Outputs that are released early: the ready signals go out when a tensor dies, not when the next call begins.
+
+A block has words of its own: `ready` of a peer rests at 1, "its block of this number may be written". A call with such
+an output does not begin with the handshake, so all ranks have to mean the same block, which they compare by its number,
+and each has to push into each other (`Program.pushers`): the checker has proved it for these calls alone. From the call
+until the tensor dies its words rest at 0, as without an early release; a second call on the same tensor begins with the
+handshake.
+
+A block is never split or joined with others: a peer may have been told that it is free at any time since.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS
+from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, SymmetricMemory, next_region_bytes
+from counterpoint.errors import Unsupported
+
+__all__ = ["EarlyBlock", "EarlyPool", "EarlyUse"]
+
+_MOST_WASTE = 2  # a free block may be so many times as large as what it is used for
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class EarlyBlock:
+    """Represents memory of one output after another.
+
+    Args:
+        number: selects its words; the same on all ranks.
+        part: index of its region among those of the pool.
+        at: where that is.
+        num_bytes: its size.
+        ready: peers have been told that it is free; no call has used it since.
+        uses: what has to end before it is used again, in the transport's own words.
+    """
+
+    number: int
+    part: int
+    at: Location
+    num_bytes: int
+    ready: bool = True
+    uses: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyUse:
+    """Represents an output in a block."""
+
+    block: EarlyBlock
+    offset: int
+
+    @property
+    def handshake(self) -> bool:
+        """Whether a call has used the block since it was released: the next one says first that it is free."""
+        return not self.block.ready
+
+    def __str__(self) -> str:
+        """Return what has to be equal on all ranks."""
+        return f" into early-release block {self.block.number} + {self.offset}"
+
+
+class EarlyPool:
+    """Makes tensors whose memory peers may write as soon as they die.
+
+    Args:
+        memory: where regions come from.
+        region_bytes: size of the first region; further ones grow as those of `Pool`.
+        create: makes a region; None: `memory.create` does.
+        release: called with a block whose tensor has died, in the thread of the next `empty` or `collect`: signals the
+            peers, or returns False: not now.
+        taken: called with a block that a new tensor takes.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        *,
+        region_bytes: int = 1 << 22,
+        create: Callable[[int], int] | None = None,
+        release: Callable[[EarlyBlock], bool],
+        taken: Callable[[EarlyBlock], None] = lambda block: None,
+    ) -> None:
+        self._memory, self._create = memory, create or memory.create
+        self._release, self._taken = release, taken
+        self._next_bytes = region_bytes
+        self.regions: list[int] = []
+        self._left = 0  # bytes of the last region that belong to no block
+        self._top = Location(0, 0)
+        self._blocks: dict[int, tuple[list[int], list[EarlyBlock]]] = {}  # region: offsets ascending, their blocks
+        self._free: list[EarlyBlock] = []
+        self._count = 0
+        self._lock = threading.RLock()
+        self._dropped: deque[EarlyBlock] = deque()  # storages die in any thread: nothing else is done there
+
+    def empty(self, *shape: int, dtype: Any) -> Any:
+        """Return an uninitialised tensor of one element or more; without a block for it `Unsupported` is raised."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            self.collect()
+            block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        freed = partial(self._dropped.append, block)  # what it refers to lives as long as the tensor
+        storage = self._memory.tensor(block.at, num_bytes, freed)
+        self._taken(block)
+        return storage.view(dtype).view(shape)
+
+    def use(self, at: Location | None) -> EarlyUse | None:
+        """Return how an output at `at` is released; None if it does not lie in this pool."""
+        found = None if at is None else self._blocks.get(at.region)
+        if at is None or found is None:
+            return None
+        block = found[1][bisect_right(found[0], at.offset) - 1]
+        return EarlyUse(block, at.offset - block.at.offset)
+
+    def collect(self) -> None:
+        """Tell the peers about every tensor that has died; called before each call and each `empty`."""
+        if not self._dropped:
+            return
+        with self._lock:
+            for _ in range(len(self._dropped)):
+                block = self._dropped.popleft()
+                (self._free if self._release(block) else self._dropped).append(block)
+
+    def _take(self, num_bytes: int) -> EarlyBlock:
+        fitting = [block for block in self._free if num_bytes <= block.num_bytes <= _MOST_WASTE * num_bytes]
+        if fitting:
+            block = min(fitting, key=lambda block: (block.num_bytes, block.number))
+            self._free.remove(block)
+            return block
+        if self._count == MAX_EARLY_BLOCKS:
+            raise Unsupported(
+                f"{num_bytes} bytes with an early release: there are {MAX_EARLY_BLOCKS} blocks, none of about this "
+                "size is free, and blocks keep their size; use fewer sizes, or empty() without early_release"
+            )
+        if self._left < num_bytes:
+            self._grow(num_bytes)
+        offsets, blocks = self._blocks[self._top.region]
+        block = EarlyBlock(number=self._count, part=len(self.regions) - 1, at=self._top, num_bytes=num_bytes)
+        offsets.append(block.at.offset)
+        blocks.append(block)
+        self._count, self._top, self._left = self._count + 1, self._top + num_bytes, self._left - num_bytes
+        return block
+
+    def _grow(self, num_bytes: int) -> None:
+        if len(self.regions) == MAX_EARLY_REGIONS:
+            raise Unsupported(f"{num_bytes} bytes with an early release: all {MAX_EARLY_REGIONS} regions are in use")
+        size = max(self._next_bytes, num_bytes)
+        region = self._create(size)
+        self.regions.append(region)
+        self._blocks[region] = [], []
+        self._next_bytes = next_region_bytes(self._next_bytes)
+        self._left, self._top = size // BLOCK_BYTES * BLOCK_BYTES, Location(region, 0)

@@ -1,0 +1,315 @@
+"""Collectives over several hosts: a `Communicator` inside each host, a torch process group between them.
+
+    mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("hosts", "local"))
+    communicator = HierarchicalCommunicator.of_mesh(mesh)
+    communicator.all_gather(shards, shards[rank])
+
+It runs the phases of `phases.py`. Rules that hold for every operation:
+
+- All ranks make the same calls in the same order. Calls run one after the other. Rank = host * local ranks + index.
+- Between hosts the process group is used, by nobody else while a call runs, and as it fails so does the call: a rank
+  that waits for another host waits until that rank's process ends, or for the group's timeout. What differs between
+  hosts (operation, size) is not compared.
+- Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
+  the order of the group's library. All ranks get the same bits.
+- A communicator that has failed once raises that error for ever, and lets go of the ranks of its host.
+
+**Not run on GPUs, nor on more than one host, yet**: proved and simulated, and run on CPUs as groups of one host.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
+from counterpoint.collectives.multihost.phases import Grid, Phase, phases, scratch_bytes
+from counterpoint.collectives.program import operations
+from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.submit.tensors import (
+    block_bytes,
+    copied,
+    described,
+    even_blocks,
+    flat_bytes,
+    is_block,
+    overlap,
+    overlap_elsewhere,
+    reduction_of,
+    sendable,
+)
+from counterpoint.collectives.work import HostWork, Work
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+
+__all__ = ["HierarchicalCommunicator"]
+
+
+class HierarchicalCommunicator:
+    """Runs collectives among all ranks of several hosts. All ranks make it together.
+
+    Args:
+        inside: communicator of the ranks of this host, for nothing else from now on; closed with this one.
+        between: torch process group of the ranks that have the same rank in their host's communicator.
+        slice_bytes: all_reduce and broadcast work on slices of about this size, so that inside and between run at the
+            same time.
+
+    Raises:
+        Misconfigured: the groups are no grid, this process is in none of them, or `slice_bytes` is not positive.
+    """
+
+    def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int = 128 << 20) -> None:
+        if slice_bytes < 1:
+            raise Misconfigured(f"slice_bytes={slice_bytes}: give a positive number")
+        self.inside, self.slice_bytes, self._group = inside, slice_bytes, between
+        host, hosts = membership(between)
+        _check_grid(inside, between, host, hosts)
+        self.grid = Grid(hosts=hosts, local=inside.world_size)
+        self.rank, self.world_size = host * self.grid.local + inside.rank, self.grid.world_size
+        self.device = inside.device
+        self._failed: BaseException | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        if self.device.type == "cpu":
+            threading.Thread(target=_serve, args=(self._queue,), name="hierarchical", daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)  # which ends the thread
+
+    @classmethod
+    def of_mesh(cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int = 128 << 20) -> HierarchicalCommunicator:
+        """Make one from a device mesh of two axes, the hosts first.
+
+        Args:
+            mesh: torch DeviceMesh.
+            timeout_s: seconds that a rank waits for another of its host before it gives up.
+            slice_bytes: as above.
+
+        Returns:
+            The communicator of this rank.
+
+        Raises:
+            Misconfigured: the mesh has not two axes.
+        """
+        if mesh.ndim != 2:
+            raise Misconfigured(f"a mesh of {mesh.ndim} axes: give one of two, hosts and ranks of a host")
+        return cls(Communicator(mesh.get_group(1), timeout_s=timeout_s), mesh.get_group(0), slice_bytes=slice_bytes)
+
+    def __enter__(self) -> HierarchicalCommunicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs inside this host, and its communicator. Tensors stay valid."""
+        self._failed = self._failed or CounterpointError("this communicator is closed: make a new one")
+        self._queue.put(None)
+        self.inside.close()
+
+    def empty(self, *shape: int, dtype: Any = None) -> Any:
+        """Return an uninitialised tensor in the symmetric memory of this host: as `Communicator.empty`."""
+        return self.inside.empty(*shape, dtype=dtype)
+
+    def all_gather(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+        """Gather every rank's input: output[r] = input of rank r.
+
+        In place if input is this rank's block of output: nothing is copied then.
+
+        Sends input.nbytes to each other host, and as much for every host to each other rank of this one.
+
+        Returns:
+            Its work, with `async_op`; else None, when output may be read.
+        """
+        input = sendable(input)
+        num_bytes = block_bytes(output, input, outputs=self.world_size, device=self.device)
+        in_place = is_block(input, output, self.rank)
+        if overlap_elsewhere([output], [input], [in_place]):
+            input = copied(input)
+        call = operations.all_gather(self.world_size, num_bytes, own="in_place" if in_place else "copy")
+        return self._start(f"all_gather of {described(input)} a rank", call, output, input, async_op)
+
+    def reduce_scatter(
+        self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
+    ) -> Work | None:
+        """Combine the ranks' input[rank] into output. Keeps output.nbytes for each host meanwhile.
+
+        `op` and `factor` as of `Communicator.reduce_scatter`; avg multiplies by 1 / n first.
+
+        Returns:
+            Its work, with `async_op`; else None, when output may be read.
+        """
+        input = sendable(input)
+        num_bytes = block_bytes(output, input, inputs=self.world_size, device=self.device)
+        if overlap_elsewhere([output], [input], [False]):
+            input = copied(input)
+        reduction = reduction_of(op, factor, output)
+        text = f"reduce_scatter of {described(output, reduction)} a rank"
+        call = operations.reduce_scatter(self.world_size, num_bytes)
+        return self._start(text, call, output, input, async_op, reduction)
+
+    def all_reduce(self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False) -> Work | None:
+        """Combine the ranks' tensors into tensor: the same bits on all of them."""
+        call = operations.all_reduce(self.world_size, block_bytes(tensor, device=self.device))
+        reduction = reduction_of(op, factor, tensor)
+        return self._start(f"all_reduce of {described(tensor, reduction)}", call, tensor, tensor, async_op, reduction)
+
+    def all_to_all(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+        """Send block r of input to rank r; blocks have one size. Keeps what is for other hosts a second time meanwhile.
+
+        Returns:
+            Its work, with `async_op`; else None, when output may be read.
+
+        Raises:
+            Misconfigured: rows that cannot be divided by the number of ranks, or output overlaps input.
+        """
+        input = sendable(input)
+        if output.nbytes and overlap(output, input):
+            raise Misconfigured("all_to_all from a tensor to itself: its layouts differ; give another output")
+        block = even_blocks(output, input, self.world_size, self.device)
+        call = operations.all_to_all([[block] * self.world_size] * self.world_size)
+        return self._start(f"all_to_all of {described(input)} a rank", call, output, input, async_op)
+
+    def broadcast(self, tensor: Any, src: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy tensor of rank `src` to that of every rank; every rank of its host sends a part to the other hosts."""
+        call = operations.broadcast(self.world_size, block_bytes(tensor, device=self.device), root=src)
+        return self._start(f"broadcast of {described(tensor)} from rank {src}", call, tensor, tensor, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Wait until every rank has come to it."""
+        return self._start("barrier", operations.barrier(self.world_size), None, None, async_op)
+
+    def _start(
+        self, text: str, call: Call, output: Any, input: Any, async_op: bool, reduction: Reduction | None = None
+    ) -> Work | None:
+        """Start a call: on CPUs in a thread, one after the other; on GPUs in the order of the current stream."""
+        if self._failed is not None:
+            raise self._failed
+        found = phases(call, self.grid, self.rank, slice_bytes=self.slice_bytes)
+        run = _PhaseRun(self, found, output, input, reduction)
+        if self.device.type != "cpu":
+            if async_op:
+                raise Unsupported(
+                    f"{text} with async_op=True on {self.device}: not there yet; call it on a side stream"
+                )
+            self._carry_out(text, run)
+            if self._failed is not None:
+                raise self._failed
+            return None
+        work = HostWork(text)
+        self._queue.put(lambda: work.end(self._carry_out(text, run)))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _carry_out(self, text: str, run: Callable[[], None]) -> BaseException | None:
+        """Run a call, if nothing has failed before, and return what has failed."""
+        try:
+            if self._failed is None:
+                run()
+        except CounterpointError as error:
+            self._failed = error
+        except Exception as error:  # of the library between hosts, in its own words
+            self._failed = CounterpointError(
+                f"{text} failed between hosts: {error}; a rank of another host may be gone: see what its host says"
+            )
+        if self._failed is not None:
+            self.inside.close()  # the ranks of this host learn of it, instead of waiting for this one
+        return self._failed
+
+
+@dataclass
+class _PhaseRun:
+    """Runs the phases of one call with its tensors."""
+
+    communicator: HierarchicalCommunicator
+    phases: tuple[Phase, ...]
+    output: Any
+    input: Any
+    reduction: Reduction | None
+
+    def __call__(self) -> None:
+        """Start each phase when those before it have ended; return when all have."""
+        import torch
+
+        dtype = torch.uint8 if self.reduction is None else self.output.dtype
+        num_bytes = scratch_bytes(self.phases)
+        kept = self.communicator.empty(num_bytes, dtype=torch.uint8) if num_bytes else None
+        named = {"input": self.input, "output": self.output, "scratch": kept}
+        nothing = torch.empty(0, dtype=dtype, device=self.communicator.device)
+        self.buffers = {name: nothing if one is None else flat_bytes(one, dtype) for name, one in named.items()}
+        started: list[list[Any]] = []
+        for phase in self.phases:
+            for number in phase.after:
+                _wait(started[number])
+            started.append(self.start(phase))
+        for works in started:
+            _wait(works)
+
+    def start(self, phase: Phase) -> list[Any]:
+        """Start a phase, and return its works."""
+        output, input = self.piece(phase.output), self.piece(phase.input)
+        if phase.level == "inside":
+            return [self.start_inside(phase.call, output, input)]
+        op = "sum" if self.reduction is None or self.reduction.op in _SUMS else self.reduction.op
+        return start_by_torch(phase.call, output, input, group=self.communicator._group, op=op)
+
+    def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
+        """Start a call by the communicator of this host."""
+        communicator, (op, factor) = self.communicator.inside, self.op_inside()
+        own = call.input_span(communicator.rank)
+        if own.buffer == "output":
+            size = output.element_size()
+            input = output[own.offset // size : (own.offset + own.num_bytes) // size]
+        root = call.root or 0
+        return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
+
+    def op_inside(self) -> tuple[str, float]:
+        """Return the op and factor of the phases inside, so that those between only have to add up."""
+        if self.reduction is None:
+            return "sum", 1.0
+        if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
+            return "premul_sum", 1.0 / self.communicator.world_size
+        return self.reduction.op, self.reduction.factor
+
+    def piece(self, span: Span) -> Any:
+        """Return the part of a flat buffer that a span names."""
+        flat = self.buffers[span.buffer]
+        size = flat.element_size()
+        return flat[span.offset // size : (span.offset + span.num_bytes) // size]
+
+
+_SUMS = ("sum", "avg", "premul_sum")
+
+
+def _wait(works: list[Any]) -> None:
+    """Wait for each once: gloo's receives wait for a second message when they are waited for again."""
+    while works:
+        work = works.pop(0)
+        if work is not None:
+            work.wait()
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it holds the communicator
+
+
+def _check_grid(inside: Communicator, between: Any, host: int, hosts: int) -> None:
+    """Check that ranks of a host are the same host of their rails, and those of a rail the same rank of their hosts."""
+    import torch
+
+    rails = gather_values(between, (inside.rank, inside.world_size))
+    homes = inside.empty(inside.world_size, 2, dtype=torch.int64)
+    homes[inside.rank] = torch.tensor([host, hosts])
+    inside.all_gather(homes, homes[inside.rank])
+    found = [tuple(row) for row in homes.tolist()]
+    if len(set(rails)) > 1 or len(set(found)) > 1:
+        raise Misconfigured(
+            f"rank {inside.rank} of {inside.world_size} on host {host} of {hosts}: its host's ranks are (host, hosts) "
+            f"{found}, its rail's (rank, ranks) {rails}; give groups that make a grid, as the axes of a mesh do"
+        )

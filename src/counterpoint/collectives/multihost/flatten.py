@@ -1,0 +1,137 @@
+"""The phases of a call over several hosts as one program for each rank, for the checker and the clock.
+
+What another library does between hosts is modelled as the program that this package would run, on lanes of its own: it
+begins when every rank of the rail has come, moves the data, and lets a rank go on when its part is there. All phases
+inside a host use the same flags and staging, one after the other, as they do on one channel of a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from counterpoint.collectives.multihost.phases import LEVELS, Grid, Level, Phase, scratch_bytes
+from counterpoint.collectives.program.build import DEFAULT, plan
+from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.program.steps import (
+    BETWEEN,
+    COPY,
+    AwaitEvent,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    RecordEvent,
+    Reduce,
+    Signal,
+    Step,
+    Tuning,
+    Wait,
+    merge_batches,
+)
+from counterpoint.errors import Misconfigured
+
+__all__ = ["flatten"]
+
+
+def flatten(
+    call: Call, grid: Grid, made: Sequence[Sequence[Phase]], *, tuning: Tuning = DEFAULT
+) -> tuple[Program, ...]:
+    """Return one program for each rank.
+
+    Args:
+        call: of all ranks.
+        grid: where they are.
+        made: the phases of every rank, as `phases_all` gives them.
+        tuning: of the phases inside hosts.
+
+    Raises:
+        Misconfigured: the ranks of a group do not make the same calls.
+    """
+    for rank in range(grid.world_size):
+        for level in LEVELS:
+            first = grid.members(level, rank)[0]
+            if [phase.call for phase in _of(made[rank], level)] != [phase.call for phase in _of(made[first], level)]:
+                raise Misconfigured(f"ranks {first} and {rank} make different calls {level} hosts: make the same")
+    return tuple(_flat(call, grid, rank, made, tuning) for rank in range(grid.world_size))
+
+
+def _of(found: Sequence[Phase], level: Level) -> list[Phase]:
+    return [phase for phase in found if phase.level == level]
+
+
+def _flat(call: Call, grid: Grid, rank: int, made: Sequence[Sequence[Phase]], tuning: Tuning) -> Program:
+    translations = [_Translation(grid, rank, number, made, tuning) for number in range(len(made[rank]))]
+    steps = [step for translation in translations for step in translation.steps()]
+    if any(translation.first_lane == BETWEEN for translation in translations):
+        steps = [
+            RecordEvent(_BEGUN, COPY),
+            AwaitEvent(_BEGUN, BETWEEN),
+            *steps,
+            RecordEvent(_ENDED, BETWEEN),
+            AwaitEvent(_ENDED, COPY),
+        ]
+    kept = scratch_bytes(made[rank])
+    return Program(call=call, tuning=tuning, rank=rank, steps=merge_batches(tuple(steps)), scratch_bytes=kept)
+
+
+_BEGUN, _ENDED = 0, 1  # events of the whole; phase k has those from _EVENTS * (k + 1) on, the first of them its end
+_EVENTS = 1 << 16
+
+
+class _Translation:
+    """Translates one phase to ranks of the grid, buffers of the call, and events and lanes of its own."""
+
+    def __init__(self, grid: Grid, rank: int, number: int, made: Sequence[Sequence[Phase]], tuning: Tuning) -> None:
+        self.number, self.phase = number, made[rank][number]
+        level = self.phase.level
+        self.members = grid.members(level, rank)
+        self.first_lane = COPY if level == "inside" else BETWEEN
+        self.program = plan(self.phase.call, self.members.index(rank), tuning if level == "inside" else DEFAULT)
+        # a group knows its calls by their order: the same call of a peer has the same place on this level
+        place = len(_of(made[rank][:number], level))
+        self.theirs = [_of(made[peer], level)[place] for peer in self.members]
+        self.awaited = any(number in phase.after for phase in made[rank])
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps after what they wait for; their end is marked if another phase waits for it."""
+        for number in self.phase.after:
+            yield AwaitEvent(_EVENTS * (number + 1), self.first_lane)
+        for step in self.program.cycle():
+            yield self.step(step)
+        if self.awaited:
+            yield RecordEvent(_EVENTS * (self.number + 1), self.first_lane)
+
+    def step(self, step: Step) -> Step:
+        """Return a step of the phase as a step of the whole."""
+        lane = self.first_lane + step.lane
+        match step:
+            case Copy(peer, source, target):
+                return Copy(self.members[peer], self.span(source), self.span(target, self.theirs[peer]), lane)
+            case LocalCopy(source, target):
+                return LocalCopy(self.span(source), self.span(target), lane)
+            case Reduce(sources, target):
+                return Reduce(tuple(map(self.span, sources)), self.span(target), lane)
+            case Batch(operations):
+                return Batch(tuple(map(self.operation, operations)), lane)
+            case RecordEvent(event) | AwaitEvent(event):
+                return replace(step, event=_EVENTS * (self.number + 1) + 1 + event, lane=lane)
+
+    def operation(self, operation: Signal | Wait) -> Signal | Wait:
+        """Return a signal or wait of the phase as one of the whole."""
+        if isinstance(operation, Signal):
+            return Signal(self.members[operation.peer], self.flag(operation.flag))
+        return Wait(self.flag(operation.flag), None if operation.brings is None else self.span(operation.brings))
+
+    def flag(self, flag: Flag) -> Flag:
+        """Return a flag of the phase as one of the whole."""
+        return replace(flag, peer=self.members[flag.peer])
+
+    def span(self, span: Span, phase: Phase | None = None) -> Span:
+        """Return where it lies in the buffers of the whole; `phase`: of the rank that owns it, None: of this one."""
+        if span.buffer == "staging":
+            return span if self.first_lane == COPY else replace(span, buffer="network")
+        phase = phase or self.phase
+        there = phase.input if span.buffer == "input" else phase.output
+        return Span(there.buffer, there.offset + span.offset, span.num_bytes)

@@ -1,0 +1,293 @@
+"""Collectives over several hosts as data: zero-SM inside a host, another library (NCCL) between hosts.
+
+A call of all ranks becomes a few phases for each rank, and every phase is an ordinary call of one of its two groups,
+on a piece of its buffers: `inside`, the ranks of its host, or `between`, the ranks of the same local index on all
+hosts (its rail: each has a network card of its own). Ranks count host by host.
+
+Every byte that has to leave a host does so once, split evenly over the rails. Phases are cut so that what one leaves
+is where the next one wants it: no phase copies anything from one place of a rank to another, but for own blocks in an
+all_to_all, and in an all_gather out of place. To gather blocks of all hosts in order would need a copy if one call
+brought them all; so the hosts exchange them pair by pair, straight to their places, and the blocks of each host are
+passed on inside while those of the next one come. What goes on while what:
+
+| operation | phases | at the same time |
+|---|---|---|
+| all_gather | between: own block to each host; inside: all_gather of each host's | both, by hosts |
+| reduce_scatter | inside: reduce_scatter for each host; between: reduce_scatter | nothing |
+| all_reduce | inside: reduce_scatter; between: all_reduce of the shard; inside: all_gather | all, by slices |
+| all_to_all | inside: to the rail of the target; between: to its host | both, by hosts |
+| broadcast | inside the root's host; between: a part on each rail; inside the others: all_gather | all, by slices |
+| barrier | inside; between | nothing |
+
+`flatten` makes programs out of the phases, with what happens between hosts as programs, too, on lanes of their own:
+`check` proves these, and `simulate` times them. `HierarchicalCommunicator` runs the phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from counterpoint.collectives.program import operations
+from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
+from counterpoint.errors import Misconfigured
+
+__all__ = ["LEVELS", "Grid", "Level", "Phase", "phases", "phases_all", "scratch_bytes"]
+
+Level = Literal["inside", "between"]
+LEVELS: tuple[Level, ...] = ("inside", "between")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Describes `hosts` of `local` ranks each; rank = host * local + index.
+
+    Raises:
+        Misconfigured: one of them is not positive.
+    """
+
+    hosts: int
+    local: int
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.local < 1:
+            raise Misconfigured(f"{self.hosts} hosts of {self.local} ranks: give at least one of each")
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return self.hosts * self.local
+
+    def members(self, level: Level, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group of `rank` on this level, in its order."""
+        host, index = divmod(rank, self.local)
+        if level == "inside":
+            return tuple(range(host * self.local, (host + 1) * self.local))
+        return tuple(range(index, self.world_size, self.local))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """Describes one call of one group.
+
+    Args:
+        level: which group.
+        call: of its ranks, counted within the group.
+        input: where its input lies in the rank's buffers; of a call in place the same as `output`.
+        output: where its output lies.
+        after: phases of this rank, by their number, that have to end before it begins. Those of one level run one
+            after the other anyway, in the order of the list, which is the same for all ranks of a group.
+    """
+
+    level: Level
+    call: Call
+    input: Span
+    output: Span
+    after: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None) -> tuple[Phase, ...]:
+    """Return what `rank` does for `call`, of all ranks of the grid.
+
+    Args:
+        call: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier; blocks of equal sizes.
+        grid: where the ranks are.
+        rank: of all.
+        slice_bytes: all_reduce and broadcast work on slices of about this size, so that the levels run at the same
+            time; None: on the whole.
+
+    Raises:
+        Misconfigured: another operation, blocks that differ, or numbers that do not fit.
+    """
+    if call.world_size != grid.world_size or not 0 <= rank < grid.world_size:
+        raise Misconfigured(
+            f"rank {rank} of a call of {call.world_size} ranks on {grid.hosts} hosts of {grid.local}: they do not fit"
+        )
+    if call.operation not in _PHASES:
+        raise Misconfigured(f"{call.operation} over several hosts: allowed are {', '.join(_PHASES)}")
+    if slice_bytes is not None and slice_bytes < 1:
+        raise Misconfigured(f"slice_bytes={slice_bytes}: give a positive number, or None for one slice")
+    if call.layout.has_data and not any(map(any, call.sizes)):
+        return ()
+    plan = _PhaseList(call, grid, rank, slice_bytes)
+    _PHASES[call.operation](plan)
+    return tuple(plan.phases)
+
+
+def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
+    """Return the phases of every rank, for the checker and the clock."""
+    return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
+
+
+def scratch_bytes(found: Sequence[Phase]) -> int:
+    """Return the bytes that these phases keep between them."""
+    spans = [span for phase in found for span in (phase.input, phase.output) if span.buffer == "scratch"]
+    return max((span.offset + span.num_bytes for span in spans), default=0)
+
+
+class _PhaseList:
+    """Collects the phases of one rank."""
+
+    def __init__(self, call: Call, grid: Grid, rank: int, slice_bytes: int | None) -> None:
+        self.call, self.grid, self.rank, self.slice_bytes = call, grid, rank, slice_bytes
+        self.hosts, self.local = grid.hosts, grid.local
+        self.host, self.index = divmod(rank, grid.local)
+        self.phases: list[Phase] = []
+
+    def add(self, level: Level, call: Call, source: Span, target: Span, *after: int) -> int:
+        """Add a phase, and return its number."""
+        self.phases.append(Phase(level=level, call=call, input=source, output=target, after=after))
+        return len(self.phases) - 1
+
+    def even_block(self) -> int:
+        """Return the size of every block.
+
+        Raises:
+            Misconfigured: they differ.
+        """
+        found = {size for row in self.call.sizes for size in row}
+        if len(found) > 1:
+            raise Misconfigured(
+                f"{self.call.operation} of different blocks over several hosts: give blocks of one size"
+            )
+        return found.pop()
+
+    def row(self, buffer: Buffer, host: int, block: int) -> Span:
+        """Return the blocks of all ranks of a host, which lie side by side."""
+        return Span(buffer, host * self.local * block, self.local * block)
+
+    def away(self) -> Iterator[tuple[int, int, int]]:
+        """Yield, for each distance, the host to send to and the one to receive from. Nobody meets at a receiver."""
+        for distance in range(1, self.hosts):
+            yield distance, (self.host + distance) % self.hosts, (self.host - distance) % self.hosts
+
+    def exchange(self, distance: int, num_bytes: int, source: Span, target: Span, *after: int) -> int:
+        """Let every host send to the one at this distance."""
+        hosts = range(self.hosts)
+        sizes = [[num_bytes if to == (host + distance) % self.hosts else 0 for to in hosts] for host in hosts]
+        return self.add("between", operations.send_recv(sizes), source, target, *after)
+
+    def slices(self) -> tuple[list[Span], Span]:
+        """Return slices of the array, each an aligned block per local rank, and the rest, a few bytes."""
+        size = self.call.output_bytes(self.rank)
+        unit = ALIGNMENT * self.local
+        step = max(1, (self.slice_bytes or size) // unit) * unit
+        whole = size // unit * unit
+        starts = range(0, whole, step)
+        return [Span("output", at, min(step, whole - at)) for at in starts], Span("output", whole, size - whole)
+
+    def part(self, whole: Span) -> Span:
+        """Return this rank's block of a slice."""
+        block = whole.num_bytes // self.local
+        return Span(whole.buffer, whole.offset + self.index * block, block)
+
+
+def _all_gather(plan: _PhaseList) -> None:
+    """Gather the own host's blocks first: they are there. Then those of each host, as they come."""
+    block, local = plan.even_block(), plan.local
+    own = plan.call.source_span(plan.rank, plan.rank)
+    come = {}
+    for distance, _, giver in plan.away():
+        place = Span("output", (giver * local + plan.index) * block, block)
+        come[giver] = plan.exchange(distance, block, own, place)
+    home = plan.row("output", plan.host, block)
+    plan.add("inside", operations.all_gather(local, block, own=plan.call.own), own, home)
+    for giver, number in come.items():
+        row = plan.row("output", giver, block)
+        plan.add("inside", operations.all_gather(local, block), row, row, number)
+
+
+def _reduce_scatter(plan: _PhaseList) -> None:
+    """Sum inside the own host for every host, one after the other; then reduce_scatter these sums."""
+    block, hosts = plan.even_block(), plan.hosts
+    inside = operations.reduce_scatter(plan.local, block)
+    kept = Span("scratch" if hosts > 1 else "output", 0, hosts * block)
+    done = [
+        plan.add("inside", inside, plan.row("input", host, block), Span(kept.buffer, host * block, block))
+        for host in range(hosts)
+    ]
+    if hosts > 1:
+        plan.add("between", operations.reduce_scatter(hosts, block), kept, Span("output", 0, block), done[-1])
+
+
+def _all_reduce(plan: _PhaseList) -> None:
+    """Sum all slices inside first, so that the rails never wait for what comes back."""
+    source: Buffer = plan.call.source_span(plan.rank, 0).buffer
+    slices, rest = plan.slices()
+    summed = []
+    for whole in slices:
+        part = plan.part(whole)
+        scatter = operations.reduce_scatter(plan.local, part.num_bytes)
+        number = plan.add("inside", scatter, Span(source, whole.offset, whole.num_bytes), part)
+        summed.append(_sum_between(plan, part, number))
+    for whole, number in zip(slices, summed, strict=True):
+        plan.add("inside", operations.all_gather(plan.local, whole.num_bytes // plan.local), whole, whole, number)
+    if rest.num_bytes:  # on one rail, and from there to all: the same bits everywhere
+        inside = operations.all_reduce(plan.local, rest.num_bytes, own=plan.call.own)
+        number = plan.add("inside", inside, Span(source, rest.offset, rest.num_bytes), rest)
+        if plan.hosts > 1:
+            after = [_sum_between(plan, rest, number)] if plan.index == 0 else []
+            plan.add("inside", operations.broadcast(plan.local, rest.num_bytes), rest, rest, *after)
+
+
+def _sum_between(plan: _PhaseList, span: Span, number: int) -> int:
+    if plan.hosts == 1:
+        return number
+    return plan.add("between", operations.all_reduce(plan.hosts, span.num_bytes), span, span, number)
+
+
+def _all_to_all(plan: _PhaseList) -> None:
+    """Send blocks for a host to the local rank on whose rail their target is, and from there over the network."""
+    block, local = plan.even_block(), plan.local
+    inside = operations.all_to_all([[block] * local] * local)
+    for distance, to, giver in plan.away():
+        kept = plan.row("scratch", distance - 1, block)
+        number = plan.add("inside", inside, plan.row("input", to, block), kept)
+        plan.exchange(distance, kept.num_bytes, kept, plan.row("output", giver, block), number)
+    home = operations.all_to_all([[block] * local] * local, own=plan.call.own)
+    plan.add("inside", home, plan.row("input", plan.host, block), plan.row("output", plan.host, block))
+
+
+def _broadcast(plan: _PhaseList) -> None:
+    """Broadcast on the root's host; then each rank there sends its part of a slice to the hosts, which gather it."""
+    assert plan.call.root is not None
+    root_host, root_index = divmod(plan.call.root, plan.local)
+    slices, rest = plan.slices()
+    home = plan.host == root_host
+    sent = []
+    for piece in [*slices, *([rest] if rest.num_bytes else [])]:
+        after = []
+        if home:
+            inside = operations.broadcast(plan.local, piece.num_bytes, root=root_index)
+            number = plan.add("inside", inside, piece, piece)
+            after = [] if plan.rank == plan.call.root else [number]
+        part = plan.part(piece) if piece != rest else rest
+        if plan.hosts > 1 and (piece != rest or plan.index == 0):
+            between = operations.broadcast(plan.hosts, part.num_bytes, root=root_host)
+            after = [plan.add("between", between, part, part, *after)]
+        sent.append((piece, after))
+    for piece, after in sent if not home else ():
+        gathered = operations.all_gather(plan.local, piece.num_bytes // plan.local)
+        whole = operations.broadcast(plan.local, piece.num_bytes)
+        plan.add("inside", whole if piece == rest else gathered, piece, piece, *after)
+
+
+def _barrier(plan: _PhaseList) -> None:
+    """Meet inside, then between: after that every rank of every host has come."""
+    nothing = Span("output", 0, 0)
+    number = plan.add("inside", operations.barrier(plan.local), nothing, nothing)
+    if plan.hosts > 1:
+        plan.add("between", operations.barrier(plan.hosts), nothing, nothing, number)
+
+
+_PHASES: dict[str, Callable[[_PhaseList], None]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+}

@@ -1,0 +1,186 @@
+"""What is asked for, the same on every rank: a `Call`, and where its blocks lie in input and output.
+
+Sizes are bytes; ranks count within the group. Blocks lie one after the other by rank, as torch puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import Misconfigured
+
+__all__ = ["ALIGNMENT", "BlockLayout", "Buffer", "Call", "Own", "Sizes", "Span", "make_call", "parts"]
+
+Buffer = Literal["input", "output", "staging", "scratch", "network"]
+Own = Literal["in_place", "copy", "consumer"]
+Sizes: TypeAlias = Sequence[Sequence[int]]
+"""`sizes[s][t]`, bytes that rank s contributes to the output of rank t (reductions: to shard t)."""
+ALIGNMENT = 16  # bytes; no element of any dtype is cut, and reductions load whole vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Represents bytes of one of a rank's buffers."""
+
+    buffer: Buffer
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLayout:
+    """Says how the blocks of a collective lie, and who sends to whom.
+
+    Args:
+        name: of the collective, in PyTorch's words.
+        input: `block`: one, for every rank that it goes to; `blocks`: one for each rank, in their order.
+        output: `blocks`: one of each rank; `shard`: the own one, combined; `array`: all shards, combined.
+        own: what may happen to the block that a rank gives to itself, as in `Call`.
+        all_send: every rank sends to every other, be it zero bytes; False: only where there are bytes.
+        has_data: False: a barrier, which moves nothing.
+    """
+
+    name: str
+    input: Literal["block", "blocks"]
+    output: Literal["blocks", "shard", "array"]
+    own: tuple[Own, ...]
+    all_send: bool = False
+    has_data: bool = True
+
+    @property
+    def reduces(self) -> bool:
+        """Whether blocks are combined."""
+        return self.output != "blocks"
+
+    @property
+    def writes_outputs(self) -> bool:
+        """Whether peers write into a rank's output."""
+        return self.has_data and self.output != "shard"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Represents what was asked for; equal on all ranks (which is what debug mode compares).
+
+    Args:
+        layout: of the collective.
+        sizes: `sizes[s][t]`, bytes that rank s contributes to the output of rank t (reductions: to shard t).
+        root: of broadcast, scatter and gather, else None.
+        own: the block that a rank gives to itself. `in_place`: input is a view of output (or output of input), it is
+            there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for the reader of
+            output.
+    """
+
+    layout: BlockLayout
+    sizes: tuple[tuple[int, ...], ...]
+    root: int | None = None
+    own: Own = "copy"
+
+    @property
+    def operation(self) -> str:
+        """The name of the collective, a key of `OPERATIONS`."""
+        return self.layout.name
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.sizes)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether blocks are combined."""
+        return self.layout.reduces
+
+    def sends(self, source: int, target: int) -> bool:
+        """Return whether `source` pushes into `target`.
+
+        Where all ranks take part they do so with zero bytes, too: then every call has the same `pushers`, and credits
+        of different calls can be told from each other by their order.
+        """
+        if source == target or (self.layout.has_data and not any(map(any, self.sizes))):
+            return False
+        return self.layout.all_send or self.sizes[source][target] > 0
+
+    def input_span(self, rank: int) -> Span:
+        """Return where the whole input of `rank` lies: in place it is part of the output."""
+        row = self.sizes[rank]
+        if self.layout.input == "block":
+            own = self.source_span(rank, rank)
+            return Span(own.buffer, own.offset, max(row))
+        return Span(self._input_buffer, 0, sum(row))
+
+    def source_span(self, source: int, target: int) -> Span:
+        """Return where rank `source` has what it gives to `target`."""
+        size = self.sizes[source][target]
+        if self.layout.input == "blocks":
+            return Span(self._input_buffer, self.input_offset(source, target), size)
+        if self.own == "in_place" and self.sizes[source][source] > 0:
+            return Span("output", self._offset_in_output(source, source), size)
+        return Span("input", 0, size)
+
+    def target_span(self, source: int, target: int) -> Span:
+        """Return where in the output of `target` it belongs; of reductions: the target's own combined shard."""
+        offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
+        found = self._offset_in_output(source, target) if offset is None else offset
+        return Span("output", found, self.sizes[source][target])
+
+    def input_offset(self, source: int, target: int) -> int:
+        """Return how far into its input rank `source` has what it gives to `target`."""
+        return 0 if self.layout.input == "block" else sum(self.sizes[source][:target])
+
+    def output_contents(self, rank: int) -> list[tuple[Span, tuple[int, ...], int]]:
+        """Return what the output of `rank` holds: (span, ranks it comes from, offset in their inputs) of each block."""
+        everyone = tuple(range(self.world_size))
+        if self.reduces:
+            shards = everyone if self.layout.output == "array" else (rank,)
+            return [(self.target_span(0, shard), everyone, self.input_offset(0, shard)) for shard in shards]
+        return [(self.target_span(s, rank), (s,), self.input_offset(s, rank)) for s in everyone]
+
+    def input_bytes(self, rank: int) -> int:
+        """Return the size of the input of `rank`, in place or not."""
+        return self.input_span(rank).num_bytes
+
+    def output_bytes(self, rank: int) -> int:
+        """Return the size of the output of `rank`."""
+        match self.layout.output:
+            case "shard":
+                return self.sizes[rank][rank]
+            case "array":
+                return sum(self.sizes[rank])
+        return sum(row[rank] for row in self.sizes)
+
+    @property
+    def _input_buffer(self) -> Literal["input", "output"]:
+        return "output" if self.own == "in_place" and self.layout.output == "array" else "input"
+
+    def _offset_in_output(self, source: int, target: int) -> int:
+        """Return the bytes that ranks below `source` put into the output of `target`."""
+        return sum(row[target] for row in self.sizes[:source])
+
+
+def make_call(layout: BlockLayout, sizes: Sizes, *, root: int | None = None, own: Own) -> Call:
+    """Return the call of these sizes.
+
+    Raises:
+        Misconfigured: sizes of no rank or below 0, a root outside the group, or an `own` that the collective lacks.
+    """
+    world_size, name = len(sizes), layout.name
+    if world_size < 1 or any(len(row) != world_size for row in sizes):
+        raise Misconfigured(f"{name} of {world_size} ranks: needs at least one, and a row of sizes for each")
+    if any(size < 0 for row in sizes for size in row):
+        raise Misconfigured(f"{name} with a negative size: sizes are bytes, 0 or more; got {sizes}")
+    if root is not None and not 0 <= root < world_size:
+        raise Misconfigured(f"{name} with root={root}: allowed are 0 to {world_size - 1}")
+    if own not in layout.own:
+        raise Misconfigured(f"{name} with own={own!r}: allowed are {', '.join(map(repr, layout.own))}")
+    return Call(layout=layout, sizes=tuple(tuple(row) for row in sizes), root=root, own=own)
+
+
+def parts(num_bytes: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return (offset, size) of `count` parts, as equal as multiples of 16 bytes allow; some may be empty."""
+    units = -(-num_bytes // ALIGNMENT)
+    cuts = [min(num_bytes, units * index // count * ALIGNMENT) for index in range(count)] + [num_bytes]
+    return tuple((low, high - low) for low, high in pairwise(cuts))

@@ -1,0 +1,274 @@
+"""Programs of the operations that only move data: every block is pushed once, straight to its place.
+
+Rank r pushes to r + 1, r + 2, ...: at every moment the links carry a permutation, so no two copies meet at a receiver,
+while all ranks are in step. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from counterpoint.collectives.program.calls import ALIGNMENT, Call, Span, parts
+from counterpoint.collectives.program.steps import (
+    COPY,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    Signal,
+    Step,
+    Symmetric,
+    Tuning,
+    Wait,
+)
+
+__all__ = [
+    "LinkTurns",
+    "arrival",
+    "arrivals",
+    "barrier",
+    "broadcast",
+    "chunked",
+    "exchange",
+    "own_block",
+    "pushes",
+    "rotation",
+    "signal_ready",
+    "wait_ready",
+]
+
+
+MIN_RELAYS = 3  # two would meet the root at every moment: slower than a direct broadcast
+
+
+def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build an all_gather, all_to_all, gather, scatter or send_recv: wait until peers are ready, push, signal."""
+    to = [peer for peer in rotation(rank, call.world_size) if call.sends(rank, peer)]
+    senders = [peer for peer in rotation(rank, call.world_size) if call.sends(peer, rank)]
+    moves = {peer: (call.source_span(rank, peer), call.target_span(rank, peer)) for peer in to}
+    coming = {peer: call.target_span(peer, rank) for peer in reversed(senders)}  # rank - 1 pushes here first
+    return Program(
+        call=call,
+        tuning=tuning,
+        rank=rank,
+        release=(signal_ready("output", rank, senders),),
+        steps=(wait_ready("output", to), *pushes(call, rank, moves, tuning), *own_block(call, rank)),
+        finish=(arrivals(coming, tuning),),
+    )
+
+
+def own_block(call: Call, rank: int) -> tuple[Step, ...]:
+    """Copy it after the pushes: a local copy may have to wait for a GEMM, and no peer should wait with it."""
+    if call.own != "copy" or call.sizes[rank][rank] == 0:
+        return ()
+    return (LocalCopy(call.source_span(rank, rank), call.target_span(rank, rank)),)
+
+
+def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build a broadcast: the root pushes a small one to everyone, of a large one a part to each rank, which relays it.
+
+    The root's link carries the message once instead of world_size - 1 times, and each chunk goes on while the next
+    comes. What the waits of `finish` do not bring, the rank's own part, is there before them.
+
+    Returns:
+        What `rank` does.
+    """
+    others, num_bytes = rotation(call.root or 0, call.world_size), call.output_bytes(rank)
+    if len(others) < MIN_RELAYS or num_bytes < max(tuning.relay_bytes, 1):
+        return exchange(call, rank, tuning)
+    part = {
+        peer: Span("output", *where)
+        for peer, where in zip(others, parts(num_bytes, len(others)), strict=True)
+        if where[1]
+    }
+    if rank == call.root:
+        moves = {peer: (span, span) for peer, span in part.items()}
+        return Program(
+            call=call,
+            tuning=tuning,
+            rank=rank,
+            steps=(wait_ready("output", list(moves)), *pushes(call, rank, moves, tuning)),
+        )
+    return _relay(call, rank, tuning, part)
+
+
+def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> Program:
+    """Build what a rank that is not the root does: pass its part on, chunk by chunk, and receive the others' parts."""
+    assert call.root is not None
+    others = _relay_order(rank, call.root, call.world_size)
+    senders = [peer for peer in others if peer in part]
+    mine = part.get(rank, Span("output", 0, 0))
+    steps: list[Step] = [wait_ready("output", others if mine.num_bytes else [])]
+    for chunk, span in enumerate(chunked(mine, tuning) if mine.num_bytes else ()):
+        steps.append(Batch((Wait(Flag("output", "arrived", call.root, chunk), span),)))
+        for peer in others:
+            steps += [Copy(peer, span, span), Batch((arrival(peer, span, rank, chunk),))]
+    from_root = [call.root] if mine.num_bytes else []
+    return Program(
+        call=call,
+        tuning=tuning,
+        rank=rank,
+        release=(signal_ready("output", rank, from_root + senders),),
+        steps=tuple(steps),
+        finish=(arrivals({peer: part[peer] for peer in reversed(senders)}, tuning),),
+    )
+
+
+def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
+    """Return the ranks to pass a part on to, in order: the second next of the relays, the fourth next, ...
+
+    The root serves relay t at moment t, so relay k begins after moment k. With an odd number of relays 2t - k are
+    different targets for all k at any moment t, none of them the root's: nobody meets at a receiver. With an even
+    number steps of two do not reach everyone; backwards they meet less often than forwards (a third to a half of the
+    time, on the clock), but they do meet.
+    """
+    relays = rotation(root, world_size)
+    count, at = len(relays), relays.index(rank)
+    step = 2 if count % 2 else -1
+    return [relays[(at + step * moment) % count] for moment in range(1, count)]
+
+
+def barrier(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build a barrier of two rounds of signals, in one batch.
+
+    One round is not enough: a fast rank's next signal could meet its last one before that was reset, and be lost.
+
+    Returns:
+        What `rank` does.
+    """
+    return exchange(call, rank, Tuning(arrivals="together"))
+
+
+def rotation(rank: int, world_size: int) -> list[int]:
+    """Return the other ranks, the next one first."""
+    return [(rank + distance) % world_size for distance in range(1, world_size)]
+
+
+def chunked(span: Span, tuning: Tuning) -> list[Span]:
+    """Return `span` in chunks, the last one of at most `last_bytes`; an empty span is one empty chunk."""
+    size, last = span.num_bytes, tuning.last_bytes
+    rest = size if last is None or last >= size else -(-(size - last) // ALIGNMENT) * ALIGNMENT
+    cuts = [*range(0, max(1, rest), tuning.chunk_bytes or max(1, rest)), *([rest] if rest < size else []), size]
+    return [Span(span.buffer, span.offset + low, high - low) for low, high in pairwise(cuts)]
+
+
+def signal_ready(buffer: Symmetric, rank: int, peers: list[int], lane: int = COPY) -> Batch:
+    """Tell `peers` that they may push into `buffer` of `rank`."""
+    return Batch(tuple(Signal(peer, Flag(buffer, "ready", rank)) for peer in peers), lane)
+
+
+def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
+    """Wait until `buffer` of each of `peers` may be written."""
+    return Batch(tuple(Wait(Flag(buffer, "ready", peer)) for peer in peers), lane)
+
+
+def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
+    """Wait for every chunk of what each rank pushes into output: `coming`, by rank."""
+    return Batch(
+        tuple(
+            Wait(Flag("output", "arrived", peer, chunk), span if span.num_bytes else None)
+            for peer, whole in coming.items()
+            for chunk, span in enumerate(chunked(whole, tuning))
+        )
+    )
+
+
+def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
+    """Push every (source, target) to its peer, chunk by chunk in the order of `moves`; signal and take turns."""
+    cut = {
+        peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
+        for peer, (source, target) in moves.items()
+    }
+    rounds = max(map(len, cut.values()), default=0)
+    buffer: Symmetric = "staging" if call.reduces else "output"
+    first = next(iter(cut.values()), [])
+    turns = LinkTurns.of(call, rank, tuning, buffer=buffer, chunks=[source for source, _ in first])
+    for chunk in range(rounds):
+        signals: list[Signal] = []
+        for peer, spans in cut.items():
+            if chunk < len(spans):
+                source, target = spans[chunk]
+                yield turns.before(peer, chunk)
+                if source.num_bytes:
+                    yield Copy(peer, source, target)
+                signals.append(arrival(peer, target, rank, chunk))
+            if tuning.arrivals == "each" or turns.taken_in(chunk):
+                yield Batch(tuple(signals))
+                signals = []
+            yield turns.after(peer, chunk)
+        yield Batch(tuple(signals))
+
+
+def arrival(peer: int, target: Span, rank: int, chunk: int) -> Signal:
+    """Tell `peer` that `chunk` is in its `target`."""
+    assert target.buffer in ("output", "staging"), "a copy pushes where its receiver has flags"
+    return Signal(peer, Flag(target.buffer, "arrived", rank, chunk))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTurns:
+    """Says when a rank waits for a link and hands it on, while it pushes `rounds` times to everyone in rotation.
+
+    A rank that is one copy ahead meets its neighbour at every receiver from then on, both at half the rate, while other
+    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met
+    (4 x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and
+    so on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
+
+    One word for each receiver is enough. The one who gives a turn is itself held by later turns on other links, which
+    pass through the one that it gave to: it cannot give the same turn again before the first was taken. From call to
+    call the receivers' `ready` keeps them apart, and an all_reduce has words of its own for each half.
+
+    Args:
+        rank: this one.
+        world_size: ranks.
+        buffer: that is pushed to; the words lie with it.
+        rounds: how often it pushes to everyone in turns; later, smaller chunks take none.
+    """
+
+    rank: int
+    world_size: int
+    buffer: Symmetric
+    rounds: int
+
+    @classmethod
+    def of(cls, call: Call, rank: int, tuning: Tuning, *, buffer: Symmetric, chunks: Sequence[Span]) -> LinkTurns:
+        """Return the turns that `tuning` asks for, if every rank pushes as much to every other one; two never meet.
+
+        Args:
+            call: of all ranks.
+            rank: this one.
+            tuning: with `turn_bytes`.
+            buffer: that is pushed to.
+            chunks: of what is pushed to each peer, none larger than the one before.
+        """
+        sizes = {size for source, row in enumerate(call.sizes) for target, size in enumerate(row) if source != target}
+        alike = len(sizes) == 1 and call.world_size > 2 and call.layout.all_send
+        least = tuning.turn_bytes if alike else None
+        rounds = 0 if least is None else sum(chunk.num_bytes >= max(least, 1) for chunk in chunks)
+        return cls(rank=rank, world_size=call.world_size, buffer=buffer, rounds=rounds)
+
+    def taken_in(self, round: int) -> bool:
+        """Return whether there are turns in this round."""
+        return round < self.rounds
+
+    def before(self, peer: int, round: int) -> Batch:
+        """Wait until the link into `peer` is free."""
+        first = round == 0 and self._distance(peer) == 1
+        return Batch(() if first or not self.taken_in(round) else (Wait(self._word(peer)),))
+
+    def after(self, peer: int, round: int) -> Batch:
+        """Signal the rank that pushes to `peer` next."""
+        last = self._distance(peer) == self.world_size - 1
+        if not self.taken_in(round) or (last and round == self.rounds - 1):
+            return Batch(())
+        following = (peer if last else self.rank) - 1
+        return Batch((Signal(following % self.world_size, self._word(peer)),))
+
+    def _word(self, peer: int) -> Flag:
+        return Flag(self.buffer, "turn", peer)
+
+    def _distance(self, peer: int) -> int:
+        return (peer - self.rank) % self.world_size

@@ -1,0 +1,279 @@
+"""The collectives: one row of `OPERATIONS` for each, and the functions that make their calls.
+
+A new collective is a row here and a program (`direct.py`, `reductions.py`, or a file of its own). Proof, clock,
+tuning, executors, fallback, `Communicator.call` and `measure` read all that is particular to it from its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from counterpoint.collectives.program import direct, reductions
+from counterpoint.collectives.program.calls import BlockLayout, Call, Own, Sizes, make_call, parts
+from counterpoint.collectives.program.steps import Program, Tuning
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "even_call",
+    "find_operation",
+    "gather",
+    "has_equal_outputs",
+    "measured_by",
+    "reduce_scatter",
+    "scatter",
+    "send_recv",
+]
+
+ProgramBuilder: TypeAlias = Callable[[Call, int, Tuning], Program]
+EvenSizes: TypeAlias = Callable[[int, int, int], Sizes]
+Argument = Literal["output", "input", "op", "root"]
+Means = Literal["torch", "programs", "nccl_copies"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """Holds everything that is particular to one collective.
+
+    Args:
+        layout: where blocks lie, and who sends to whom.
+        program: builds what one rank does, from call, rank and tuning.
+        sizes: returns the sizes of a call of even blocks, from ranks, bytes of the full array and root.
+        tuning: fields of `Tuning` that its program knows, besides chunks, arrivals and turns.
+        same_output: every rank has an output, and all lie at the same place in symmetric memory; False: ranks tell
+            each other where theirs are.
+        arguments: tensors and options of the call, with `Communicator.call` and torch.
+        torch_names: of the function of torch.distributed, the newest first; none: torch sends block by block.
+        measured_by: what `measure` runs it by: torch, programs, and (on GPUs) NCCL's copy engines.
+    """
+
+    layout: BlockLayout
+    program: ProgramBuilder
+    sizes: EvenSizes
+    tuning: frozenset[Literal["relay_bytes", "staging_bytes"]] = frozenset()
+    same_output: bool = True
+    arguments: tuple[Argument, ...] = ("output", "input")
+    torch_names: tuple[str, ...] = ()
+    measured_by: frozenset[Means] = frozenset()
+
+
+def find_operation(name: str) -> Operation:
+    """Return the row of a collective.
+
+    Raises:
+        Misconfigured: there is none of that name.
+    """
+    if name not in OPERATIONS:
+        raise Misconfigured(f"there is no collective {name!r}; choose from: {', '.join(OPERATIONS)}")
+    return OPERATIONS[name]
+
+
+def has_equal_outputs(call: Call) -> bool:
+    """Return whether peers write into the outputs of this call, and assume them at the same place on every rank."""
+    return call.layout.writes_outputs and OPERATIONS[call.operation].same_output
+
+
+def measured_by(means: Means) -> tuple[str, ...]:
+    """Return the collectives that `measure` runs by these means."""
+    return tuple(name for name, row in OPERATIONS.items() if means in row.measured_by)
+
+
+def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own: Own | None = None) -> Call:
+    """Return the call of even blocks; `Misconfigured` is raised if there is none of that name and of these numbers.
+
+    Args:
+        name: of the collective.
+        world_size: ranks.
+        num_bytes: of the full array, as nccl-tests counts: the largest tensor of a rank.
+        root: of collectives that have one.
+        own: as in `Call`; None: the first that the collective allows.
+    """
+    row = find_operation(name)
+    sizes = row.sizes(world_size, num_bytes, root)
+    rooted = root if "root" in row.arguments else None
+    return make_call(row.layout, sizes, root=rooted, own=own or row.layout.own[0])
+
+
+def all_gather(world_size: int, shard_bytes: int | Sequence[int], *, own: Own = "in_place") -> Call:
+    """Return the call that gives every rank's shard to every rank. In place, input is its block of output."""
+    shards = _per_rank(world_size, shard_bytes)
+    return make_call(OPERATIONS["all_gather"].layout, [[shard] * world_size for shard in shards], own=own)
+
+
+def all_to_all(splits: Sizes, *, own: Own = "copy") -> Call:
+    """Return the call that gives `splits[s][t]` bytes of rank s to rank t: even, uneven, or none."""
+    return make_call(OPERATIONS["all_to_all"].layout, splits, own=own)
+
+
+def reduce_scatter(world_size: int, shard_bytes: int | Sequence[int]) -> Call:
+    """Return the call that combines shard t of every rank's input on rank t, which reads its own where it is."""
+    shards = _per_rank(world_size, shard_bytes)
+    return make_call(OPERATIONS["reduce_scatter"].layout, [shards] * world_size, own="consumer")
+
+
+def all_reduce(world_size: int, num_bytes: int, *, own: Own = "in_place") -> Call:
+    """Return the call that combines every rank's input on every rank: a reduce_scatter of shards and an all_gather.
+
+    `own` says where input is: `in_place` in output, else in a buffer of its own; there is no own block to copy.
+    """
+    where: Own = "in_place" if own == "in_place" else "consumer"
+    return make_call(OPERATIONS["all_reduce"].layout, _shards_to_all(world_size, num_bytes, 0), own=where)
+
+
+def broadcast(world_size: int, num_bytes: int, *, root: int = 0) -> Call:
+    """Return the call that copies the output of `root` to the output of every rank; it is always in place."""
+    return make_call(
+        OPERATIONS["broadcast"].layout, _array_of_root(world_size, num_bytes, root), root=root, own="in_place"
+    )
+
+
+def scatter(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
+    """Return the call that gives block t of the root's input to rank t. In place, its output is its block of input."""
+    shards, nothing = _per_rank(world_size, shard_bytes), [0] * world_size
+    sizes = [shards if source == root else nothing for source in range(world_size)]
+    return make_call(OPERATIONS["scatter"].layout, sizes, root=root, own=own)
+
+
+def gather(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
+    """Return the call that gives every rank's shard to `root`. In place, the root's input is its block of output."""
+    shards = _per_rank(world_size, shard_bytes)
+    sizes = [[shard if target == root else 0 for target in range(world_size)] for shard in shards]
+    return make_call(OPERATIONS["gather"].layout, sizes, root=root, own=own)
+
+
+def send_recv(splits: Sizes, *, own: Own = "copy") -> Call:
+    """Return a batch of sends, `splits[s][t]` bytes of rank s to rank t, in which only their ranks take part."""
+    return make_call(OPERATIONS["send_recv"].layout, splits, own=own)
+
+
+def barrier(world_size: int) -> Call:
+    """Return the call that no rank passes before every rank has come."""
+    return make_call(OPERATIONS["barrier"].layout, _nothing(world_size, 0, 0), own="in_place")
+
+
+def _per_rank(world_size: int, shard_bytes: int | Sequence[int]) -> list[int]:
+    shards = [shard_bytes] * world_size if isinstance(shard_bytes, int) else list(shard_bytes)
+    if len(shards) != world_size:
+        raise Misconfigured(f"{len(shards)} shards for {world_size} ranks: give one size, or one for each rank")
+    return shards
+
+
+def _blocks_to_all(world_size: int, num_bytes: int, root: int) -> Sizes:
+    return [[num_bytes // max(1, world_size)] * world_size] * world_size
+
+
+def _shards_to_all(world_size: int, num_bytes: int, root: int) -> Sizes:
+    return [[size for _, size in parts(num_bytes, world_size)]] * world_size
+
+
+def _array_of_root(world_size: int, num_bytes: int, root: int) -> Sizes:
+    return [[num_bytes if source == root else 0] * world_size for source in range(world_size)]
+
+
+def _blocks_of_root(world_size: int, num_bytes: int, root: int) -> Sizes:
+    return _array_of_root(world_size, num_bytes // max(1, world_size), root)
+
+
+def _blocks_to_root(world_size: int, num_bytes: int, root: int) -> Sizes:
+    block = num_bytes // max(1, world_size)
+    return [[block if target == root else 0 for target in range(world_size)]] * world_size
+
+
+def _array_to_next(world_size: int, num_bytes: int, root: int) -> Sizes:
+    ranks = range(world_size)
+    return [[num_bytes if target == (source + 1) % world_size else 0 for target in ranks] for source in ranks]
+
+
+def _nothing(world_size: int, num_bytes: int, root: int) -> Sizes:
+    return [[0] * world_size] * world_size
+
+
+_ROWS = (
+    Operation(
+        layout=BlockLayout(
+            name="all_gather", input="block", output="blocks", own=("in_place", "copy", "consumer"), all_send=True
+        ),
+        program=direct.exchange,
+        sizes=_blocks_to_all,
+        torch_names=("all_gather_single", "all_gather_into_tensor"),
+        measured_by=frozenset({"torch", "programs", "nccl_copies"}),
+    ),
+    Operation(
+        layout=BlockLayout(
+            name="reduce_scatter", input="blocks", output="shard", own=("consumer",), all_send=True
+        ),
+        program=reductions.reduce_scatter,
+        sizes=_blocks_to_all,
+        tuning=frozenset({"staging_bytes"}),
+        arguments=("output", "input", "op"),
+        torch_names=("reduce_scatter_single", "reduce_scatter_tensor"),
+        measured_by=frozenset({"torch", "programs"}),
+    ),
+    Operation(
+        layout=BlockLayout(
+            name="all_reduce", input="blocks", output="array", own=("in_place", "consumer"), all_send=True
+        ),
+        program=reductions.all_reduce,
+        sizes=_shards_to_all,
+        arguments=("output", "op"),
+        torch_names=("all_reduce",),
+        measured_by=frozenset({"torch", "programs"}),
+    ),
+    Operation(
+        layout=BlockLayout(
+            name="all_to_all", input="blocks", output="blocks", own=("copy", "consumer"), all_send=True
+        ),
+        program=direct.exchange,
+        sizes=_blocks_to_all,
+        torch_names=("all_to_all_single",),
+        measured_by=frozenset({"torch", "programs", "nccl_copies"}),
+    ),
+    Operation(
+        layout=BlockLayout(name="broadcast", input="block", output="blocks", own=("in_place",)),
+        program=direct.broadcast,
+        sizes=_array_of_root,
+        tuning=frozenset({"relay_bytes"}),
+        arguments=("output", "root"),
+        torch_names=("broadcast",),
+        measured_by=frozenset({"torch", "programs", "nccl_copies"}),
+    ),
+    Operation(
+        layout=BlockLayout(name="scatter", input="blocks", output="blocks", own=("copy", "in_place", "consumer")),
+        program=direct.exchange,
+        sizes=_blocks_of_root,
+        arguments=("output", "input", "root"),
+    ),
+    Operation(
+        layout=BlockLayout(name="gather", input="block", output="blocks", own=("copy", "in_place", "consumer")),
+        program=direct.exchange,
+        sizes=_blocks_to_root,
+        same_output=False,
+        arguments=("output", "input", "root"),
+    ),
+    Operation(
+        layout=BlockLayout(name="send_recv", input="blocks", output="blocks", own=("copy", "consumer")),
+        program=direct.exchange,
+        sizes=_array_to_next,
+        same_output=False,
+        measured_by=frozenset({"torch"}),
+    ),
+    Operation(
+        layout=BlockLayout(
+            name="barrier", input="blocks", output="blocks", own=("in_place",), all_send=True, has_data=False
+        ),
+        program=direct.barrier,
+        sizes=_nothing,
+        arguments=(),
+        torch_names=("barrier",),
+    ),
+)  # fmt: skip
+OPERATIONS: dict[str, Operation] = {row.layout.name: row for row in _ROWS}
+"""The collectives by their names."""

@@ -1,0 +1,178 @@
+"""Programs of the operations that combine: slices are pushed into staging, and added up there as they arrive.
+
+A chunk is reduced as soon as it has come from every rank, on a lane of its own, while the next chunk is on the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from counterpoint.collectives.program.calls import ALIGNMENT, Call, Span, make_call
+from counterpoint.collectives.program.direct import (
+    LinkTurns,
+    arrival,
+    arrivals,
+    chunked,
+    pushes,
+    rotation,
+    signal_ready,
+    wait_ready,
+)
+from counterpoint.collectives.program.steps import (
+    COPY,
+    REDUCE,
+    AwaitEvent,
+    Batch,
+    Copy,
+    Flag,
+    Program,
+    RecordEvent,
+    Reduce,
+    Step,
+    Tuning,
+    Wait,
+)
+
+__all__ = ["all_reduce", "reduce_scatter", "slice_bytes", "slice_of"]
+
+_BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
+
+
+def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up what arrives.
+
+    With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
+    pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
+    behind each other in one queue of the hardware.
+
+    Returns:
+        What `rank` does.
+    """
+    if _trivial(call):
+        return _alone(call, rank, tuning)
+    slices, peers = _slices(call, tuning), rotation(rank, call.world_size)
+    lane = REDUCE if len(slices) > 1 or len(_chunks(call, rank, tuning, slices[0])) > 1 else COPY
+    steps = _fork(lane)
+    for part in slices:
+        steps += [wait_ready("staging", peers), *_scatter(call, rank, tuning, part)]
+        for chunk in range(len(_chunks(call, rank, tuning, part))):
+            steps += _reduced(call, rank, tuning, chunk, lane, part)
+        steps.append(signal_ready("staging", rank, peers, lane))
+    return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=tuple(_after(1, lane)))
+
+
+def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build an all_reduce: a reduce_scatter whose combined chunks are pushed to every output as soon as they are ready.
+
+    All slices go out first: by the time the last is sent, the first chunks are combined, so the links never wait.
+    Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a
+    chunk arrive before any of the chunk is pushed back. For the same reason it may be in place.
+
+    Returns:
+        What `rank` does.
+    """
+    if _trivial(call):
+        return _alone(call, rank, tuning)
+    chunks, peers = _chunks(call, rank, tuning), rotation(rank, call.world_size)
+    lane = REDUCE if len(chunks) > 1 else COPY
+    turns = LinkTurns.of(call, rank, tuning, buffer="output", chunks=chunks)
+    steps = [*_fork(lane), wait_ready("staging", peers), *_scatter(call, rank, tuning)]
+    for chunk, span in enumerate(chunks):
+        steps += _reduced(call, rank, tuning, chunk, lane)
+        if chunk == len(chunks) - 1:
+            steps.append(signal_ready("staging", rank, peers, lane))
+        steps += _after(1 + chunk, lane)
+        for peer in peers:
+            steps.append(turns.before(peer, chunk))
+            steps += [Copy(peer, span, span)] if span.num_bytes else []
+            steps.append(turns.after(peer, chunk))
+        steps.append(Batch(tuple(arrival(peer, span, rank, chunk) for peer in peers)))
+    coming = {peer: call.target_span(peer, peer) for peer in reversed(peers)}
+    return Program(call=call, tuning=tuning, rank=rank, steps=tuple(steps), finish=(arrivals(coming, tuning),))
+
+
+def _trivial(call: Call) -> bool:
+    return call.world_size == 1 or not any(call.sizes[0])
+
+
+def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
+    """Build the program of one rank, or of nothing to add: its input still goes through the reduction, to be scaled."""
+    source, target = call.source_span(rank, rank), call.target_span(rank, rank)
+    steps = (Reduce((source,), target, COPY),) if target.num_bytes else ()
+    return Program(call=call, tuning=tuning, rank=rank, steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Names bytes of every shard; shards that end before have fewer, or none."""
+
+    offset: int = 0
+    num_bytes: int | None = None
+
+    def of(self, shard: Span) -> Span:
+        low = min(self.offset, shard.num_bytes)
+        high = shard.num_bytes if self.num_bytes is None else min(low + self.num_bytes, shard.num_bytes)
+        return Span(shard.buffer, shard.offset + low, high - low)
+
+
+_WHOLE = _Slice()
+
+
+def _slices(call: Call, tuning: Tuning) -> list[_Slice]:
+    """Return the slices of shards that fit into staging one after the other."""
+    if tuning.staging_bytes is None:
+        return [_WHOLE]
+    size = slice_bytes(call.world_size, tuning.staging_bytes)
+    return [_Slice(offset, size) for offset in range(0, max(map(max, call.sizes)), size)]
+
+
+def slice_bytes(world_size: int, staging_bytes: int) -> int:
+    """Return the bytes of a shard in a slice that needs no more staging than that: a multiple of 16, at least 16."""
+    return max(1, staging_bytes // (world_size - 1) // ALIGNMENT) * ALIGNMENT
+
+
+def slice_of(call: Call, staging_bytes: int) -> Call:
+    """Return the first slice of a reduce_scatter, which no other is larger than, as a call of its own."""
+    size = slice_bytes(call.world_size, staging_bytes)
+    return make_call(call.layout, [[min(size, shard) for shard in row] for row in call.sizes], own=call.own)
+
+
+def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> list[Span]:
+    """Return where the chunks of the own shard go."""
+    return chunked(part.of(call.target_span(rank, rank)), tuning)
+
+
+def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
+    """Return where in the staging of `target` the slice of `source` lies. Its own slice stays in input."""
+    size = part.of(call.source_span(source, target)).num_bytes
+    slot = -(-size // ALIGNMENT) * ALIGNMENT
+    return Span("staging", slot * (source - (source > target)), size)
+
+
+def _scatter(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> Iterator[Step]:
+    moves = {
+        peer: (part.of(call.source_span(rank, peer)), _staged(call, rank, peer, part))
+        for peer in rotation(rank, call.world_size)
+    }
+    return pushes(call, rank, moves, replace(tuning, arrivals="together"))
+
+
+def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part: _Slice = _WHOLE) -> list[Step]:
+    """Wait until `chunk` of the own shard is here from every rank, and combine it, ranks ascending."""
+    ranks = range(call.world_size)
+    spans = {peer: _staged(call, peer, rank, part) for peer in ranks} | {rank: part.of(call.source_span(rank, rank))}
+    sources = tuple(chunked(spans[peer], tuning)[chunk] for peer in ranks)
+    waits = tuple(Wait(Flag("staging", "arrived", peer, chunk)) for peer in ranks if peer != rank)
+    target = _chunks(call, rank, tuning, part)[chunk]
+    return [Batch(waits, lane), *([Reduce(sources, target, lane)] if target.num_bytes else [])]
+
+
+def _fork(lane: int) -> list[Step]:
+    """Let `lane` begin after what the caller's stream did before the call."""
+    return [] if lane == COPY else [RecordEvent(_BEGUN, COPY), AwaitEvent(_BEGUN, lane)]
+
+
+def _after(event: int, lane: int) -> list[Step]:
+    """Let `COPY` go on when `lane` is here."""
+    return [] if lane == COPY else [RecordEvent(event, lane), AwaitEvent(event, COPY)]

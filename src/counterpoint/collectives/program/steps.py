@@ -1,0 +1,284 @@
+"""A collective as data: what each rank does, as a short list of steps. No device, no torch.
+
+A **Call** is what was asked for, the same on every rank. A **Program** is what one rank does for it: `plan(call, rank)`
+makes it, executors run it (copy engines, threads, a clock), `check` proves it. All are frozen and hashable.
+
+*Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging`, which belongs to the
+communicator. A copy always pushes own memory into a peer's `output` or `staging`, so only these two have to be mapped
+by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone. Calls
+over several hosts keep what goes from one phase to the next in `scratch`, and what is done between hosts has a staging
+of its own, `network` (`multihost/`).
+
+*Flags.* Each symmetric buffer carries 32-bit words, 0 or 1, in its owner's memory. `ready[p]`: rank p's buffer may be
+written (p writes 1 here). `arrived[p, chunk]`: rank p's chunk is here (p writes 1 here). `Signal` writes 1 into a
+peer's word; `Wait` waits until an own word is 1 and sets it to 0. Every word has one writer and one waiter, and is
+back at rest after every cycle, so a program is valid for ever: eager, again and again, or replayed from a graph.
+
+*Order.* A lane is one stream: its steps run one after the other in list order; a copy is complete, and visible to all
+who see a later signal of its lane, before the next step begins. Lanes are tied together by `RecordEvent` and
+`AwaitEvent` only (CUDA events; every `AwaitEvent` comes after its `RecordEvent`, so issuing the list in order is
+right). `COPY` is the lane of copies and flags, the one that the caller's stream waits for; `REDUCE` runs reductions,
+and the waits for what they need, at the same time.
+
+*The cycle.* `release`, `steps`, `finish`, the consumer reads, `release`, ... `release` tells the ranks that push into
+this one that `output` is free. Where the cycle is cut is the caller's choice: before `release` (handshake; at rest
+every `ready` of output is 0; any mix of calls may share the flags), or after it (early release; at rest `ready` is 1,
+set when the buffer is made; it saves a round trip, but all calls on that buffer must have the same `Program.pushers`
+on every rank). `ready` of staging is always early: at rest it is 1, and programs give it back themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "BETWEEN",
+    "BETWEEN_REDUCE",
+    "COPY",
+    "REDUCE",
+    "AwaitEvent",
+    "Batch",
+    "Copy",
+    "Flag",
+    "LocalCopy",
+    "Program",
+    "RecordEvent",
+    "Reduce",
+    "Signal",
+    "Step",
+    "Symmetric",
+    "Tuning",
+    "Wait",
+    "flag_word",
+    "flag_words",
+    "merge_batches",
+]
+
+Symmetric = Literal["output", "staging"]
+COPY, REDUCE = 0, 1  # lanes
+BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """Says how to do it; equal on all ranks, too.
+
+    Args:
+        chunk_bytes: a shard is sent in pieces of this size, each with its own arrival; None: in one. Multiple of 16.
+        last_bytes: the last chunk has at most this size, and `chunk_bytes` cuts what is before it; None: as the others.
+            Nothing hides the reduction of the last chunk. Multiple of 16.
+        arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
+            chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
+        relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
+        turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
+            push to one receiver at once (`LinkTurns`), where every rank sends as much to every other; None: no chunk.
+        staging_bytes: most staging that a reduce_scatter takes: what is more comes in slices, one when the last has
+            been added up everywhere; None: all of it at once.
+
+    Raises:
+        Misconfigured: a size that is no positive multiple of 16, or staging of no bytes.
+    """
+
+    chunk_bytes: int | None = None
+    last_bytes: int | None = None
+    arrivals: Literal["each", "together"] = "each"
+    relay_bytes: int = 1 << 18
+    turn_bytes: int | None = None
+    staging_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("chunk_bytes", self.chunk_bytes), ("last_bytes", self.last_bytes)):
+            if size is not None and (size <= 0 or size % ALIGNMENT):
+                raise Misconfigured(
+                    f"{name}={size}: give a positive multiple of {ALIGNMENT}, so that no element is cut"
+                )
+        if self.staging_bytes is not None and self.staging_bytes < 1:
+            raise Misconfigured(f"staging_bytes={self.staging_bytes}: give 1 or more, or None for what a call needs")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Names a word of `buffer`, in the memory of the rank that waits for it.
+
+    `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
+    into `peer` is free, as the rank that pushed before says (`LinkTurns`).
+    """
+
+    buffer: Symmetric
+    kind: Literal["ready", "turn", "arrived"]
+    peer: int
+    chunk: int = 0
+
+
+def flag_word(flag: Flag, world_size: int) -> int:
+    """Return the place of the word (times 4: its offset) in rows `ready`, `turn`, then `arrived` by chunk."""
+    row = {"ready": 0, "turn": 1, "arrived": 2 + flag.chunk}[flag.kind]
+    return row * world_size + flag.peer
+
+
+def flag_words(world_size: int, *, max_chunks: int) -> int:
+    """Return how many words a buffer needs for up to `max_chunks` arrivals of a block."""
+    return (2 + max_chunks) * world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Pushes own `source` to `target` of `peer`, by a copy engine: no SM. Never of zero bytes."""
+
+    peer: int
+    source: Span
+    target: Span
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Copies within this rank: the one data movement that needs an SM and so waits for a resident GEMM."""
+
+    source: Span
+    target: Span
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Writes 1 into the word `flag` of `peer`."""
+
+    peer: int
+    flag: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Waits until the own word `flag` is 1, then writes 0 into it. `brings`: what a consumer may read from then on."""
+
+    flag: Flag
+    brings: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Holds signals and waits that one `cuStreamBatchMemOp` does in this order."""
+
+    operations: tuple[Signal | Wait, ...]
+    lane: int = COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combines `sources` element by element, in this order (ranks ascending: the same sum everywhere), into `target`.
+
+    One source may be the target itself. Only the executor knows what combining means (sum, avg, max, premul_sum;
+    dtype). Chunks are cut at multiples of 16 bytes of a shard, so no element is cut.
+    """
+
+    sources: tuple[Span, ...]
+    target: Span
+    lane: int = REDUCE
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Marks this point of the lane as `event`."""
+
+    event: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitEvent:
+    """Goes on when the lane that recorded `event` has passed it."""
+
+    event: int
+    lane: int
+
+
+Step: TypeAlias = Copy | LocalCopy | Batch | Reduce | RecordEvent | AwaitEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Lists what `rank` does for `call`: `release` (at the start, or early), then `steps`, then `finish`.
+
+    After `finish` the output may be read and the input overwritten on lane `COPY`. A consumer that wants to start on
+    the first shard runs the waits of `finish` one at a time, in any order, all of them before the next cycle.
+    """
+
+    call: Call
+    tuning: Tuning
+    rank: int
+    release: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
+    finish: tuple[Step, ...] = ()
+    scratch_bytes: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.call.world_size
+
+    def cycle(self, *, early_release: bool = False) -> tuple[Step, ...]:
+        """Return all steps in the order to issue, neighbouring batches merged; `early_release`: without `release`."""
+        return merge_batches((() if early_release else self.release) + self.steps + self.finish)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """The bytes of staging that peers write and this rank reads."""
+        return self._reduced_bytes("staging")
+
+    @cached_property
+    def network_bytes(self) -> int:
+        """The bytes of staging of what is done between hosts."""
+        return self._reduced_bytes("network")
+
+    def _reduced_bytes(self, buffer: Buffer) -> int:
+        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == buffer), default=0)
+
+    @cached_property
+    def _reduced(self) -> tuple[Span, ...]:
+        return tuple(span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+
+    @cached_property
+    def pushers(self) -> frozenset[int]:
+        """The ranks that need this one's `release` before they write into its output."""
+        return frozenset(op.peer for op in _operations(self.release) if isinstance(op, Signal))
+
+    @cached_property
+    def num_flags(self) -> dict[str, int]:
+        """How many words each symmetric buffer of every rank must have for this program."""
+        words: dict[str, int] = {}
+        for op in _operations(self.cycle()):
+            need = flag_word(op.flag, self.world_size) + 1
+            words[op.flag.buffer] = max(words.get(op.flag.buffer, 0), need)
+        return words
+
+    @cached_property
+    def symmetric(self) -> frozenset[Buffer]:
+        """The buffers that peers write, on any rank: they must be symmetric memory."""
+        return frozenset(op.flag.buffer for op in _operations(self.cycle()))
+
+    @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes in use, ascending."""
+        return tuple(sorted({step.lane for step in self.cycle()}))
+
+
+def _operations(steps: tuple[Step, ...]) -> list[Signal | Wait]:
+    return [op for step in steps if isinstance(step, Batch) for op in step.operations]
+
+
+def merge_batches(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return `steps` with neighbouring batches of one lane merged, and empty batches left out."""
+    result: list[Step] = []
+    for step in steps:
+        last = result[-1] if result else None
+        if isinstance(step, Batch) and isinstance(last, Batch) and last.lane == step.lane:
+            result[-1] = Batch(last.operations + step.operations, step.lane)
+        elif not isinstance(step, Batch) or step.operations:
+            result.append(step)
+    return tuple(result)

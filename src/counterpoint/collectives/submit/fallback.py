@@ -1,0 +1,138 @@
+"""Small calls through the torch process group: below a measured size another library may be faster.
+
+Which way a call takes follows from its operation, size, dtype and reduction alone, which are equal on all ranks. Calls
+that take it are not shown in the status: the process group watches over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.host.group import start_by_torch
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.operations import OPERATIONS
+from counterpoint.collectives.submit.tensors import flat_bytes
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile, default_profile
+
+__all__ = ["BY_TORCH", "Fallback", "Path", "TorchWork"]
+
+Path: TypeAlias = Literal["zero_sm", "torch"]
+
+BY_TORCH = tuple(name for name, row in OPERATIONS.items() if {"torch", "programs"} <= row.measured_by)
+"""The collectives that the process group can take: those of which both ways can be measured."""
+_REDUCED = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")  # what NCCL can add up
+
+
+class Fallback:
+    """Decides which calls go to the process group, and starts them.
+
+    Args:
+        group: torch process group of the same ranks; None: they never do.
+        crossover_bytes: by operation, the size of the full array (as nccl-tests count it) below which they do; what is
+            not named is as the profile says.
+        profile: figures of the machine.
+
+    Raises:
+        Misconfigured: sizes of unknown operations, or sizes and no group that could take the calls.
+    """
+
+    def __init__(self, group: Any, crossover_bytes: Mapping[str, int] | None, profile: Profile | None = None) -> None:
+        given = dict(crossover_bytes or {})
+        unknown = [f"{name}={size}" for name, size in given.items() if name not in BY_TORCH or size < 0]
+        if unknown:
+            there = ", ".join(BY_TORCH)
+            raise Misconfigured(f"crossover_bytes {', '.join(unknown)}: give 0 or more for {there}")
+        if given and group is None:
+            raise Misconfigured("crossover_bytes without fallback: give the process group that takes smaller calls")
+        self._group = group
+        shipped = (profile or default_profile()).nccl.crossover_bytes
+        measured = dict[str, int](shipped.items()) if group is not None else {}
+        self.crossover_bytes = {name: given.get(name, measured.get(name, 0)) for name in BY_TORCH}
+
+    def path(self, operation: str, num_bytes: int, reduction: Reduction | None = None) -> Path:
+        """Return which way a call of `num_bytes` (of the full array) goes."""
+        if num_bytes >= self.crossover_bytes.get(operation, 0):
+            return "zero_sm"
+        if reduction is not None and (reduction.op == "premul_sum" or reduction.dtype not in _REDUCED):
+            return "zero_sm"
+        return "torch"
+
+    def takes(self, call: Call, reduction: Reduction | None) -> bool:
+        """Return whether this call goes to the process group."""
+        if self._group is None or call.operation not in BY_TORCH:
+            return False
+        num_bytes = sum(call.sizes[0]) if call.root is None else call.output_bytes(0)
+        return self.path(call.operation, num_bytes, reduction) == "torch"
+
+    def start(
+        self, call: Call, output: Any, input: Any, *, async_op: bool, reduction: Reduction | None = None
+    ) -> Work | None:
+        """Start a call by torch.distributed, on CUDA on the current stream, or with `async_op` behind it.
+
+        Args:
+            call: what all ranks do.
+            output: contiguous tensor.
+            input: contiguous tensor; None: the call works on output.
+            async_op: return at once.
+            reduction: of calls that reduce.
+
+        Returns:
+            Its work with `async_op`, else None.
+        """
+        op = "sum" if reduction is None else reduction.op
+        if reduction is None:  # a library need not know the dtype to move it
+            output, input = flat_bytes(output), None if input is None else flat_bytes(input)
+        else:
+            input = None if input is None else input.reshape(-1)
+        works = start_by_torch(call, output.view(-1), input, group=self._group, op=op, async_op=async_op)
+        return TorchWork(f"{call.operation} by torch", works, (output, input)) if async_op else None
+
+
+class TorchWork:
+    """Represents a call of the process group; see `Work`.
+
+    Args:
+        text: the call.
+        works: of torch; all of them have to end.
+        keep: tensors that have to live until it has been waited for.
+    """
+
+    def __init__(self, text: str, works: list[Any], keep: tuple[Any, ...]) -> None:
+        self.path: Path = "torch"
+        self._text, self._works, self._keep = text, works, keep
+        self._error: BaseException | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as torch's Work does: on CUDA the current stream waits.
+
+        Args:
+            timeout_s: not possible here: torch's works have no time of their own.
+
+        Returns:
+            True.
+
+        Raises:
+            Misconfigured: a time was given.
+        """
+        if timeout_s is not None:
+            raise Misconfigured(f"{self._text}: timeout_s={timeout_s} has no effect there; give the group a timeout")
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException as error:
+            self._error = error
+            raise
+        self._keep = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return what `wait` raised, if it did: before, torch does not say."""
+        return self._error

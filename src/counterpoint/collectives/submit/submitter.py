@@ -1,0 +1,141 @@
+"""From a call to its start: its submission, its number, and the way it takes. What comes again is looked up.
+
+A submission depends on operation, options, channel, and on what `tensor_key` says of the tensors: all that is in the
+key. It depends on where symmetric memory lies, too, which changes when there is more of it (`Transport.epoch`): an
+address of plain memory may be one of a region then. What changes from call to call is asked by what starts it: how an
+early block rests, which stream is current, whether that is in a capture.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.submit.fallback import Fallback
+from counterpoint.collectives.submit.request import BuildSubmission, RankContext
+from counterpoint.collectives.submit.submission import Submission
+from counterpoint.collectives.submit.tensors import copied, sendable, tensor_key, tensors_of
+from counterpoint.collectives.submit.transport import Transport
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured
+
+__all__ = ["Submitter"]
+
+_MOST_KNOWN = 1024  # calls that are remembered
+
+
+@dataclass(slots=True)
+class _Counter:
+    """Counts the calls with the same peers on the same channel."""
+
+    latest: int = 0
+
+
+class Submitter:
+    """Starts the calls of one communicator in their order.
+
+    Args:
+        transport: carries them out.
+        fallback: takes small ones.
+        rank: this one.
+        world_size: ranks of the group.
+        channels: that a call can be on.
+        debug: all ranks compare every call before it begins.
+    """
+
+    def __init__(
+        self, transport: Transport, fallback: Fallback, *, rank: int, world_size: int, channels: int, debug: bool
+    ) -> None:
+        self._transport, self._fallback = transport, fallback
+        self._ranks = RankContext(
+            rank=rank, world_size=world_size, device=transport.device, transport=transport, fallback=fallback,
+            debug=debug,
+        )  # fmt: skip
+        self._channels = channels
+        self._known: dict[Hashable, Submission] = {}
+        self._counters: dict[tuple[int, int], _Counter] = {}
+        self._lock = threading.Lock()  # the order of numbers is the order of the queue
+
+    def submit(
+        self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
+    ) -> Work | None:
+        """Number a call and queue it; raise if its tensors or options do not fit, or the communicator has failed.
+
+        Args:
+            build: describes the operation: a function of `request.py`.
+            output: its tensor or `TensorList`, or None.
+            input: its tensor or `TensorList`, or None.
+            channel: runs the call.
+            async_op: return its `Work` at once.
+            options: of the operation.
+
+        Returns:
+            Its work, with `async_op`; else None, when the output may be read.
+        """
+        sent = input
+        try:
+            key: Hashable = (build, channel, async_op, options, tensor_key(output), tensor_key(input))
+            submission = self._known.get(key)
+        except Exception:  # a list is no key, a sparse tensor has no address: what is wrong with them is told below
+            key, submission = None, None
+        if submission is None or submission.epoch != self._transport.epoch:
+            submission, sent = self._new(build, output, input, channel, async_op, options)
+            if key is not None and sent is input and not submission.row:
+                self._remember(key, submission)
+        if submission.by_torch:
+            return self._start_by_torch(submission, output, sent)
+        counter = self._counters.get((channel, submission.line))
+        if counter is None:
+            counter = self._counters.setdefault((channel, submission.line), _Counter())
+        with self._lock:
+            work = self._transport.start(submission, counter.latest + 1, (sent, output))
+            counter.latest += 1
+        if work is None or async_op:
+            return work
+        work.wait()
+        return None
+
+    def _new(
+        self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, options: tuple[Any, ...]
+    ) -> tuple[Submission, Any]:
+        """Return the submission, and the input or the copy of it that is sent."""
+        if not 0 <= channel < self._channels:
+            most = self._channels
+            raise Misconfigured(f"channel={channel}: allowed are 0 to {most - 1}, by channels={most}")
+        sent = sendable(input)
+        submission = build(self._ranks, output, sent, *options)
+        if submission.overlaps:
+            sent = copied(sent)
+            submission = build(self._ranks, output, sent, *options)
+        if sent is not input:
+            self._note_use(input)
+        submission = replace(submission, channel=channel, async_op=async_op)
+        if not submission.by_torch:
+            self._transport.accept(submission)
+        return submission, sent
+
+    def _remember(self, key: Hashable, submission: Submission) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = submission
+
+    def _start_by_torch(self, submission: Submission, output: Any, input: Any) -> Work | None:
+        """Start the call by the process group of `fallback`: on the current stream, or joined to it by `wait`."""
+        self._transport.check()
+        self._note_use(output)
+        self._note_use(input)
+        assert isinstance(submission.call, Call)
+        return self._fallback.start(
+            submission.call, output, input, async_op=submission.async_op, reduction=submission.reduction
+        )
+
+    def _note_use(self, tensor: Any) -> None:
+        """Note that torch uses what of it lies in symmetric memory on the current stream."""
+        for one in tensors_of(tensor):
+            if one.is_cuda and one.numel():
+                first = one[(0,) * one.dim()]  # whatever its strides, there it begins
+                if self._transport.locate(first) is not None:
+                    self._transport.record_stream(first, None)

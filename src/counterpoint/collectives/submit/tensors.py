@@ -1,0 +1,363 @@
+"""The tensors of a call: whether they fit it, and what to call them in words that all ranks must agree on."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import is_
+from typing import Any
+
+import torch
+
+from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.errors import Misconfigured
+
+__all__ = [
+    "CPU",
+    "TensorList",
+    "block_bytes",
+    "check",
+    "copied",
+    "described",
+    "dtype_name",
+    "even_blocks",
+    "flat_bytes",
+    "is_block",
+    "overlap",
+    "overlap_elsewhere",
+    "reduction_name",
+    "reduction_of",
+    "sendable",
+    "splits",
+    "tensor_key",
+    "tensor_list",
+    "tensors_of",
+]
+
+CPU = torch.device("cpu")
+
+
+class TensorList:
+    """Holds several tensors that one call takes for one: from the first byte of all of them to the last.
+
+    Empty tensors are nowhere. Places and sizes have a meaning for contiguous tensors alone: see `sendable`. A caller
+    that makes the same call again and again may keep the lists, or give a key that is cheaper than one of each tensor.
+
+    Args:
+        tensors: one or more.
+        key: equal for lists that a call cannot tell apart; None: `tensor_key` of each.
+
+    Raises:
+        Misconfigured: something else, or none.
+    """
+
+    __slots__ = ("_flat", "_key", "_shape_key", "_sizes", "_span", "_tensors", "is_checked")
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, key: Hashable = None) -> None:
+        self._tensors: tuple[torch.Tensor, ...] | None = tuple(tensors)
+        self._key = key
+        self._shape_key: Hashable = None
+        self._span: tuple[int, int] | None = None
+        self._flat: torch.Tensor | None = None
+        self._sizes: tuple[int, ...] = ()
+        self.is_checked = False
+        """The tensors are known to be contiguous and neither conjugated nor negated."""
+        if key is None and not (self._tensors and all(isinstance(tensor, torch.Tensor) for tensor in self._tensors)):
+            raise Misconfigured(f"{self._tensors!r:.200}: give a list of tensors, one at least")
+
+    @classmethod
+    def checked(cls, tensors: Sequence[torch.Tensor], *, shape_key: Hashable) -> TensorList:
+        """Return a list of tensors that are contiguous and neither conjugated nor negated.
+
+        Args:
+            tensors: one or more.
+            shape_key: equal for lists of tensors of equal shapes and dtypes on the same device.
+        """
+        made = cls(tensors, key=(shape_key, tuple([tensor.data_ptr() for tensor in tensors])))
+        made._shape_key, made.is_checked = shape_key, True
+        return made
+
+    @classmethod
+    def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
+        """Return the parts of a contiguous flat tensor; they are made when they are needed.
+
+        Args:
+            flat: tensor of `sum(sizes)` elements.
+            sizes: elements of each part.
+        """
+        shape_key = (flat.dtype, flat.device, sizes)
+        made = cls((), key=(shape_key, flat.data_ptr()))
+        made._tensors, made._flat, made._sizes = None, flat, sizes
+        made._shape_key, made.is_checked = shape_key, True
+        return made
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order in which they were given."""
+        if self._tensors is None:
+            assert self._flat is not None
+            self._tensors = self._flat.split(self._sizes)
+        return self._tensors
+
+    @property
+    def key(self) -> Hashable:
+        """All that a call can see of the tensors."""
+        if self._key is None:
+            self._key = tuple(map(tensor_key, self.tensors))
+        return self._key
+
+    @property
+    def shape_key(self) -> Hashable:
+        """All that a call can see of the tensors but where they lie."""
+        if self._shape_key is None:
+            self._shape_key = tuple([_shape_key(tensor) for tensor in self.tensors])
+        return self._shape_key
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the tensors are the parts of one, so that no two of them share bytes."""
+        return self._flat is not None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes from the first to the last of all tensors, those between them included."""
+        return self._spanned()[1]
+
+    def data_ptr(self) -> int:
+        """Return where the first tensor lies."""
+        return self._spanned()[0]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The address of each tensor."""
+        if self._flat is None:
+            return tuple([tensor.data_ptr() for tensor in self.tensors])
+        start, item = self._flat.data_ptr(), self._flat.itemsize
+        return tuple([start + item * at for at in (0, *accumulate(self._sizes[:-1]))])
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The begin of each tensor, counted from the first; 0 for an empty one."""
+        base = self.data_ptr()
+        return tuple(tensor.data_ptr() - base if tensor.numel() else 0 for tensor in self.tensors)
+
+    def _spanned(self) -> tuple[int, int]:
+        if self._span is None:
+            if self._flat is not None:
+                self._span = self._flat.data_ptr(), self._flat.nbytes
+            else:
+                places = [(tensor.data_ptr(), tensor.nbytes) for tensor in self.tensors if tensor.numel()]
+                base = min((start for start, _ in places), default=0)
+                self._span = base, max((start + size for start, size in places), default=0) - base
+        return self._span
+
+
+def tensor_list(tensors: Iterable[Any] | TensorList) -> TensorList:
+    """Return the tensors as a list that a call takes for one."""
+    return tensors if isinstance(tensors, TensorList) else TensorList(tensors)
+
+
+def tensors_of(tensor: Any) -> tuple[Any, ...]:
+    """Return the tensors that stand for one argument of a call: none, one, or those of a list."""
+    if isinstance(tensor, TensorList):
+        return tensor.tensors
+    return () if tensor is None else (tensor,)
+
+
+def block_bytes(
+    output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
+) -> int:
+    """Return the bytes of one block: output is `outputs` of them, input is `inputs`.
+
+    Args:
+        output: tensor; None: it fits.
+        input: tensor; None: it fits.
+        outputs: blocks in output.
+        inputs: blocks in input.
+        device: where both have to be.
+
+    Returns:
+        The size of a block.
+
+    Raises:
+        Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
+    """
+    check(output, input, device)
+    if output is not None and input is not None and output.numel() * inputs != input.numel() * outputs:
+        raise Misconfigured(
+            f"output of {output.numel()} and input of {input.numel()} elements: "
+            f"{'output' if outputs > 1 else 'input'} has to be {max(outputs, inputs)} times the other, a block per rank"
+        )
+    return int(output.nbytes) // outputs if output is not None else int(input.nbytes) // inputs
+
+
+def check(output: Any, input: Any, device: torch.device = CPU) -> None:
+    """Check that what is given can be written or read, and that both have one dtype.
+
+    Raises:
+        Misconfigured: it cannot, or they have not.
+    """
+    for tensor in (output, input):
+        if tensor is not None and (tensor.device != device or tensor.layout is not torch.strided):
+            raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on {device}")
+    if output is not None and (not output.is_contiguous() or output.is_conj() or output.is_neg()):
+        raise Misconfigured(f"output of strides {output.stride()}: give a contiguous one, and copy from it")
+    if output is not None and input is not None and input.dtype != output.dtype:
+        raise Misconfigured(f"output of {output.dtype}, input of {input.dtype}: give both the same dtype")
+
+
+def even_blocks(output: Any, input: Any, world_size: int, device: torch.device = CPU) -> int:
+    """Return the bytes of each block of an all_to_all without split sizes.
+
+    Args:
+        output: tensor.
+        input: tensor.
+        world_size: blocks in each.
+        device: where both have to be.
+
+    Returns:
+        The size of a block.
+
+    Raises:
+        Misconfigured: the rows of the tensors are no multiple of `world_size`, or the tensors differ.
+    """
+    size = block_bytes(output, input, device=device)
+    rows = input.shape[0] if input.dim() else 1
+    if rows % world_size:
+        raise Misconfigured(f"all_to_all of {rows} rows: give a multiple of {world_size}, or split sizes")
+    return size // world_size
+
+
+def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return the bytes of each block, from rows of dim 0.
+
+    Args:
+        tensor: of all blocks.
+        sizes: rows of each block.
+        world_size: how many blocks there have to be.
+
+    Returns:
+        The sizes, by rank.
+
+    Raises:
+        Misconfigured: the sizes do not add up to its rows.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
+        raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return tuple(size * row_bytes for size in sizes)
+
+
+def sendable(tensor: Any) -> Any:
+    """Return `tensor` if its bytes lie one after the other as they are meant, else a copy of which that is true."""
+    if isinstance(tensor, TensorList):
+        if tensor.is_checked:
+            return tensor
+        whole = [sendable(one) for one in tensor.tensors]
+        return tensor if all(map(is_, whole, tensor.tensors)) else TensorList(whole)
+    if tensor is None or tensor.layout is not torch.strided:  # which `check` refuses
+        return tensor
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copied(tensor: Any) -> Any:
+    """Return a copy of a contiguous tensor, or of each of several."""
+    if isinstance(tensor, TensorList):
+        return TensorList([copied(one) for one in tensor.tensors])
+    return tensor.detach().clone()
+
+
+def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
+    """Return the memory of a contiguous tensor as one row of `dtype`."""
+    if not tensor.numel():
+        return tensor.new_empty(0, dtype=dtype)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(dtype)  # of one element strides are free
+
+
+def tensor_key(tensor: Any) -> Hashable:
+    """Return all that a call can see of a tensor, or of a list: what has an equal key is treated the same."""
+    if tensor is None:
+        return None
+    if type(tensor) is TensorList:
+        return tensor.key
+    return tensor.data_ptr(), *_shape_key(tensor)
+
+
+def _shape_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.is_conj(), tensor.is_neg()
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Return whether two contiguous tensors, or two lists from their first to their last byte, share bytes."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return bool(first < second + other.nbytes and second < first + one.nbytes)
+
+
+def is_block(part: Any, whole: Any, rank: int) -> bool:
+    """Return whether `part` lies where the block of `rank` is in `whole`; both are contiguous."""
+    return bool(part.data_ptr() == whole.data_ptr() + rank * part.nbytes and part.dtype == whole.dtype)
+
+
+def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
+    """Return whether an input shares bytes with an output other than its own one where that is in place.
+
+    Args:
+        outputs: contiguous tensors.
+        inputs: as many, contiguous.
+        in_place: of each pair, whether one of the two is its rank's block of the other.
+
+    Returns:
+        True: a copy of the inputs has to be sent.
+
+    Raises:
+        Misconfigured: two outputs share bytes.
+    """
+    written = sorted((one.data_ptr(), one.data_ptr() + one.nbytes, i) for i, one in enumerate(outputs) if one.nbytes)
+    for (_, end, one), (start, _, other) in pairwise(written):
+        if start < end:
+            raise Misconfigured(f"outputs {one} and {other} share bytes: give each its own, or what is written is lost")
+    starts = [start for start, _, _ in written]
+    for number, one in enumerate(inputs):
+        index = bisect_left(starts, one.data_ptr() + one.nbytes) - 1
+        while one.nbytes and index >= 0 and written[index][1] > one.data_ptr():
+            if not (in_place[number] and written[index][2] == number):
+                return True
+            index -= 1
+    return False
+
+
+def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
+    """Return the reduction `op`, by its name or torch's ReduceOp; raise if it has no meaning for this dtype."""
+    return _reduction(reduction_name(op), dtype_name(tensor), float(factor))
+
+
+def reduction_name(op: Any) -> str:
+    """Return the name of a reduction; torch's ReduceOps have none that can be compared: all equal numbers."""
+    return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
+
+
+def described(tensor: Any, reduction: Reduction | None = None) -> str:
+    """Return size and dtype in words, and what is done to the elements: all of it equal on all ranks."""
+    how = "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
+    return f"{tensor.nbytes} bytes of {dtype_name(tensor)}{how}"
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return the name of a tensor's dtype without `torch.`."""
+    return _name(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _reduction(name: Any, dtype: str, factor: float) -> Reduction:
+    return Reduction(op=name, dtype=dtype, factor=factor)

@@ -1,0 +1,257 @@
+"""Change the shared memory of kernels as they are launched: any through CUPTI, Triton's through its launcher.
+
+CUPTI calls us as the driver is about to launch. Its callback gets a pointer to the arguments of `cuLaunchKernel` and
+`cuLaunchKernelEx`, in the memory that the driver reads them from afterwards. What is written there, by value or by
+reference, is what is launched (seen on driver 580, CUDA 13.0, 2026-11-21); the caller's own structure is put back
+before the call returns.
+
+CUPTI serves **one** subscriber per process. So it is either this hook or a profiler:
+- once torch.profiler has run, or under nsys, ncu or compute-sanitizer, the hook raises `Unsupported`;
+- a process that uses the hook first gets no GPU events from torch.profiler ever after (it says so on stderr).
+
+It costs the launching thread about 7 µs a kernel (12.5 instead of 5.7, H200, 2026-11-21).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from counterpoint.controls.occupancy_shape import Shaper
+from counterpoint.errors import Unsupported
+
+__all__ = ["KernelLaunch", "LaunchHook", "no_cupti", "no_triton", "shaped_triton"]
+
+_DRIVER_API, _ENTER, _SUCCESS, _TAKEN = 1, 0, 0, 39
+_BY_VALUE, _BY_REFERENCE = (307, 442), (652, 653)  # cuLaunchKernel, cuLaunchKernelEx; each also per-thread stream
+_CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelLaunch:
+    """Describes a kernel as the driver was asked to launch it."""
+
+    name: str
+    handle: int  # CUfunction or CUkernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    cooperative: bool
+    dynamic_smem_bytes: int
+
+
+class _CallbackData(ctypes.Structure):
+    _fields_ = [
+        ("site", ctypes.c_int),
+        ("function_name", ctypes.c_char_p),
+        ("parameters", ctypes.c_void_p),
+        ("returned", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("context", ctypes.c_void_p),
+        ("context_uid", ctypes.c_uint32),
+        ("ours", ctypes.POINTER(ctypes.c_uint64)),  # kept from enter to exit
+        ("correlation", ctypes.c_uint32),
+    ]
+
+
+class _Config(ctypes.Structure):
+    """Lays out `CUlaunchConfig`; cuLaunchKernel's arguments after the function are the same up to the stream."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class _ByValue(ctypes.Structure):
+    _fields_ = [("function", ctypes.c_void_p), ("config", _Config)]
+
+
+class _ByReference(ctypes.Structure):
+    _fields_ = [("config", ctypes.POINTER(_Config)), ("function", ctypes.c_void_p)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData))
+
+
+class LaunchHook:
+    """Makes every kernel launch of the process, inside its context, ask `smem_for` how much shared memory to have.
+
+    Cooperative launches through their own old driver call are left alone.
+
+    Args:
+        smem_for: from the launch to bytes of dynamic shared memory, or None to leave it as it is. It is called in the
+            launching thread and must not launch anything. What it raises is raised on exit, and the launch goes on
+            unchanged.
+
+    Raises:
+        Unsupported: on entering: no CUPTI, or somebody else has subscribed.
+    """
+
+    def __init__(self, smem_for: Callable[[KernelLaunch], int | None]) -> None:
+        self._smem_for = smem_for
+        self._failure: Exception | None = None
+        self._subscriber = ctypes.c_void_p()
+        self._callback = _CALLBACK(self._called)  # held: CUPTI keeps only its address
+
+    def __enter__(self) -> LaunchHook:
+        self._cupti = _cupti()
+        status = self._cupti.cuptiSubscribe(ctypes.byref(self._subscriber), self._callback, None)
+        if status == _TAKEN:
+            raise Unsupported(
+                "another tool has subscribed to CUPTI in this process (torch.profiler once it has run, nsys, ncu, "
+                "compute-sanitizer), and it serves one; interpose in a process without it, or shape Triton kernels only"
+            )
+        _check(status, "cuptiSubscribe")
+        try:
+            for call in (*_BY_VALUE, *_BY_REFERENCE):
+                _check(self._cupti.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, call), "cuptiEnableCallback")
+        except Unsupported:
+            self._cupti.cuptiUnsubscribe(self._subscriber)  # or CUPTI would call us when we are gone
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _check(self._cupti.cuptiUnsubscribe(self._subscriber), "cuptiUnsubscribe")
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    def _called(self, _user: Any, _domain: int, call: int, data: Any) -> None:
+        """Raise the shared memory on enter and keep what it was; put it back on exit."""
+        seen = data[0]
+        by_value = call in _BY_VALUE
+        arguments = ctypes.cast(seen.parameters, ctypes.POINTER(_ByValue if by_value else _ByReference))[0]
+        config = arguments.config if by_value else arguments.config[0]
+        if seen.site != _ENTER:
+            if seen.ours[0]:
+                config.smem = seen.ours[0] - 1
+            return
+        seen.ours[0] = 0
+        try:
+            wanted = self._smem_for(_launch(seen.symbol, arguments.function, config, by_value))
+        except Exception as error:  # nothing may leave a callback of C
+            self._failure = self._failure or error
+            return
+        if wanted is not None and wanted != config.smem:
+            seen.ours[0] = config.smem + 1
+            config.smem = wanted
+
+
+def _launch(symbol: bytes | None, handle: int, config: _Config, by_value: bool) -> KernelLaunch:
+    cluster, cooperative = (1, 1, 1), False
+    if not by_value and config.num_attributes:
+        attributes = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
+        for attribute in attributes[: config.num_attributes]:
+            if attribute.id == _CLUSTER_DIMENSION:
+                cluster = (attribute.value[0], attribute.value[1], attribute.value[2])
+            cooperative = cooperative or (attribute.id == _COOPERATIVE and attribute.value[0] != 0)
+    return KernelLaunch(
+        name=(symbol or b"").decode(errors="replace"),
+        handle=handle,
+        grid=(config.grid[0], config.grid[1], config.grid[2]),
+        block=(config.block[0], config.block[1], config.block[2]),
+        cluster=cluster,
+        cooperative=cooperative,
+        dynamic_smem_bytes=config.smem,
+    )
+
+
+def no_cupti() -> str | None:
+    """Return why CUPTI cannot be called; None if it can (another tool may still have subscribed)."""
+    try:
+        _cupti()
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def _cupti() -> ctypes.CDLL:
+    """Return the CUPTI that is in the process already (torch links it), or the system's."""
+    maps = Path("/proc/self/maps")
+    loaded = re.search(r"(/\S*libcupti\.so\S*)", maps.read_text()) if maps.exists() else None
+    for name in ([loaded[1]] if loaded else []) + ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.cuptiSubscribe.argtypes = [ctypes.c_void_p, _CALLBACK, ctypes.c_void_p]
+        library.cuptiUnsubscribe.argtypes = [ctypes.c_void_p]
+        library.cuptiEnableCallback.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+        return library
+    raise Unsupported("libcupti is not there; it comes with PyTorch for CUDA (nvidia-cuda-cupti) and the CUDA toolkit")
+
+
+def _check(status: int, call: str) -> None:
+    if status != _SUCCESS:
+        raise Unsupported(f"{call} failed with CUPTI status {status}; this driver does not let launches be watched")
+
+
+def no_triton() -> str | None:
+    """Return why Triton's launcher cannot be changed; None if it can."""
+    try:
+        _launcher()
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def shaped_triton(shaper: Shaper) -> Iterator[None]:
+    """Launch every Triton kernel inside, by any thread while `shaper.active`, as the shaper says.
+
+    Not reached: kernels that Inductor launches through torch's own static launcher, and captured graphs.
+
+    Raises:
+        Unsupported: no Triton for NVIDIA GPUs, or one with another launcher than 3.6 and 3.7 have.
+    """
+    launcher = _launcher()
+    stock: Callable[..., Any] = launcher.__call__
+
+    def launch(
+        self: Any, grid_x: int, grid_y: int, grid_z: int, stream: int, function: int, packed: Any, *rest: Any
+    ) -> Any:
+        if shaper.active:
+            warps, ctas, smem = _unpacked(packed)
+            cooperative = bool(getattr(self, "launch_cooperative_grid", False))
+            smem = shaper.dynamic_smem(
+                function, threads=32 * warps, dynamic_smem_bytes=smem, clustered=ctas > 1, cooperative=cooperative
+            )
+            packed = (warps, ctas, smem)
+        return stock(self, grid_x, grid_y, grid_z, stream, function, packed, *rest)
+
+    launcher.__call__ = launch
+    try:
+        yield
+    finally:
+        launcher.__call__ = stock
+
+
+def _unpacked(packed: Any) -> tuple[int, int, int]:
+    """Return warps, blocks per cluster, and bytes of dynamic shared memory."""
+    if not (isinstance(packed, tuple) and len(packed) == 3):
+        raise Unsupported(f"Triton's launcher got {packed!r} and not (warps, CTAs, shared memory); use interpose=True")
+    return packed
+
+
+def _launcher() -> Any:
+    try:
+        from triton.backends.nvidia.driver import CudaLauncher
+    except ImportError as error:
+        raise Unsupported(f"Triton for NVIDIA GPUs is not installed, or not 3.6 or newer: {error}") from error
+    return CudaLauncher

@@ -1,0 +1,7 @@
+"""Find out why a step waits: the accounts, waits, slow-downs and causes in traces of one job.
+
+`counterpoint.diagnose` is api.py. engine.py reads ranks and digests them (digest.py: steps, gaps, comm_rows, FLOPs),
+job.py joins them (join.py) on one clock. accounts.py says where the time went, kernels.py, launch_order.py and
+stragglers.py why, replay.py what each cause is worth, findings.py what to change. lanes.py and frames.py show it,
+gate.py checks it in CI. Other rooms use `api.diagnose`, `Result` and gate.py.
+"""

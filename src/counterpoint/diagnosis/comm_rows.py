@@ -1,0 +1,139 @@
+"""List one rank's collectives as rows: a communication kernel is one, and so is a run of peer copies on a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.trace import classify
+from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, Kind, Timeline
+
+__all__ = ["CommRows", "comm_rows"]
+
+_COPY_PAUSE_US = 30.0  # copies of one collective follow one another closer than this
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRows:
+    """Holds the collectives of one rank, sorted by start; columns have one length, bytes -1 = not stated."""
+
+    op: tuple[str, ...]
+    group: tuple[str, ...]  # name of the process group, "?" where the trace does not say
+    group_ranks: tuple[tuple[int, ...] | None, ...]
+    seq: I64  # -1: not stated
+    comms_id: tuple[str | None, ...]
+    bytes: I64  # full array, as nccl-tests counts
+    size: I32  # ranks in the group; 0: not stated
+    ctas: I32  # blocks of the kernel; 0 for copies; -1 unknown
+    first: I32  # first and last row of GpuOps
+    last: I32
+    start: F64
+    end: F64
+    launch: F64  # host call; NaN: unknown
+    stream: I64
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def comm_rows(timeline: Timeline) -> CommRows:
+    """Return the collectives of one rank, from kernels and from runs of peer copies."""
+    gpu = timeline.gpu
+    rows = np.flatnonzero(gpu.kind == Kind.COMM)
+    is_copy = np.array([n.startswith("Memcpy") for n in timeline.names], bool)[gpu.name[rows]]
+    first, last = _runs(gpu, rows, is_copy, timeline.world_size)
+    copy = is_copy[np.searchsorted(rows, first)]
+    infos = [timeline.collectives[i] if i >= 0 else None for i in gpu.collective[first].tolist()]
+    names = [timeline.names[i] for i in gpu.name[first].tolist()]
+    runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
+    copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
+    size = np.array([_size(info, timeline) for info in infos], np.int32)
+    ops = tuple(_op(info, name) for info, name in zip(infos, names, strict=True))
+    grid = gpu.grid[first].astype(np.int64)
+    return CommRows(
+        op=ops,
+        group=tuple((info.group if info and info.group else "?") for info in infos),
+        group_ranks=tuple(_ranks(info) for info in infos),
+        seq=np.array([-1 if info is None or info.seq is None else info.seq for info in infos], np.int64),
+        comms_id=tuple(info.comms_id if info else None for info in infos),
+        bytes=np.array(
+            [_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)],
+            np.int64,
+        ),
+        size=size,
+        ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
+        first=first.astype(np.int32),
+        last=last.astype(np.int32),
+        start=gpu.start[first],
+        end=np.array([float(gpu.end[members].max()) for members in runs]),
+        launch=gpu.launch_start[first],
+        stream=gpu.stream[first],
+    )
+
+
+def _members(gpu: GpuOps, first: int, last: int) -> I64:
+    """Return the communication operations from `first` to `last` on their stream."""
+    part = slice(first, last + 1)
+    return first + np.flatnonzero((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
+
+
+def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: int | None) -> tuple[I64, I64]:
+    """Return the first and last operation of each collective: kernels singly, copies in runs per stream."""
+    first, last = list(rows[~is_copy]), list(rows[~is_copy])
+    copies = rows[is_copy]
+    for stream in np.unique(gpu.stream[copies]):
+        own = copies[gpu.stream[copies] == stream]
+        others = np.flatnonzero((gpu.stream == stream) & (gpu.kind != Kind.COMM))
+        between = np.searchsorted(others, own[1:]) != np.searchsorted(others, own[:-1])
+        pause = gpu.start[own[1:]] - gpu.end[own[:-1]] > _COPY_PAUSE_US
+        other_info = gpu.collective[own[1:]] != gpu.collective[own[:-1]]
+        cuts = np.flatnonzero(pause | between | other_info) + 1
+        for run in np.split(own, cuts):
+            for part in _rounds(gpu, run, world):
+                first.append(part[0])
+                last.append(part[-1])
+    order = np.argsort(np.array(first, np.int64), kind="stable")
+    return np.array(first, np.int64)[order], np.array(last, np.int64)[order]
+
+
+def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
+    """Split back-to-back collectives of world - 1 equal copies each, by counting."""
+    peers = (world or 0) - 1
+    if peers >= 1 and len(run) > peers and len(run) % peers == 0:
+        parts = np.split(run, len(run) // peers)
+        if all(len(np.unique(gpu.bytes[part])) == 1 for part in parts):
+            return parts
+    return [run]
+
+
+def _op(info: CollectiveInfo | None, name: str) -> str:
+    op = info.op if info and info.op and info.op != "unknown" else classify.collective_op(name)
+    return "send_recv" if op in ("send", "recv") else op
+
+
+def _size(info: CollectiveInfo | None, timeline: Timeline) -> int:
+    if info and info.group_size:
+        return info.group_size
+    return timeline.world_size or 0
+
+
+def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
+    """Return the ranks of the group where the profiler printed all of them."""
+    if info is None or not info.group_ranks or "..." in info.group_ranks:
+        return None
+    parts = info.group_ranks.strip("[]() ").replace(" ", "").split(",")
+    if not all(part.isdigit() and len(part) < 8 for part in parts):
+        return None
+    return tuple(int(part) for part in parts)
+
+
+def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:
+    """Return the bytes of the full array, which nccl-tests divides by time for the algorithm bandwidth."""
+    if info is not None and info.in_nelems is not None and info.out_nelems is not None:
+        item = classify.dtype_bytes(info.dtype)
+        if item is not None and not classify.is_barrier(op):
+            return max(info.in_nelems, info.out_nelems) * item
+    if copied >= 0:
+        return copied * size // (size - 1) if size > 1 else copied
+    return -1

@@ -1,0 +1,158 @@
+"""Digest one rank's trace: what is kept is small enough to send and complete enough to diagnose.
+
+Reading and digesting a rank needs nothing of the others, so it runs wherever the rank's file is; everything that joins
+ranks works on digests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from counterpoint.diagnosis.comm_rows import CommRows, comm_rows
+from counterpoint.diagnosis.gaps import Gap, find_gaps
+from counterpoint.diagnosis.steps import StepWindows, find_steps
+from counterpoint.trace.timeline import F64, I32, I64, Device, GpuOps, HostKind, Kind, Timeline
+
+__all__ = ["HostWaits", "RankDigest", "digest"]
+
+_GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
+_BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostWaits:
+    """Holds host calls that wait for the GPU, and stream waits as the driver saw them; sorted by start."""
+
+    start: F64
+    end: F64
+    wait_call: F64  # host times of every cudaStreamWaitEvent call
+    stream_wait_at: F64  # host time of cudaStreamWaitEvent
+    stream_wait_stream: I64  # the stream that waits
+    stream_wait_for: I32  # the GPU operation waited for; -1: none before the event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigest:
+    """Holds what is kept of one rank; times in µs since `origin_ns` on its own clock."""
+
+    rank: int
+    rank_known: bool
+    world_size: int | None
+    job: dict[str, Any]
+    path: str
+    format: str
+    events: int
+    origin_ns: int
+    device: Device
+    names: tuple[str, ...]
+    shapes: tuple[str, ...]
+    gpu: GpuOps
+    comm: CommRows
+    steps: StepWindows
+    gaps: tuple[Gap, ...]
+    waits: HostWaits
+    flops: F64  # per GPU operation; NaN: unknown
+
+
+def digest(timeline: Timeline) -> RankDigest:
+    """Return all that can be said of a rank without the others."""
+    gpu = timeline.gpu
+    used = np.unique(gpu.name)
+    renumber = np.zeros(len(timeline.names) + 1, np.int32)
+    renumber[used] = np.arange(len(used), dtype=np.int32)
+    columns = {name: getattr(gpu, name) for name in GpuOps.__dataclass_fields__}
+    return RankDigest(
+        rank=timeline.rank,
+        rank_known=timeline.rank_known,
+        world_size=timeline.world_size,
+        job=timeline.job,
+        path=timeline.path,
+        format=timeline.format,
+        events=timeline.events,
+        origin_ns=timeline.origin_ns,
+        device=timeline.device,
+        names=tuple(timeline.names[i] for i in used.tolist()),
+        shapes=timeline.shapes,
+        gpu=GpuOps(**{**columns, "name": renumber[gpu.name]}),
+        comm=comm_rows(timeline),
+        steps=find_steps(timeline),
+        gaps=tuple(find_gaps(timeline)),
+        waits=_waits(timeline),
+        flops=_matmul_flops(timeline),
+    )
+
+
+def _waits(timeline: Timeline) -> HostWaits:
+    host, names = timeline.host, timeline.names
+    blocking = np.array([n.endswith(_BLOCKING[:1]) or n in _BLOCKING for n in names], bool)
+    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & blocking[host.name]) if len(names) else np.empty(0, int)
+    at, stream, waited = _stream_waits(timeline)
+    waits = np.array([n.endswith("StreamWaitEvent") for n in names], bool)
+    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & waits[host.name]) if len(names) else np.empty(0, int)
+    return HostWaits(
+        start=host.start[rows], end=host.end[rows], wait_call=host.start[calls],
+        stream_wait_at=at, stream_wait_stream=stream, stream_wait_for=waited,
+    )  # fmt: skip
+
+
+def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
+    """Return when the host asked for each stream wait that names its event, which stream waits, and for what.
+
+    An event marks everything launched to its stream before it was recorded: the last such operation.
+    """
+    host, gpu = timeline.host, timeline.gpu
+    rows = np.flatnonzero((host.kind == HostKind.SYNC) & (host.waits_for >= 0) & (host.waits_on >= 0))
+    records = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation >= 0))
+    records = records[np.argsort(host.correlation[records], kind="stable")]
+    waited = np.full(len(rows), -1, np.int32)
+    keys, wanted = host.correlation[records], host.waits_for[rows]
+    at = np.searchsorted(keys, wanted)
+    known = at < len(keys)
+    known[known] = keys[at[known]] == wanted[known]
+    for stream in np.unique(host.waits_on[rows[known]]).tolist():
+        launched = np.flatnonzero((gpu.stream == stream) & np.isfinite(gpu.launch_start))
+        launched = launched[np.argsort(gpu.launch_start[launched], kind="stable")]
+        here = np.flatnonzero(known & (host.waits_on[rows] == stream))
+        last = np.searchsorted(gpu.launch_start[launched], host.start[records[at[here]]]) - 1
+        waited[here[last >= 0]] = launched[last[last >= 0]]
+    return host.start[rows], host.stream[rows], waited
+
+
+def _product_flops(dims: list[list[int]]) -> float:
+    """Return 2·M·N·K of the first two inputs that make a product: 2 dimensions (mm, linear) or 3 (bmm).
+
+    `aten::addmm` puts its bias first, `aten::linear` transposes its weight; NaN where no two inputs make a product.
+    """
+    tensors = [d for d in dims if isinstance(d, list) and len(d) >= 2 and all(isinstance(v, int) for v in d)]
+    for a, b in itertools.pairwise(tensors):
+        batch = math.prod(a[:-2]) if len(a) > 2 else 1
+        if a[-1] == b[-2] and (len(b) == 2 or b[:-2] == a[:-2]):
+            return 2.0 * batch * a[-2] * a[-1] * b[-1]
+        if a[-1] == b[-1] and len(b) == 2:
+            return 2.0 * batch * a[-2] * a[-1] * b[-2]
+    return float("nan")
+
+
+def _matmul_flops(timeline: Timeline) -> F64:
+    """Return FLOPs per GPU operation; NaN where it is no matrix product or has no shapes (`record_shapes=True`)."""
+    gpu = timeline.gpu
+    is_gemm = np.array([any(key in n for key in _GEMM) for n in timeline.names], bool)
+    by_shape = np.full(len(timeline.shapes) + 1, np.nan)
+    flops = np.full(len(gpu), np.nan)
+    if not len(gpu):
+        return flops
+    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0) & is_gemm[gpu.name])
+    for shape in np.unique(gpu.shape[rows]).tolist():
+        try:
+            dims = msgspec.json.decode(timeline.shapes[shape])
+        except msgspec.DecodeError:
+            continue
+        by_shape[shape] = _product_flops(dims) if isinstance(dims, list) else np.nan
+    flops[rows] = by_shape[gpu.shape[rows]]
+    return flops

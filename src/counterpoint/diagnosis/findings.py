@@ -1,0 +1,357 @@
+"""Find what a person can act on, ranked by what it costs in step time, and say what to change.
+
+Costs come from the replay (the step without that trouble), shared out among causes by what each kernel lost. Advice
+names a knob and its value, and only knobs that were seen to take effect (docs/reference/diagnosis.md, "Knobs that do
+nothing"); each sentence was measured or read in source.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from counterpoint.diagnosis.accounts import Waits
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.launch_order import Blocked
+from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
+
+__all__ = ["find_findings", "verdict"]
+
+_WORTH = 0.01  # of a step: cheaper findings are left out
+_EXPOSED_WORTH = 0.05
+_KERNELS_NAMED = 3
+_CAUSE_TITLE = {
+    "host_stall": "its host stalls",
+    "slow_kernels": "its kernels are slow",
+    "more_work": "it has more work",
+    "late_input": "its input is late",
+    "unknown": "cause not found",
+}
+_KERNEL_TITLE = {
+    "tail_effect": "Tail effect: {kernels} in need of an extra wave beside communication",
+    "sm_contention": "{kernels} slowed by the SMs that communication takes",
+    "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
+}
+_IDLE_TITLE = {
+    "launch": "The GPUs wait for launches: host-bound",
+    "synchronise": "The GPUs run dry at synchronisations",
+    "late_input": "The GPUs wait for input",
+    "allocator": "The GPUs wait for the allocator",
+    "garbage_collection": "The GPUs wait for garbage collection",
+    "operation": "The GPUs run dry while the host is in one operation",
+    "unrecorded": "The GPUs run dry while the host does something unrecorded",
+}
+_INPUT_ADVICE = (
+    "raise DataLoader(num_workers=...) and prefetch_factor, set pin_memory=True, and copy with non_blocking=True"
+)
+_ALLOCATOR_ADVICE = (
+    "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, remove torch.cuda.empty_cache() from the step, and "
+    "lower peak memory until torch.cuda.memory_stats()['num_alloc_retries'] stays 0"
+)
+_GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
+_IDLE_ADVICE = {
+    "launch": "fewer, larger launches: torch.compile the blocks, with mode='reduce-overhead' (CUDA graphs) where "
+    "shapes are fixed",
+    "synchronise": "remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value "
+    "a step later",
+    "late_input": _INPUT_ADVICE,
+    "allocator": _ALLOCATOR_ADVICE,
+    "garbage_collection": _GC_ADVICE,
+    "operation": "move that operation out of the step or to another thread or process",
+    "unrecorded": f"record with torch.profiler.profile(with_stack=True) to see which Python code it is; {_GC_ADVICE}",
+}
+_NO_SM_COLLECTIVES = (
+    "collectives that take no SM (copy engines): NCCL's zero-CTA policy needs both buffers registered as symmetric "
+    "windows and a stream that is not the default one; check that the trace shows Memcpy PtoP"
+)
+
+
+def find_findings(
+    job: TracedJob,
+    account: Account,
+    w: Waits,
+    stragglers: tuple[Straggler, ...],
+    kernels: tuple[KernelComparison, ...],
+    blocked: tuple[Blocked, ...],
+    replay: Replay | None,
+) -> tuple[Finding, ...]:
+    """Return the findings, dearest first; `cost_us` is time per step."""
+    step = account.duration_us / max(len(job.step_names), 1)
+    saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
+    found = [
+        *_stragglers(job, stragglers, saved, step),
+        *_slow_kernels(job, kernels, saved, step),
+        *_launch_order(job, blocked, saved, step),
+        *(_idle(job, account, stragglers, step) if job.digests[0].device.name != "cpu" else ()),
+        *_exposed(job, account, w, saved, step),
+    ]
+    return tuple(sorted(found, key=lambda f: -f.cost_us))
+
+
+def _severity(cost_us: float, step_us: float) -> Severity:
+    share = cost_us / step_us if step_us > 0 else 0.0
+    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
+
+
+def _stragglers(
+    job: TracedJob, stragglers: tuple[Straggler, ...], saved: dict[str, float], step: float
+) -> list[Finding]:
+    whole = sum(s.delay_us for s in stragglers)
+    launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot move a host
+    out = []
+    for s in stragglers:
+        cost = s.delay_us / max(len(job.step_names), 1)
+        if "no straggler" in saved and whole > 0 and launched:
+            cost = saved["no straggler"] * s.delay_us / whole
+        out.append(
+            Finding(
+                kind="straggler",
+                cost_us=cost,
+                severity=_severity(cost, step),
+                title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
+                evidence=f"the others stood still for {s.delay_us / 1e3:.2f} ms; it arrived last {s.times_last} times; "
+                f"{s.evidence}",
+                advice=_advise_straggler(s),
+                rank=s.rank,
+                start_us=s.start_us,
+                end_us=s.end_us,
+            )
+        )
+    return out
+
+
+def _slow_kernels(
+    job: TracedJob, kernels: tuple[KernelComparison, ...], saved: dict[str, float], step: float
+) -> list[Finding]:
+    whole = sum(k.cost_us for k in kernels)
+    out = []
+    for cause in ("tail_effect", "sm_contention", "bandwidth"):
+        group = [k for k in kernels if k.cause == cause]
+        lost = sum(k.cost_us for k in group)
+        cost = lost / max(len(job.step_names), 1)
+        if "no contention" in saved and whole > 0:
+            cost = min(cost, saved["no contention"] * lost / whole)
+        if not group or cost < _WORTH * step:
+            continue
+        worst = group[0]
+        parts = [f"{_short(k.name)} {_times(k)}" for k in group[:_KERNELS_NAMED]]
+        waves = (
+            f"; {worst.grid[0] * worst.grid[1] * worst.grid[2]} blocks at {worst.blocks_per_sm} a SM take "
+            f"{_count(worst.waves_alone or 0, 'wave')} alone, {worst.waves_overlapped} beside {worst.comm_ctas} "
+            "communication CTAs"
+            if cause == "tail_effect"
+            else ""
+        )
+        out.append(
+            Finding(
+                kind=cause,
+                cost_us=cost,
+                severity=_severity(cost, step),
+                title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
+                evidence=f"{lost / max(len(job.step_names), 1) / 1e3:.2f} ms of kernel time a step: "
+                + "; ".join(parts) + waves,
+                advice=_advise_kernel(worst, job.digests[0].device.num_sms),
+            )
+        )  # fmt: skip
+    return out
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _times(k: KernelComparison) -> str:
+    return f"{k.alone_us:.0f} → {k.overlapped_us:.0f} µs ({k.slowdown:.2f} x, {k.overlapped_count} times)"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else name[:57] + "…"
+
+
+def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str, float], step: float) -> list[Finding]:
+    if not blocked:
+        return []
+    lost = sum(b.lost_us for b in blocked) / len(job.ranks) / max(len(job.step_names), 1)
+    cost = saved.get("launch order fixed", lost)
+    if min(lost, cost) < 0.5 * _WORTH * step:
+        return []  # held up, but nobody waited for it
+    worst = max(blocked, key=lambda b: b.lost_us)
+    d = job.digests[worst.column]
+    kernel, op = d.names[d.gpu.name[worst.by]], d.comm.op[worst.row]
+    start = float(job.op_start[worst.column][worst.by])
+    by_kernel: dict[str, int] = defaultdict(int)
+    for b in blocked:
+        by_kernel[job.digests[b.column].names[job.digests[b.column].gpu.name[b.by]]] += 1
+    most = max(by_kernel, key=lambda name: by_kernel[name])
+    return [
+        Finding(
+            kind="launch_order",
+            cost_us=cost,
+            severity=_severity(cost, step),
+            title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
+            evidence=f"{lost / 1e3:.2f} ms a step and rank, mostly behind {_short(most)} ({by_kernel[most]} times); "
+            f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {_short(kernel)}; {worst.proof}",
+            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row])),
+            rank=d.rank,
+            start_us=start,
+            end_us=float(job.op_start[worst.column][worst.op]),
+        )
+    ]
+
+
+def _idle(job: TracedJob, account: Account, stragglers: tuple[Straggler, ...], step: float) -> list[Finding]:
+    """Return findings on gaps that every rank has: the host is too slow for all of them."""
+    steps = max(len(job.step_names), 1)
+    late = {s.rank for s in stragglers}
+    columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
+    lost: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(columns))
+    example: dict[str, str] = {}
+    longest: dict[str, float] = {}
+    for i, c in enumerate(columns):
+        low, high = job.step_start[0, c], job.step_end[-1, c]
+        gaps = job.digests[c].gaps
+        at = job.on_job_clock(c, np.array([g.start for g in gaps]))
+        for g, start in zip(gaps, at.tolist(), strict=True):
+            if low <= start < high:
+                lost[g.category][i] += g.end - g.start
+                if g.end - g.start > longest.get(g.category, 0.0):
+                    longest[g.category], example[g.category] = g.end - g.start, g.operation or g.inside or ""
+    out = []
+    for category, per_rank in lost.items():
+        cost = float(np.median(per_rank)) / steps
+        if cost < 3 * _WORTH * step:
+            continue
+        seen = f", the longest ({longest[category] / 1e3:.2f} ms) in {example[category]}" if example[category] else ""
+        out.append(
+            Finding(
+                kind="host_bound" if category == "launch" else category if category == "late_input" else "host_stall",
+                cost_us=cost,
+                severity=_severity(cost, step),
+                title=_IDLE_TITLE[category],
+                evidence=f"the GPU of a typical rank idles {cost / 1e3:.2f} ms a step for this{seen}",
+                advice=_IDLE_ADVICE[category],
+            )
+        )
+    return out
+
+
+def _exposed(job: TracedJob, account: Account, w: Waits, saved: dict[str, float], step: float) -> list[Finding]:
+    share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
+    if share < _EXPOSED_WORTH:
+        return []
+    by_op: dict[str, float] = defaultdict(float)
+    for j in np.flatnonzero(w.step >= 0).tolist():
+        by_op[job.joined.op[j]] += float(np.nanmean(w.exposed[j])) / max(len(job.step_names), 1)
+    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_op.items(), key=lambda i: -i[1])[:4])
+    waiting = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
+    cost = saved.get("communication free", account.exposed_comm_us / max(len(job.step_names), 1))
+    return [
+        Finding(
+            kind="exposed_comm",
+            cost_us=cost,
+            severity=_severity(cost, step),
+            title=f"{share:.0%} of the step is communication with no compute beside it",
+            evidence=f"exposed a step and rank: {parts}; {waiting:.0%} of the time in collectives is waiting for the "
+            "last rank",
+            advice=_advise_exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
+        )
+    ]
+
+
+def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
+    """Say in a sentence how long a step takes, how much communication is hidden, and what costs most."""
+    steps = max(len(job.step_names), 1)
+    step = account.duration_us / steps / 1e3
+    if account.hidden is None:
+        head = f"A step takes {step:.1f} ms; no communication was seen."
+    else:
+        exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
+        head = (
+            f"A step takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
+            "step waits for it."
+        )
+    if not findings:
+        return f"{head} Nothing stands out."
+    worst = next((f for f in findings if f.kind != "exposed_comm"), findings[0])  # a cause says more than the symptom
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({worst.cost_us / 1e3:.1f} ms a step)."
+
+
+def _advise_straggler(s: Straggler) -> str:
+    """Say what to change about one late rank."""
+    if s.cause == "late_input":
+        return _INPUT_ADVICE
+    if s.cause == "more_work":
+        return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
+    if s.cause == "slow_kernels":
+        return (
+            f"look at the GPU of rank {s.rank}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
+            "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
+        )
+    if s.cause == "host_stall":
+        known = {"allocator": _ALLOCATOR_ADVICE, "garbage_collection": _GC_ADVICE, "launch": _IDLE_ADVICE["launch"]}
+        if s.detail is None:
+            return _IDLE_ADVICE["unrecorded"]
+        return known.get(
+            s.detail, f"take {s.detail} out of the step of rank {s.rank}: do it ahead, or in a worker process"
+        )
+    return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
+
+
+def _advise_kernel(worst: KernelComparison, num_sms: int | None) -> str:
+    """Say what to change about kernels slowed by communication."""
+    if worst.cause == "bandwidth":
+        return (
+            "no knob removes it: they share HBM and power with the transfer. Fuse them, or let a GEMM run beside the "
+            "collective instead"
+        )
+    ctas, spare = worst.comm_ctas or 0, worst.comm_ctas_without_extra_wave or 0
+    limit = _fewer_sms_for_the_gemm(num_sms, ctas)
+    if worst.cause == "tail_effect" and spare >= 4:
+        most = spare // 4 * 4
+        return (
+            f"limit the collective to {most} CTAs (ProcessGroupNCCL.Options().config.max_ctas = {most}, a multiple of "
+            f"its cluster of 4; all_to_all rounds up to a power of two): up to {spare} fit without an extra wave; or "
+            f"{limit}"
+        )
+    return f"use {_NO_SM_COLLECTIVES} ({spare} CTAs fit without an extra wave); or {limit}"
+
+
+def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int) -> str:
+    sms = "SMs - CTAs" if num_sms is None else str(num_sms - max(ctas, 1))
+    return (
+        f"give the GEMM {sms} SMs: cublasSetSmCountTarget(torch.cuda.current_blas_handle(), {sms}) in every thread "
+        "that launches (autograd's too), and check the grid of the kernel"
+    )
+
+
+def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
+    """Say what to change about collectives that found no SM."""
+    return (
+        "stream priority does not pre-empt a resident kernel. Launch the collective before the kernel that blocks it; "
+        f"or {_fewer_sms_for_the_gemm(num_sms, ctas)}; or use {_NO_SM_COLLECTIVES}"
+    )
+
+
+def _advise_exposed(account: Account, *, by_copies: bool = False) -> str:
+    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
+    if account.wait_us > account.transfer_us:
+        return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
+    ratio = account.comm_to_compute or 0.0
+    if ratio > 1:
+        return (
+            f"communication takes {ratio:.1f} x as long as compute: more tokens per GPU or gradient accumulation, "
+            "fewer ranks per group (HSDP, smaller TP), or a compressed dtype "
+            "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+        )
+    if by_copies:
+        return (
+            "it takes no SM already, so no kernel holds it up: it begins too late, or nothing is left to run beside "
+            "it, as for the first gather and the last scatter of a step. Begin it earlier (prefetch), or make the "
+            "first and the last module smaller"
+        )
+    return (
+        "there is enough compute to hide it behind. Collectives that take no SM start whatever runs and slow nothing "
+        "down; in tensor parallelism split the matmul and overlap its parts. Prefetching two FSDP2 layers instead of "
+        "one and registering NCCL's buffers changed nothing measurable on 8 x H200"
+    )

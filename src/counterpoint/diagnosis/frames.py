@@ -1,0 +1,89 @@
+"""Turn a diagnosis into polars frames, whose schema is that of the record types even where a frame is empty."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from counterpoint.errors import Unsupported
+from counterpoint.records.base import Record
+from counterpoint.records.diagnosis import (
+    Collective,
+    Diagnosis,
+    Finding,
+    KernelComparison,
+    RankAccount,
+    StepTime,
+    Straggler,
+    WhatIfStep,
+)
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["frames"]
+
+
+def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
+    """Return frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.
+
+    Columns are the fields of the records, times are µs. Fields that hold several values become nested columns:
+    `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one
+    row per rank), `ranks` a `List[Int64]`, `grid` and `block` an `Array[Int64, 3]`. Null is a value that is not known.
+
+    Raises:
+        Unsupported: polars is not installed.
+    """
+    if find_spec("polars") is None:
+        raise Unsupported("frames need polars, which is not installed: pip install 'counterpoint[frames]'")
+    what_if = diagnosis.replay.what_if if diagnosis.replay else ()
+    tables: dict[str, tuple[type[Record], Sequence[Record]]] = {
+        "steps": (StepTime, diagnosis.steps),
+        "per_rank": (RankAccount, diagnosis.per_rank),
+        "collectives": (Collective, diagnosis.collectives),
+        "stragglers": (Straggler, diagnosis.stragglers),
+        "kernels": (KernelComparison, diagnosis.kernels),
+        "findings": (Finding, diagnosis.findings),
+        "what_if": (WhatIfStep, what_if),
+    }
+    return {name: _frame(record, rows) for name, (record, rows) in tables.items()}
+
+
+def _frame(record: type[Record], rows: Sequence[Record]) -> pl.DataFrame:
+    import polars as pl
+
+    hints = get_type_hints(record)
+    columns = {
+        field.name: pl.Series(field.name, [_cell(getattr(row, field.name)) for row in rows], _dtype(hints[field.name]))
+        for field in sorted(msgspec.structs.fields(record), key=lambda field: field.name != "rank")
+    }
+    return pl.DataFrame(columns)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [{"rank": int(rank), "us": us} for rank, us in sorted(value.items(), key=lambda item: int(item[0]))]
+    return value
+
+
+def _dtype(hint: Any) -> Any:
+    """Return the polars type of a scalar, `X | None`, literal, `tuple[X, ...]`, `tuple[X, X, X]`, `dict[rank, µs]`."""
+    import polars as pl
+
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _dtype(next(arg for arg in args if arg is not type(None)))
+    if origin is Literal:
+        return pl.String()
+    if origin is tuple:
+        inner = _dtype(args[0])
+        return pl.List(inner) if args[1:] == (...,) else pl.Array(inner, len(args))
+    if origin is dict:
+        return pl.List(pl.Struct({"rank": pl.Int64(), "us": _dtype(args[1])}))
+    scalars: dict[typing.Any, Any] = {float: pl.Float64(), int: pl.Int64(), str: pl.String(), bool: pl.Boolean()}
+    return scalars[hint]

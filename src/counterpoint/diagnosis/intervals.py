@@ -1,0 +1,67 @@
+"""Compute with sets of time as sorted, disjoint intervals: union, intersection, length; O(n log n)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.trace.timeline import F64
+
+__all__ = ["Intervals"]
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Holds disjoint intervals [start, end), sorted; times in µs."""
+
+    start: F64
+    end: F64
+
+    @classmethod
+    def union(cls, start: F64, end: F64) -> Intervals:
+        """Return the union of any intervals, in any order; empty ones vanish."""
+        keep = end > start
+        start, end = start[keep], end[keep]
+        if not len(start):
+            return cls(np.empty(0), np.empty(0))
+        order = np.argsort(start, kind="stable")
+        start, reach = start[order], np.maximum.accumulate(end[order])
+        first = np.concatenate(([True], start[1:] > reach[:-1]))
+        last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(start) - 1]))
+        return cls(start[first], reach[last])
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def before(self, at: F64) -> F64:
+        """Return the length of the set before each time in `at`."""
+        if not len(self):
+            return np.zeros(len(at))
+        total = np.concatenate(([0.0], np.cumsum(self.end - self.start)))
+        index = np.searchsorted(self.start, at, side="right")
+        inside = np.where(index > 0, np.minimum(at, self.end[index - 1]) - self.start[index - 1], 0.0)
+        return np.where(index > 0, total[index - 1] + inside, 0.0)
+
+    def within(self, start: F64, end: F64) -> F64:
+        """Return the length of the set inside each window [start, end)."""
+        return np.maximum(self.before(end) - self.before(start), 0.0)
+
+    def __and__(self, other: Intervals) -> Intervals:
+        """Return the intersection with another set."""
+        if not len(self) or not len(other):
+            return Intervals(np.empty(0), np.empty(0))
+        edges = np.unique(np.concatenate((self.start, self.end, other.start, other.end)))
+        low, high = edges[:-1], edges[1:]
+        middle = (low + high) / 2
+        keep = self.covers(middle) & other.covers(middle)
+        return Intervals.union(low[keep], high[keep])
+
+    def __or__(self, other: Intervals) -> Intervals:
+        """Return the union with another set."""
+        return Intervals.union(np.concatenate((self.start, other.start)), np.concatenate((self.end, other.end)))
+
+    def covers(self, at: F64) -> np.typing.NDArray[np.bool_]:
+        """Return whether each time lies in the set."""
+        index = np.searchsorted(self.start, at, side="right") - 1
+        return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)

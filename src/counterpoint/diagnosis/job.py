@@ -1,0 +1,269 @@
+"""Put all ranks of a job on one clock: the digests, joined and aligned, that every account is computed from.
+
+Ranks that cannot belong to one run are refused, by what can be seen before and after their clocks are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
+from counterpoint.errors import BadTrace
+from counterpoint.trace.clocks import Clocks, align_clocks
+from counterpoint.trace.timeline import F64, Kind
+
+__all__ = ["TracedJob", "assemble"]
+
+_MISSING_SHOWN = 64
+_APART_S = 600.0  # clocks of hosts in one job never differ by more
+_DRIFT_PPM = 1000.0  # nor do they run faster or slower by more
+_SLACK_US = 200.0  # what clocks may be off after alignment
+_FEW = 4  # collectives: too few to judge by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedJob:
+    """Holds the ranks, ascending; times are µs on the clock of the lowest rank, 0 = start of the first step."""
+
+    digests: tuple[RankDigest, ...]
+    world_size: int
+    missing: tuple[int, ...]
+    clocks: Clocks
+    joined: Joined  # its start and end are on the one clock
+    op_start: tuple[F64, ...]  # per rank: GpuOps.start and .end on the one clock
+    op_end: tuple[F64, ...]
+    launch: tuple[F64, ...]  # per rank: GpuOps.launch_start
+    step_names: tuple[str, ...]
+    step_start: F64  # [S, R]
+    step_end: F64
+    notes: tuple[str, ...]
+    zero_us: float  # start of the first step, since the lowest rank's origin
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each column."""
+        return tuple(d.rank for d in self.digests)
+
+    def on_job_clock(self, column: int, at: F64) -> F64:
+        """Return times of a rank's own clock (µs since its origin) on the job's clock."""
+        base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
+        return self.clocks.corrected(column, at + base) - self.zero_us
+
+    def busy(self, column: int, *kinds: Kind) -> Intervals:
+        """Return when at least one operation of these kinds runs on a rank."""
+        return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
+
+    def runs(self, column: int, rows: np.typing.NDArray[np.bool_]) -> Intervals:
+        """Return when at least one of these operations runs on a rank."""
+        return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
+
+
+def assemble(digests: list[RankDigest]) -> TracedJob:
+    """Put the ranks of one job together; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
+    notes: list[str] = []
+    digests = _numbered(digests, notes)
+    world = _world_size(digests)
+    missing = tuple(r for r in range(min(world, 1 << 20)) if r not in {d.rank for d in digests})
+    if missing:
+        shown = ", ".join(map(str, missing[:_MISSING_SHOWN])) + (" …" if len(missing) > _MISSING_SHOWN else "")
+        notes.append(f"{len(missing)} of {world} ranks have no trace ({shown}): one that is late shows as transfer")
+    base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
+    ranks = tuple(d.rank for d in digests)
+    joined = join(ranks, [d.comm for d in digests], base)
+    _check_collectives(digests, joined)
+    clocks = _clocks(joined, ranks, notes)
+    zero, names, start, end = _steps(digests, clocks, base, notes)
+
+    def clocked(column: int, at: F64) -> F64:
+        return clocks.corrected(column, at + base[column]) - zero
+
+    for column in range(len(digests)):
+        for table in (joined.start, joined.end):
+            table[:, column] = clocks.corrected(column, table[:, column]) - zero
+    _check_clocks(digests, joined, clocks)
+    order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
+    _note_joins(joined, digests, notes)
+    return TracedJob(
+        digests=tuple(digests),
+        world_size=world,
+        missing=missing,
+        clocks=clocks,
+        joined=_reordered(joined, order),
+        op_start=tuple(clocked(c, d.gpu.start) for c, d in enumerate(digests)),
+        op_end=tuple(clocked(c, d.gpu.end) for c, d in enumerate(digests)),
+        launch=tuple(clocked(c, d.gpu.launch_start) for c, d in enumerate(digests)),
+        step_names=names,
+        step_start=start,
+        step_end=end,
+        notes=tuple(notes),
+        zero_us=zero,
+    )
+
+
+def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
+    """Give every digest a rank of its own: as stated, else in the order of the files."""
+    stated: dict[int, RankDigest] = {}
+    for d in (d for d in digests if d.rank_known):
+        if d.rank in stated:
+            raise BadTrace(
+                f"rank {d.rank} again, as in {stated[d.rank].path}; give one trace per rank "
+                "(of several recordings, pass one at a time)",
+                path=d.path,
+            )
+        stated[d.rank] = d
+    free = (r for r in range(len(digests) + len(stated)) if r not in stated)
+    guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
+    if guessed and len(digests) > 1:
+        notes.append(f"{len(guessed)} traces do not say their rank; numbered in the order of their names")
+    return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
+
+
+def _world_size(digests: list[RankDigest]) -> int:
+    for key in ("world_size", "backend", "nccl_version"):
+        values = {d.job[key]: d for d in digests if key in d.job}
+        if len(values) > 1:
+            (a, first), (b, second) = list(values.items())[:2]
+            raise BadTrace(
+                f"ranks of different runs: {key} is {b} here and {a} in {first.path}; give the traces of one run",
+                path=second.path,
+            )
+    stated = [d.world_size for d in digests if d.world_size]
+    highest = max(d.rank for d in digests) + 1
+    if stated and highest > max(stated):
+        worst = digests[-1]
+        raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: ranks of different runs", path=worst.path)
+    sizes = [int(d.comm.size.max(initial=0)) for d in digests]
+    return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
+
+
+def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
+    tight = np.array([op not in LOOSE_ENDS for op in joined.op], bool)
+    use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
+    use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
+    clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
+    unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
+    if unknown and len(ranks) > 1:
+        notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
+    for r, offset, drift in zip(ranks, clocks.offset, clocks.drift, strict=True):
+        if abs(offset) > 0 and np.isfinite(offset):
+            tail = f", drifting by {drift * 1e6:.1f} ppm" if drift else ""
+            notes.append(f"clock of rank {r} is {offset / 1000:+.3f} ms off{tail}: corrected")
+    return clocks
+
+
+def _steps(
+    digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
+) -> tuple[float, tuple[str, ...], F64, F64]:
+    """Return zero, names, start and end [S, R] of common steps, else of those of one rank for all."""
+    best = ("profiler", "repetition", "whole")
+    column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
+    steps = digests[column].steps
+    if steps.found_by != "profiler":
+        how = {"repetition": "found from repetition", "whole": "not found: the whole trace counts as one"}
+        notes.append(f"no ProfilerStep ranges; steps {how[steps.found_by]}")
+    if steps.found_by != "whole" and (common := _common_steps(digests, steps.found_by)):
+        rows = [[d.steps.names.index(n) for n in common] for d in digests]
+        start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        zero = float(start[0].min())
+        return zero, common, start - zero, end - zero
+    if steps.found_by != "whole":
+        notes.append(f"the ranks share no steps: those of rank {digests[column].rank} are used for all")
+    start = clocks.corrected(column, steps.start + base[column])
+    end = clocks.corrected(column, steps.end + base[column])
+    if steps.found_by == "whole":
+        start = np.array([min(float(clocks.corrected(c, d.steps.start + base[c])[0]) for c, d in enumerate(digests))])
+        end = np.array([max(float(clocks.corrected(c, d.steps.end + base[c])[-1]) for c, d in enumerate(digests))])
+    wide = np.ones((1, len(digests)))
+    zero = float(start[0])
+    return zero, steps.names, (start - zero)[:, None] * wide, (end - zero)[:, None] * wide
+
+
+def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
+    """Return the steps that every rank has; those found from repetition only if all ranks have as many."""
+    if any(d.steps.found_by != found_by for d in digests):
+        return ()
+    if found_by == "repetition" and len({d.steps.names for d in digests}) > 1:
+        return ()
+    shared = set.intersection(*(set(d.steps.names) for d in digests))
+    return tuple(n for n in digests[0].steps.names if n in shared)
+
+
+def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> None:
+    if len(digests) < 2:
+        if len(joined):
+            notes.append("one rank only: waiting for others cannot be told from transfer")
+        return
+    if "?" in joined.group:
+        notes.append("the traces do not name the groups of their collectives: all ranks are taken as one group")
+    present = (joined.row >= 0).sum(axis=1)
+    partial = present < joined.expected
+    for column, d in enumerate(digests):
+        lost = int(((joined.row[:, column] < 0) & partial & (present >= 2)).sum())
+        alone = int(((joined.row[:, column] >= 0) & (present == 1) & partial).sum())
+        if lost and lost < 0.5 * len(joined):
+            notes.append(
+                f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins"
+            )
+        if alone:
+            notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+
+
+def _reordered(joined: Joined, order: np.typing.NDArray[np.int64]) -> Joined:
+    pick = order.tolist()
+    return replace(
+        joined,
+        op=tuple(joined.op[i] for i in pick),
+        group=tuple(joined.group[i] for i in pick),
+        by=tuple(joined.by[i] for i in pick),
+        index=joined.index[order],
+        expected=joined.expected[order],
+        row=joined.row[order],
+        start=joined.start[order],
+        end=joined.end[order],
+    )
+
+
+def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
+    """Refuse, before clocks are known, ranks recorded too far apart or whose collectives do not go together."""
+    origin = np.array([d.origin_ns for d in digests], np.float64)
+    apart = (origin.max() - origin.min()) / 1e9
+    if apart > _APART_S:
+        raise _different(digests, int(origin.argmax()), f"recorded {apart:.0f} s after {digests[0].path}")
+    there = joined.row >= 0
+    shared = there.sum(axis=1) >= 2
+    by_id = np.array([by in ("seq", "comms_id") for by in joined.by], bool)
+    if joined.mismatched >= 3 and joined.mismatched > 0.5 * int((shared & by_id).sum()):
+        what = f"{joined.mismatched} collectives with the same id differ in operation or size"
+        raise _different(digests, len(digests) - 1, what)
+    awaited = joined.expected >= 2
+    for column in range(1, len(digests)):
+        own = there[:, column] & awaited
+        if own.sum() >= _FEW and (awaited & ~there[:, column]).sum() >= _FEW and not (own & shared).any():
+            raise _different(digests, column, "none of its collectives is one of the other ranks'")
+
+
+def _check_clocks(digests: list[RankDigest], joined: Joined, clocks: Clocks) -> None:
+    """Refuse ranks whose clocks would have to run too fast, or whose collectives end before all have begun them."""
+    drift = np.abs(clocks.drift) * 1e6
+    if drift.max(initial=0.0) > _DRIFT_PPM:
+        what = f"its clock would have to be off by {drift.max():.0f} ppm to fit the others'"
+        raise _different(digests, int(drift.argmax()), what)
+    judged = (joined.row >= 0).sum(axis=1) >= 2
+    judged &= np.array([op not in LOOSE_ENDS for op in joined.op], bool)
+    if judged.sum() < _FEW or digests[0].device.name == "cpu":
+        return
+    start, end = joined.start[judged], joined.end[judged]
+    impossible = np.nanmax(start, axis=1) > np.nanmin(end, axis=1) + _SLACK_US
+    if impossible.mean() > 0.25:
+        last = np.bincount(np.nanargmax(start[impossible], axis=1), minlength=len(digests))
+        what = f"{int(impossible.sum())} of {int(judged.sum())} collectives would end before all ranks have begun them"
+        raise _different(digests, int(last.argmax()), what)
+
+
+def _different(digests: list[RankDigest], column: int, what: str) -> BadTrace:
+    return BadTrace(f"ranks of different runs: {what}; give the traces of one run", path=digests[column].path)

@@ -1,0 +1,142 @@
+"""Find collectives that were queued and free to run, but found every SM taken by a kernel that got there first.
+
+A collective that starts as a big kernel ends may simply depend on it. It does not if it began before the kernel's very
+end, as the last blocks left; if it was launched before that kernel; if no stream wait was issued between the two
+launches; if a later kernel of the same stream was already queued (a wait is for all that is queued); if the trace names
+what it waited for and that was over; or if the same collective began during the same kernel on another rank or in
+another round. Without such proof nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.kernels import sm_limits
+from counterpoint.machine.occupancy import blocks_per_sm
+from counterpoint.trace.timeline import I64, GpuOps, Kind, previous_on_stream
+
+__all__ = ["Blocked", "find_blocked"]
+
+_CLOSE_US = 25.0  # a kernel of the next stream starts this soon after SMs are free
+_SHORTEST_US = 30.0
+_EARLY = 0.25  # of a kernel's time: its last blocks run alone, and others enter on the SMs that are free by then
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocked:
+    """Says that row `row` of the collectives of `column` waited `lost_us` for kernel `by` (GpuOps row) to leave SMs."""
+
+    column: int
+    row: int
+    op: int  # its first GPU operation
+    by: int
+    lost_us: float
+    proof: str
+
+
+def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
+    """Return every collective of every rank that was held up, with what proves it."""
+    suspects: list[Blocked] = []
+    free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running side by side
+    for column in range(len(job.digests)):
+        found, beside = _of_rank(job, column)
+        suspects += found
+        free |= beside
+    proven = []
+    for s in suspects:
+        d = job.digests[s.column]
+        if s.proof:
+            proven.append(s)
+        elif (d.comm.op[s.row], d.names[d.gpu.name[s.by]]) in free:
+            proven.append(Blocked(column=s.column, row=s.row, op=s.op, by=s.by, lost_us=s.lost_us,
+                                  proof="the same collective starts beside the same kernel elsewhere"))  # fmt: skip
+    return tuple(proven)
+
+
+def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str, str]]]:
+    d = job.digests[column]
+    gpu, comm, limits = d.gpu, d.comm, sm_limits(d.device)
+    if limits is None:
+        return [], set()
+    compute = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.end - gpu.start >= _SHORTEST_US))
+    holds = compute[_holds_every_sm(job, column, compute)]
+    found: list[Blocked] = []
+    beside: set[tuple[str, str]] = set()
+    if not len(holds):
+        return found, beside
+    previous = previous_on_stream(gpu.stream)
+    begin = gpu.start[holds]
+    longest = float((gpu.end[holds] - begin).max())
+    for row in range(len(comm)):
+        op = _lead(gpu, previous, int(comm.first[row]))
+        if (comm.ctas[row] <= 0 and op == comm.first[row]) or not np.isfinite(gpu.launch_start[op]):
+            continue  # peer copies need no SM; what runs before them on their stream may
+        start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
+        low, high = np.searchsorted(begin, [start - longest - _CLOSE_US, comm.end[row]])
+        others = holds[low:high]
+        others = others[gpu.stream[others] != gpu.stream[op]]
+        late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # blocks leave one by one
+        for kernel in others[(gpu.launch_start[others] < launched) & (late > start + _CLOSE_US)].tolist():
+            beside.add((comm.op[row], d.names[gpu.name[kernel]]))
+        near = others[(late <= start) & (gpu.end[others] >= start - _CLOSE_US) & (gpu.start[others] < start)]
+        if not len(near):
+            continue
+        by = int(near[np.argmax(gpu.end[near])])
+        ready = max(float(gpu.launch_end[op]), float(gpu.end[previous[op]]) if previous[op] >= 0 else -np.inf)
+        lost = min(start - ready, start - float(gpu.start[by]))
+        if lost >= _SHORTEST_US:
+            found.append(Blocked(column=column, row=row, op=op, by=by, lost_us=lost, proof=_proof(job, column, op, by)))
+    return found, beside
+
+
+def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
+    """Return the first operation of a collective: a copy of the own block right before the peer copies needs SMs."""
+    before = int(previous[op])
+    if before >= 0 and gpu.kind[before] == Kind.MEMCPY and gpu.start[op] - gpu.end[before] < 2 * _CLOSE_US:
+        return before
+    return op
+
+
+def _holds_every_sm(job: TracedJob, column: int, rows: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.bool_]:
+    """Return whether each grid fills the device: as many blocks as fit at once, or more."""
+    gpu, limits = job.digests[column].gpu, sm_limits(job.digests[column].device)
+    assert limits is not None
+    facts = np.column_stack([gpu.grid[rows], gpu.block[rows], gpu.regs[rows], gpu.smem[rows]])
+    kinds, which = np.unique(facts, axis=0, return_inverse=True)
+    held = [
+        math.prod(k[:3])
+        >= limits.num_sms * blocks_per_sm(threads=math.prod(k[3:6]), regs_per_thread=k[6], smem_bytes=k[7], sm=limits)
+        for k in kinds.tolist()
+    ]
+    return np.array(held, bool)[which.ravel()]
+
+
+def _proof(job: TracedJob, column: int, op: int, by: int) -> str:
+    """Return why operation `op` cannot have depended on kernel `by`; empty if it can have."""
+    d = job.digests[column]
+    gpu = d.gpu
+    launched, kernel_launched = float(gpu.launch_start[op]), float(gpu.launch_start[by])
+    if gpu.start[op] < gpu.end[by] - 3.0:
+        return "it began as that kernel's last blocks left, so it does not depend on it"
+    if not np.isfinite(kernel_launched):
+        return ""
+    if launched < kernel_launched:
+        return "it was launched before that kernel"
+    wait = d.waits
+    if not len(wait.wait_call) and not len(wait.stream_wait_at):
+        return ""  # the trace has no host side to judge by
+    between = (wait.wait_call > kernel_launched) & (wait.wait_call < launched)
+    if len(wait.wait_call) and not between.any():
+        return "no stream wait was issued between the launch of that kernel and its own"
+    stated = (wait.stream_wait_at > kernel_launched) & (wait.stream_wait_at < launched)
+    mine = wait.stream_wait_for[stated & (wait.stream_wait_stream == gpu.stream[op])]
+    if len(mine) and (gpu.end[mine] < gpu.start[op] - _CLOSE_US).all():
+        return "what its stream waited for was over"
+    later = (gpu.stream == gpu.stream[by]) & (gpu.launch_start > kernel_launched) & (gpu.launch_start < launched)
+    if (later & (gpu.start >= gpu.start[op])).any():
+        return "a later kernel of that stream was queued before it and had not begun"
+    return ""

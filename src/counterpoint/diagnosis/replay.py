@@ -1,0 +1,196 @@
+"""Replay the steps as a graph, unchanged and with one thing different, to see what that is worth.
+
+Every time comes out of a simulation of `ReplayGraph`; nothing is subtracted from the measured step. What keeps
+its measured value: how long operations run, how long the host works between its calls, and small unexplained gaps.
+What emerges: when everything begins, how long ranks wait for one another, in collectives and for the GPU.
+A wait that the graph does not explain is left out, so that the error of the unchanged replay says how much of the step
+the graph explains; only where that is too little (a trace without launches, say) such waits stay as measured.
+
+- no straggler: operations and host work of a straggler take as long as on a typical rank.
+- no contention: a compute kernel that ran during communication takes as long as alone.
+- communication twice as fast, free: the transfer of every collective is halved, or nothing. With one rank only,
+  transfer cannot be told from waiting: the whole collective is scaled.
+- launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
+  kernel is not slowed in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace as changed
+
+import numpy as np
+
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.replay_graph import Bools, ReplayGraph, build_graph
+from counterpoint.records.diagnosis import Replay, WhatIfStep
+from counterpoint.trace.timeline import F64, I64, Kind
+
+__all__ = ["replay", "simulate"]
+
+_LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
+_SOON_US = 20.0  # an operation that nothing holds has begun by then
+_CLOSE = 0.01  # error of a graph that explains a trace
+
+
+def replay(
+    job: TracedJob,
+    *,
+    typical: Mapping[int, int] | None = None,
+    alone_us: Sequence[F64] | None = None,
+    blocked: Sequence[Bools] | None = None,
+    limit: int = _LIMIT,
+) -> Replay | None:
+    """Replay consecutive whole steps around the middle of the trace.
+
+    Args:
+        job: ranks on one clock.
+        typical: column of a straggler -> column of the rank whose operations and host work stand in for its own.
+        alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
+        blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
+        limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
+
+    Returns:
+        Mean step as measured, as replayed, and as it would be; None if no GPU operation ran.
+    """
+    graph = build_graph(job, limit)
+    if graph is None:
+        return None
+    strict = _explained_only(graph)
+    if abs(_step_us(strict) * graph.steps / graph.window_us - 1.0) <= _CLOSE:
+        graph = strict
+    what_if: dict[str, ReplayGraph] = {}
+    if typical:
+        what_if["no straggler"] = _no_straggler(graph, typical)
+    if alone_us is not None:
+        what_if["no contention"] = _no_contention(graph, alone_us)
+    what_if["communication twice as fast"] = _communication(graph, 0.5)
+    what_if["communication free"] = _communication(graph, 0.0)
+    if blocked is not None and any(b.any() for b in blocked):
+        what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
+    measured, replayed = graph.window_us / graph.steps, _step_us(graph)
+    return Replay(
+        measured_us=measured,
+        replayed_us=replayed,
+        error=replayed / measured - 1.0 if measured > 0 else 0.0,
+        what_if=tuple(WhatIfStep(name=name, step_us=_step_us(g)) for name, g in what_if.items()),
+        steps=graph.steps,
+    )
+
+
+def _step_us(graph: ReplayGraph) -> float:
+    return (max(simulate(graph)) - graph.head_us) / graph.steps
+
+
+def simulate(graph: ReplayGraph) -> list[float]:
+    """Return when every node ends, in µs after node 0: one pass, since every node follows all it depends on."""
+    ends = [0.0] * len(graph.row)
+    last_arrival = [0.0] * (int(graph.collective.max()) + 1)
+    to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
+    inside: list[list[int]] = [[] for _ in last_arrival]
+    arrives, leaves, transfer = graph.arrives.tolist(), graph.leaves.tolist(), graph.transfer.tolist()
+    edges = (graph.host, graph.after_host, graph.stream, graph.event, graph.seen, graph.collective)
+    columns = [column.tolist() for column in (*edges, graph.lag, graph.duration)]
+    for node, (host, after, stream, event, seen, joint, lag, duration) in enumerate(zip(*columns, strict=True)):
+        begin = ends[host] + after
+        if ends[stream] > begin:
+            begin = ends[stream]
+        if ends[event] > begin:
+            begin = ends[event]
+        if ends[seen] > begin:
+            begin = ends[seen]
+        begin += lag
+        ends[node] = begin + duration
+        if joint < 0:
+            continue
+        if arrives[node]:
+            to_come[joint] -= 1
+            last_arrival[joint] = max(last_arrival[joint], begin)
+        if leaves[node]:
+            ends[node] = begin
+            inside[joint].append(node)
+        if not to_come[joint]:
+            for left in inside[joint]:
+                ends[left] = max(ends[left], last_arrival[joint] + transfer[left])
+            inside[joint].clear()
+    return ends
+
+
+def _explained_only(graph: ReplayGraph) -> ReplayGraph:
+    """Return the graph in which operations begin soon after what they wait for in it, and wait for nothing else."""
+    follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
+    return changed(graph, lag=np.where(follows, np.minimum(graph.lag, _SOON_US), graph.lag))
+
+
+def _communication(graph: ReplayGraph, factor: float) -> ReplayGraph:
+    scale = np.where(graph.kind == Kind.COMM, factor, 1.0)
+    return changed(graph, duration=graph.duration * scale, transfer=graph.transfer * scale)
+
+
+def _no_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
+    duration = graph.duration.copy()
+    for c, alone in enumerate(alone_us):
+        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
+        value = alone[graph.row[own]]
+        duration[own] = np.where(np.isfinite(value), value, duration[own])
+    return changed(graph, duration=duration)
+
+
+def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayGraph:
+    seen, lag = graph.seen.copy(), graph.lag.copy()
+    for c, rows in enumerate(blocked):
+        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
+        own = own[rows[graph.row[own]]]
+        seen[own], lag[own] = 0, np.minimum(lag[own], _SOON_US)
+    return changed(graph, seen=seen, lag=lag)
+
+
+def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph:
+    duration, after_host = graph.duration.copy(), graph.after_host.copy()
+    for late, stand_in in typical.items():
+        own, theirs = _by_host(graph, late), _by_host(graph, stand_in)
+        stretch, their_stretch = _stretch(graph, own), _stretch(graph, theirs)
+        gap = _stand_in(graph.host_gap[own], stretch, graph.host_gap[theirs], their_stretch)
+        after_host[own] += _since_host(graph, own, gap - graph.host_gap[own])
+        if (root := graph.row[own] < 0).any():
+            after_host[own[root][0]] = graph.after_host[theirs[graph.row[theirs] < 0][0]]
+        local, their_local = _is_local(graph, own), _is_local(graph, theirs)
+        duration[own[local]] = _stand_in(
+            duration[own[local]], stretch[local], graph.duration[theirs[their_local]], their_stretch[their_local]
+        )
+    return changed(graph, duration=duration, after_host=after_host)
+
+
+def _by_host(graph: ReplayGraph, column: int) -> I64:
+    """Return a rank's nodes in the order in which its host launched them or returned from them."""
+    nodes = np.flatnonzero((graph.column == column) & np.isfinite(graph.order))
+    return nodes[np.argsort(graph.order[nodes], kind="stable")]
+
+
+def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
+    local: Bools = (graph.row[nodes] >= 0) & (graph.kind[nodes] != Kind.COMM)
+    return local
+
+
+def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
+    """Number the stretches between communication operations, which are alike on ranks that run one program."""
+    return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
+
+
+def _since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
+    """Sum `gap` over the nodes, in order of the host, since each node's last waiting call."""
+    total = np.zeros(len(graph.row))
+    total[nodes] = np.cumsum(gap)
+    return total[nodes] - total[graph.host[nodes]]
+
+
+def _stand_in(own: F64, stretch: I64, theirs: F64, their_stretch: I64) -> F64:
+    """Take their values in stretches where they take less: one by one if both have as many, else scaled to the sum."""
+    count = int(max(stretch.max(initial=0), their_stretch.max(initial=0))) + 1
+    size, their_size = np.bincount(stretch, minlength=count), np.bincount(their_stretch, minlength=count)
+    total, their_total = (np.bincount(s, v, count) for s, v in ((stretch, own), (their_stretch, theirs)))
+    ratio = np.divide(their_total, total, out=np.ones(count), where=(total > 0) & (their_size > 0))
+    at = np.arange(len(own)) - (np.cumsum(size) - size)[stretch] + (np.cumsum(their_size) - their_size)[stretch]
+    one_by_one = (size == their_size)[stretch]
+    value = np.where(one_by_one, theirs[np.minimum(at, len(theirs) - 1)], own * ratio[stretch])
+    return np.where((their_total < total)[stretch], value, own)

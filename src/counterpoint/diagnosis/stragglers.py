@@ -1,0 +1,313 @@
+"""Find who makes the others wait, and why.
+
+A rank makes others wait if they have exposed waiting in collectives that it entered last. The cause shows in how its
+own time in those steps differs from the typical other rank's:
+
+    wait_o - wait_r = (compute_r - compute_o) + (copies_r - copies_o) + (idle_r - idle_o)
+
+The cause is looked for in the largest term: in the host, where its GPU idled; in its kernels, where it computed
+for longer. Whole steps are compared, not single collectives: one stall in the forward pass leaves a rank behind in
+every collective of the backward pass. A rank that waits longer itself, in another group, has inherited its delay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.accounts import Activity, Waits
+from counterpoint.diagnosis.gaps import Gap
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.records.diagnosis import Cause, Straggler
+from counterpoint.trace.timeline import F64, I64, Kind
+
+__all__ = ["Delays", "find_delays", "find_stragglers"]
+
+_WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
+_JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
+_WORTH_IN_JITTER = 0.03
+_WORTH_ONCE = 0.035  # of one step
+_WORTH_UNEXPLAINED = 0.05  # where no cause can be shown
+_OUTSTANDING = 3.0  # times the delay of the median rank
+_CONCENTRATED = 0.25  # steps in which it was felt this much of the worst step's are looked into
+_ENOUGH = 0.3  # of what was felt: less explains nothing
+_STRUCTURAL = ("send_recv", "recv", "send")  # a pipeline waits by design
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delays:
+    """Holds late arrivals: for each collective the last rank, and the median exposed waiting of the others."""
+
+    collective: I64
+    column: I64
+    felt_us: F64
+
+
+def find_delays(job: TracedJob, w: Waits) -> Delays:
+    """Return the delays of every collective that more than one rank took part in."""
+    rows, columns, felt = [], [], []
+    for j in np.flatnonzero(w.step >= 0).tolist():
+        there = np.flatnonzero(np.isfinite(w.arrival[j]))
+        if len(there) < 2 or job.joined.op[j] in _STRUCTURAL:
+            continue
+        last = int(w.last_column[j])
+        others = there[there != last]
+        rows.append(j)
+        columns.append(last)
+        felt.append(float(np.median(w.exposed_wait[j, others])))
+    return Delays(collective=np.array(rows, np.int64), column=np.array(columns, np.int64), felt_us=np.array(felt))
+
+
+def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64:
+    """Return the delay that one rank caused in each step."""
+    own = delays.column == column
+    step = w.step[delays.collective[own]]
+    return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
+
+
+def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays) -> tuple[Straggler, ...]:
+    """Return the ranks whose delays stand out, worst first; none on a healthy job."""
+    ranks = len(job.ranks)
+    if ranks < 2 or not len(delays.column):
+        return ()
+    total: F64 = np.bincount(delays.column, weights=delays.felt_us, minlength=ranks).astype(np.float64)
+    last = np.bincount(delays.column, minlength=ranks)  # times last
+    found = []
+    for column in np.argsort(-total).tolist():
+        if not _stands_out(job, w, delays, column, total):
+            continue
+        straggler = _explain(job, busy, w, delays, column, float(total[column]), int(last[column]))
+        if straggler is not None:
+            found.append(straggler)
+    return tuple(sorted(found, key=lambda s: -s.delay_us))
+
+
+def _stands_out(job: TracedJob, w: Waits, delays: Delays, column: int, total: F64) -> bool:
+    duration = (job.step_end - job.step_start).mean(axis=1)
+    per_step = _felt_per_step(job, w, delays, column)
+    share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
+    enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
+    others = np.delete(total, column)
+    return bool(enough and total[column] > _OUTSTANDING * float(np.median(others)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Excess:
+    """Holds a late rank's time beyond the typical other rank's in the steps that it delayed (µs)."""
+
+    compute: float
+    memcpy: float
+    comm: float
+    idle: float
+
+
+def _explain(
+    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, felt: float, times_last: int
+) -> Straggler | None:
+    own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
+    per_step = _felt_per_step(job, w, delays, column)
+    steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
+    excess = _excess(job, busy, w, column, steps)
+    shown = float(per_step[steps].sum())
+    worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
+    start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
+    if excess.comm > _ENOUGH * shown or _waited_elsewhere(job, w, delays.collective[own], column, steps) > 0.5 * shown:
+        return None  # it waits for others itself: the cause is found there
+    cause: Cause = "unknown"
+    detail, evidence = None, "its time differs from the others' in nothing that the trace shows"
+    if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
+        cause, detail, evidence, gap = _host_cause(job, column, steps)
+        if gap is not None:
+            start, end = job.on_job_clock(column, np.array([gap.start, gap.end])).tolist()
+    elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
+        cause, detail, evidence = _copy_cause(excess.memcpy, shown)
+    else:
+        cause, detail, evidence = _compute_cause(_compare_kernels(job, column, steps), excess.compute, shown)
+    if cause == "unknown" and felt < _WORTH_UNEXPLAINED * float((job.step_end - job.step_start).mean(axis=1).sum()):
+        return None
+    return Straggler(
+        rank=job.ranks[column],
+        delay_us=felt,
+        times_last=times_last,
+        cause=cause,
+        evidence=evidence,
+        detail=detail,
+        start_us=start,
+        end_us=end,
+    )
+
+
+def _waited_elsewhere(job: TracedJob, w: Waits, felt_in: I64, column: int, steps: I64) -> float:
+    """Return how long a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
+    there = np.isfinite(job.joined.start)
+
+    def same_ranks(j: int, k: int) -> bool:  # or fewer, if a trace lacks one of the group's collectives
+        smaller = job.joined.group[j] == job.joined.group[k] and not (there[j] & ~there[k]).any()
+        return smaller or bool((there[j] == there[k]).all())
+
+    own = np.unique(there[felt_in], axis=0, return_index=True)[1]
+    rows = np.flatnonzero(np.isin(w.step, steps) & there[:, column] & (w.exposed_wait[:, column] > 0))
+    elsewhere = [j for j in rows.tolist() if not any(same_ranks(j, int(felt_in[k])) for k in own)]
+    return float(w.exposed_wait[elsewhere, column].sum())
+
+
+def _excess(job: TracedJob, busy: list[Activity], w: Waits, column: int, steps: I64) -> _Excess:
+    """Return the rank's own time less the median of the others', per kind, over these steps."""
+    waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
+    start, end = job.step_start[steps], job.step_end[steps]
+    spent = np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
+    beyond = spent[column] - np.median(np.delete(spent, column, axis=0), axis=0)
+    compute, memcpy, comm, idle = beyond.tolist()
+    return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
+
+
+def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
+    """Return the times of compute, of copies alone, of communication alone, and of idling in some windows."""
+    compute = float(busy.compute.within(start, end).sum())
+    copying = float((busy.compute | busy.memcpy).within(start, end).sum())
+    working = float((busy.any | waited).within(start, end).sum())
+    return compute, copying - compute, working - copying, float((end - start).sum()) - working
+
+
+def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | None, str, Gap | None]:
+    """Find what the host did while the GPU had nothing to do, in these steps."""
+    blamed: dict[tuple[str, str | None], float] = defaultdict(float)
+    longest: dict[tuple[str, str | None], Gap] = {}
+    gaps = job.digests[column].gaps
+    middle = job.on_job_clock(column, np.array([(g.start + g.end) / 2 for g in gaps]))
+    for at, gap in zip(middle.tolist(), gaps, strict=True):
+        if not ((at >= job.step_start[steps, column]) & (at < job.step_end[steps, column])).any():
+            continue
+        key = (gap.category, gap.operation)
+        blamed[key] += gap.end - gap.start
+        if key not in longest or gap.end - gap.start > longest[key].end - longest[key].start:
+            longest[key] = gap
+    if not blamed:
+        return "host_stall", None, "its GPU had nothing to do; no single gap is long enough to say why", None
+    (category, operation), idle = max(blamed.items(), key=lambda item: item[1])
+    gap = longest[category, operation]
+    host_ms, gap_ms = (gap.host_end - gap.host_start) / 1e3, (gap.end - gap.start) / 1e3
+    where = f" (inside {gap.inside})" if gap.inside else ""
+    dry = f"its GPU ran dry for {idle / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    cause: Cause = "host_stall"
+    detail = operation
+    if category == "late_input":
+        cause = "late_input"
+        evidence = f"{dry}, while its host waited {host_ms:.2f} ms for input in {operation}{where}"
+    elif category == "launch":
+        detail = "launch"
+        evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound)"
+    elif category == "unrecorded":
+        detail = None
+        evidence = (
+            f"{dry}; its host launched nothing for {host_ms:.2f} ms and no operation was recorded{where}: Python code, "
+            "garbage collection or the system"
+        )
+    elif category in ("allocator", "garbage_collection"):
+        detail = category
+        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {category.replace('_', ' ')} ({operation}){where}"
+    else:
+        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
+    return cause, detail, evidence, gap
+
+
+def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:
+    evidence = f"copies that ran beside no compute explain {copies_us / 1e3:.2f} of its {felt / 1e3:.2f} ms"
+    return "late_input", "memcpy", evidence
+
+
+def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> tuple[Cause, str | None, str]:
+    """Tell whether other kernels, slower ones or more of them explain the delay."""
+    late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank"
+    enough = _ENOUGH * felt
+    if diff.other_share >= 0.1 and diff.extra_us > enough:
+        return "more_work", diff.example, (
+            f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
+            f"{diff.extra_us / 1e3:+.2f} ms of kernels (such as {diff.example})"
+        )  # fmt: skip
+    if diff.ratio > 1.02 and diff.slower_us > enough:
+        return "slow_kernels", diff.example, (
+            f"{late}: the same kernels take {diff.ratio:.2f} x as long as on rank {diff.peer} "
+            f"({diff.matched} of {diff.count} kernels compared, worst {diff.example})"
+        )  # fmt: skip
+    if diff.extra_us > max(enough, 0.5 * compute_us):
+        return "more_work", diff.example, f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
+    return "unknown", None, f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KernelDifference:
+    """Compares compute kernels of a late rank with those of a peer, in some steps.
+
+    A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean against mean, weighted
+    by the late rank's counts; other_share: part of its kernels whose signature the peer did not run; extra_us: its
+    kernel time beyond the peer's that those others, and more of the same, account for; slower_us: what ratio costs.
+    """
+
+    peer: int
+    count: int
+    matched: int
+    ratio: float
+    slower_us: float
+    other_share: float
+    extra_us: float
+    example: str | None
+
+
+def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifference:
+    """Compare a rank's compute kernels in some steps with those of the typical other rank (median kernel time)."""
+    mine = _signatures(job, column, steps)
+    others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c != column}
+    by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
+    peer = by_time[(len(by_time) - 1) // 2]
+    theirs = others_of[peer]
+    both = mine.keys() & theirs.keys()
+    matched = sum(min(len(mine[s]), len(theirs[s])) for s in both)
+    count = sum(map(len, mine.values()))
+    expected = sum(float(np.mean(theirs[s])) * len(mine[s]) for s in both)
+    measured = sum(float(np.mean(mine[s])) * len(mine[s]) for s in both)
+    others = {s: v for s, v in mine.items() if s not in theirs}
+    lacking = {s: v for s, v in theirs.items() if s not in mine}
+    extra = sum(float(v.sum()) for v in others.values()) - sum(float(v.sum()) for v in lacking.values())
+    surplus = sum(
+        float(mine[s].sum()) * (1 - len(theirs[s]) / len(mine[s])) for s in both if len(mine[s]) > len(theirs[s])
+    )
+    if others:
+        worst = max(others, key=lambda s: float(others[s].sum()))
+    elif both:
+        worst = max(both, key=lambda s: (float(np.mean(mine[s])) - float(np.mean(theirs[s]))) * len(mine[s]))
+    else:
+        worst = None
+    return _KernelDifference(
+        peer=job.ranks[peer],
+        count=count,
+        matched=matched,
+        ratio=measured / expected if expected > 0 else 1.0,
+        other_share=1 - matched / count if count else 0.0,
+        slower_us=measured - expected,
+        extra_us=extra + surplus,
+        example=worst[0][:120] if worst else None,
+    )
+
+
+def _signatures(job: TracedJob, column: int, steps: I64) -> dict[tuple[str, tuple[int, ...], str], F64]:
+    """Return durations per (name, grid + block, shapes) of the compute kernels of some steps."""
+    d, gpu = job.digests[column], job.digests[column].gpu
+    start = job.op_start[column]
+    low, high = job.step_start[steps, column], job.step_end[steps, column]
+    at = np.searchsorted(low, start, side="right") - 1
+    inside = (at >= 0) & (start < high[np.maximum(at, 0)])
+    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & inside)
+    if not len(rows):
+        return {}
+    facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.grid[rows], gpu.block[rows]])
+    kinds, which = np.unique(facts, axis=0, return_inverse=True)
+    order = np.argsort(which.ravel(), kind="stable")
+    parts = np.split((gpu.end - gpu.start)[rows][order], np.cumsum(np.bincount(which.ravel()))[:-1])
+    return {
+        (d.names[k[0]], tuple(k[2:]), d.shapes[k[1]] if k[1] >= 0 else ""): part
+        for k, part in zip(kinds.tolist(), parts, strict=True)
+    }

@@ -1,0 +1,37 @@
+"""Bus bandwidth: one formula for measurements, traces, plans and the simulator.
+
+    bus bandwidth = factor * bytes of the full array / time
+
+The factor is that of nccl-tests (doc/PERFORMANCE.md there, and the `getBw` of each of its tests), which makes the
+figures of different operations and numbers of ranks comparable with the rate of one GPU's links.
+"""
+
+from __future__ import annotations
+
+__all__ = ["bus_factor", "bus_gb_per_s"]
+
+_SHARES = {  # of (n - 1) / n of the array that cross a GPU's links
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "gather": 1,
+    "scatter": 1,
+    "peer_copy": 1,  # copies that make up an operation of which a trace has no name
+}
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Return bus bandwidth over algorithm bandwidth.
+
+    It is 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, and
+    1 for everything else (broadcast, reduce, send_recv). With one rank the first two kinds have 0, as in nccl-tests:
+    nothing crosses a link.
+    """
+    shares = _SHARES.get(operation)
+    return 1.0 if shares is None else shares * (ranks - 1) / ranks
+
+
+def bus_gb_per_s(operation: str, num_bytes: float, ranks: int, us: float) -> float:
+    """Return the bus bandwidth in GB/s; `num_bytes` is the size of the full array."""
+    return num_bytes / us / 1000 * bus_factor(operation, ranks)

@@ -1,0 +1,91 @@
+"""Collect all readings of this machine: drivers in child processes with a time limit, files directly."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from counterpoint.machine.probe import ask_probe
+from counterpoint.machine.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
+from counterpoint.machine.software import read_software
+from counterpoint.machine.system import read_system
+from counterpoint.records.base import Record
+
+__all__ = ["collect_readings"]
+
+_VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
+_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would be measured, and it has a check of its own
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Probing:
+    """Runs probes and keeps why the others have no reading."""
+
+    limit_s: float
+    tell: Callable[[str], None]
+    unavailable: dict[str, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def ask(self, probe: str, kind: type[R]) -> R | None:
+        self.tell(f"asking {probe}")
+        answer = ask_probe(probe, limit_s=self.limit_s, without=_NOT_FOR_PROBES)
+        if answer.output is not None:
+            try:
+                return msgspec.json.decode(answer.output, type=kind)
+            except msgspec.DecodeError as error:  # something ended the process, or its answer cannot be
+                self.unavailable[probe] = f"the probe's answer is not a reading: {error}"
+                self.failed.append(probe)
+                return None
+        self.unavailable[probe] = answer.reason or "no reason given"
+        self.failed.extend([probe] if answer.failed else [])
+        return None
+
+
+def collect_readings(
+    *,
+    bandwidth: bool = True,
+    torch: bool = False,
+    limit_s: float = 60.0,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Readings:
+    """Return all readings of this machine; NVML is asked first, so that it does not list our own processes.
+
+    Args:
+        bandwidth: copy between GPUs, some seconds; 512 MiB of memory on each.
+        torch: import torch in a child process, too.
+        limit_s: for each child.
+        tell: is called with what is being asked.
+    """
+    probing = _Probing(limit_s=limit_s, tell=tell)
+    nvml, cuda, nccl = probing.ask("nvml", Nvml), probing.ask("cuda", Cuda), probing.ask("nccl", Nccl)
+    rates = None
+    if not bandwidth:
+        probing.unavailable["bandwidth"] = "not asked for (--no-bandwidth)"
+    elif cuda is None or len(cuda.devices) < 2:
+        probing.unavailable["bandwidth"] = "it takes two GPUs that CUDA shows"
+    else:
+        rates = probing.ask("bandwidth", Bandwidth)
+    return Readings(
+        host=socket.gethostname(),
+        nvml=nvml,
+        cuda=cuda,
+        nccl=nccl,
+        software=read_software(),
+        torch_runtime=probing.ask("torch", TorchRuntime) if torch else None,
+        system=read_system(),
+        bandwidth=rates,
+        environment=_variables(os.environ),
+        unavailable=probing.unavailable,
+        failed=tuple(probing.failed),
+    )
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)}

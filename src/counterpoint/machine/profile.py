@@ -1,0 +1,353 @@
+"""What was measured on one kind of machine, in one file: rates, crossovers, contention, what GEMMs reach.
+
+Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
+describes the groups. A file may leave groups out. What a GPU's own profile lacks is taken from the default one, and
+said: see `Profile.note`. A user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.records.base import Record
+
+__all__ = [
+    "VARIABLE",
+    "Chip",
+    "Contention",
+    "Efficiency",
+    "NcclFacts",
+    "Profile",
+    "Rates",
+    "SumRates",
+    "default_profile",
+    "profile_of",
+    "read_profile",
+    "shipped_profile",
+]
+
+VARIABLE = "COUNTERPOINT_PROFILE"
+MAX_BYTES = 1 << 18
+_FOLDER = Path(__file__).with_name("profiles")
+_DEFAULT = "h200.json"
+
+Rate = Annotated[float, Meta(gt=0, le=1e9)]
+Micros = Annotated[float, Meta(ge=0, le=1e9)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Loss = Annotated[float, Meta(ge=0, lt=1)]
+Size = Annotated[float, Meta(ge=0, le=1e6)]
+Count = Annotated[int, Meta(ge=1, le=4096)]
+NumBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+Text = Annotated[str, Meta(max_length=400)]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+Name = Annotated[str, Meta(min_length=1, max_length=80)]
+
+
+class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base: a field that is not known is an error."""
+
+
+class _Group(_Strict, frozen=True, kw_only=True):
+    """Base of the groups of figures: where they are from."""
+
+    source: Text = ""
+    date: Text = ""
+
+
+class Rates(_Group, frozen=True, kw_only=True):
+    """Holds what the steps of a collective's program cost on copy engines: GB/s and µs.
+
+    Args:
+        push_gb_per_s: one copy engine over the links, all GPUs at once.
+        link_gb_per_s: into one GPU, shared by all copies into it.
+        hbm_gb_per_s: device memory, bytes read and bytes written counted.
+        copy_us: a copy, without its bytes.
+        kernel_us: a reduction or local copy, without its bytes.
+        batch_us: the signals and waits of one batch that need not wait.
+        signal_us: until the peer sees a signal.
+        event_us: until another lane of the same GPU sees an event.
+        call_us: of the host, for each step; 0: it is ahead, as with graphs.
+        launch_us: before the first step and after the last one.
+    """
+
+    push_gb_per_s: Rate
+    link_gb_per_s: Rate
+    hbm_gb_per_s: Rate
+    copy_us: Micros
+    kernel_us: Micros
+    batch_us: Micros
+    signal_us: Micros
+    event_us: Micros
+    call_us: Micros = 0.0
+    launch_us: Micros
+
+
+class NcclFacts(_Group, frozen=True, kw_only=True):
+    """Holds when NCCL is the better choice.
+
+    Args:
+        crossover_bytes: by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is
+            faster or as fast; 0: never.
+        full_speed_ctas: CTAs with which it about fills the links.
+    """
+
+    crossover_bytes: dict[Operation, NumBytes]
+    full_speed_ctas: Count
+
+
+class SumRates(_Group, frozen=True, kw_only=True):
+    """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted.
+
+    Args:
+        sm_gb_per_s: one SM.
+        memory_gb_per_s: all of them.
+        contention: part of its speed that a GEMM loses while copies run.
+    """
+
+    sm_gb_per_s: Rate
+    memory_gb_per_s: Rate
+    contention: Loss
+
+
+class Chip(_Group, frozen=True, kw_only=True):
+    """Holds how the SMs are grouped and how the vendor's GEMMs use them.
+
+    Args:
+        largest_gpc: SMs of the largest GPC.
+        gemm_cluster: blocks of a GEMM that form a cluster.
+        matmul_tile: rows and columns of the product that one block of a large bf16 GEMM works on.
+    """
+
+    largest_gpc: Count
+    gemm_cluster: Count
+    matmul_tile: tuple[Count, Count]
+
+
+class Contention(_Group, frozen=True, kw_only=True):
+    """Holds what only a GEMM and an NCCL collective that run together can tell; `benchmarks/fit` fits it.
+
+    Args:
+        compute_loss: part of its speed that a GEMM loses beside the collective at its full rate.
+        comm_loss: part of its speed that the collective loses beside a GEMM.
+        gemm_wins: launched together, how often the GEMM takes the SMs first on some rank.
+        comm_cluster: blocks of NCCL that need one GPC, unless a choice says otherwise.
+        head_start_us: of the side that goes first.
+    """
+
+    compute_loss: Loss
+    comm_loss: Loss
+    gemm_wins: Fraction
+    comm_cluster: Count
+    head_start_us: Micros = 100.0
+
+
+class Disturbance(_Group, frozen=True, kw_only=True):
+    """Holds how much a collective by one mechanism and a GEMM disturb each other.
+
+    Args:
+        compute_kept: speed of compute beside it, over its speed alone.
+        comm_kept: the same of communication.
+        hidden: part of the shorter side that is hidden, mean over launch orders, by operation; what is missing counts
+            as the mean of those given.
+        copies: FSDP2 copies between its buffers and parameters.
+    """
+
+    compute_kept: Fraction
+    comm_kept: Annotated[float, Meta(gt=0, le=1)]
+    hidden: dict[Name, Annotated[float, Meta(ge=-10, le=1)]]
+    copies: bool = True
+
+    def held(self, operation: str) -> float:
+        """Return the part of collectives that wait for a persistent GEMM to end."""
+        if not self.hidden:
+            return 0.0
+        hidden = self.hidden.get(operation, sum(self.hidden.values()) / len(self.hidden))
+        best = 1.0 - (1.0 - self.compute_kept) / self.comm_kept
+        return min(max(1.0 - hidden / best, 0.0), 1.0) if best > 0 else 1.0
+
+
+class Efficiency(_Group, frozen=True, kw_only=True):
+    """Holds what compute reaches of the data sheet.
+
+    Args:
+        matmul: part of the peak that a large tile reaches with endless k.
+        depth: elements of k that filling and draining a tile costs.
+        edge: elements of a tile's edge that loading operands costs.
+        load: elements of a tile's edge at which it would wait for its operands, had it no sum to compute.
+        tiles: rows and columns that matmuls are cut into; of two that take as long, the first.
+        memory: part of the bandwidth that streaming kernels reach; strided: of that, with a transposed view.
+        flash_forward, flash_backward: part of the peak of flash attention, for endless sequences.
+        flash_length: tokens at which it has half of that.
+        launch_us: of every kernel.
+        persistent: matmuls hold their SMs to their end, and collectives wait.
+        spread: standard deviation of a GPU's speed over the mean.
+    """
+
+    matmul: Annotated[float, Meta(gt=0, le=2)]
+    depth: Size
+    edge: Size
+    load: Size
+    tiles: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=64)]
+    memory: Annotated[float, Meta(gt=0, le=2)]
+    strided: Annotated[float, Meta(gt=0, le=1)]
+    flash_forward: Annotated[float, Meta(gt=0, le=1)]
+    flash_backward: Annotated[float, Meta(gt=0, le=1)]
+    flash_length: Size
+    launch_us: Micros
+    persistent: bool
+    spread: Fraction
+
+
+class Profile(_Strict, frozen=True, kw_only=True):
+    """Holds the figures of one GPU, some of which may be those of another.
+
+    Args:
+        gpu: what it is of, by a name of `gpus.py`.
+        same_chip: GPUs that were not measured and are closest to it.
+        measured_on: by group, the GPU that the figures are of. Not part of a file.
+    """
+
+    gpu: Name
+    same_chip: tuple[Name, ...] = ()
+    rates: Rates
+    nccl: NcclFacts
+    sums: SumRates
+    chip: Chip
+    contention: Contention
+    mechanisms: dict[Name, Disturbance]
+    efficiency: Efficiency
+    measured_on: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """The figures as 16 hexadecimal digits: equal where all figures are, whatever they were measured on."""
+        figures = {group: _figures(msgspec.to_builtins(getattr(self, group))) for group in GROUPS}
+        return blake2b(msgspec.json.encode(figures, order="deterministic"), digest_size=8).hexdigest()
+
+    def note(self, groups: Iterable[str] = ()) -> str:
+        """Return a sentence on what was not measured on this GPU; "" if everything was.
+
+        Args:
+            groups: that matter to the reader; all if empty.
+        """
+        other: dict[str, list[str]] = {}
+        for group in tuple(groups) or GROUPS:
+            if (origin := self.measured_on.get(group, self.gpu)) != self.gpu:
+                other.setdefault(origin, []).append(group)
+        parts = [f"{', '.join(names)} of {origin}" for origin, names in other.items()]
+        return f"not measured on {self.gpu}, assumed: {'; '.join(parts)} (docs/reference/profile.md)" if parts else ""
+
+    def __str__(self) -> str:
+        return self.note() or f"measured on {self.gpu}, {self.rates.date}"
+
+
+GROUPS = ("rates", "nccl", "sums", "chip", "contention", "mechanisms", "efficiency")
+
+
+def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
+    """Return the profile of a GPU: the file that is named, else the shipped one, else the default.
+
+    Args:
+        gpu: the driver's device name; None: no GPU, as on a CPU.
+        path: a file; None: the one that COUNTERPOINT_PROFILE names, if it names one.
+
+    Raises:
+        Misconfigured: the file cannot be read, or is of another GPU.
+    """
+    named = os.environ.get(VARIABLE) if path is None else path
+    if not named:
+        return shipped_profile(gpu)
+    found = read_profile(Path(named))
+    if gpu is not None and _key(gpu) not in (_key(found.gpu), *map(_key, found.same_chip)):
+        raise Misconfigured(
+            f"{printable(str(named))} is a profile of {printable(found.gpu)}, and this GPU is {printable(gpu)}: "
+            f"give a profile of it, or none (argument profile, variable {VARIABLE})"
+        )
+    return found
+
+
+def shipped_profile(gpu: str | None) -> Profile:
+    """Return the profile that comes with this package; what was not measured on this GPU is of the nearest one."""
+    key = "this device" if gpu is None else _key(gpu)
+    for found in _shipped():
+        if key == found.gpu:
+            return found
+        if key in found.same_chip:
+            return msgspec.structs.replace(found, gpu=key)
+    return msgspec.structs.replace(default_profile(), gpu=printable(key, 80))
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile of a file.
+
+    Raises:
+        Misconfigured: it cannot be read, is larger than 256 KiB, or is no profile: with the field and what it may be.
+    """
+    name = printable(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Misconfigured(f"{name}: {why}; give a profile as JSON (docs/reference/profile.md)") from None
+    if len(content) > MAX_BYTES:
+        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a profile has some kilobytes")
+    try:
+        return _completed(content, default_profile())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Misconfigured(f"{name} is no profile: {printable(str(error))}; see docs/reference/profile.md") from None
+
+
+@cache
+def default_profile() -> Profile:
+    """Return the profile whose figures stand in where a GPU was not measured: that of H200."""
+    return _completed((_FOLDER / _DEFAULT).read_bytes(), None)
+
+
+@cache
+def _shipped() -> tuple[Profile, ...]:
+    return tuple(_completed(path.read_bytes(), default_profile()) for path in sorted(_FOLDER.glob("*.json")))
+
+
+def _completed(content: bytes, default: Profile | None) -> Profile:
+    """Return what a file says, with the groups of `default` where it says nothing."""
+    given: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
+    if "measured_on" in given:
+        raise msgspec.ValidationError("Object contains unknown field `measured_on`")
+    missing = {} if default is None else {group: getattr(default, group) for group in GROUPS if group not in given}
+    whole = given | {group: msgspec.to_builtins(facts) for group, facts in missing.items()}
+    found = msgspec.convert(whole, Profile)
+    unsourced = [group for group, facts in _groups(found) if not (facts.source and facts.date)]
+    if unsourced:
+        raise msgspec.ValidationError(f"{unsourced[0]} has no source or no date: give both")
+    origins = {group: found.gpu if default is None or group in given else default.gpu for group in GROUPS}
+    return msgspec.structs.replace(found, measured_on=origins)
+
+
+def _groups(found: Profile) -> list[tuple[str, Any]]:
+    single = [(group, getattr(found, group)) for group in GROUPS if group != "mechanisms"]
+    return single + [(f"mechanisms.{name}", facts) for name, facts in found.mechanisms.items()]
+
+
+def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without what is no figure."""
+    return {
+        name: _figures(value) if isinstance(value, dict) else value
+        for name, value in facts.items()
+        if name not in ("source", "date")
+    }
+
+
+def _key(gpu: str) -> str:
+    sheet = find_gpu(gpu)
+    return sheet.name if sheet else gpu

@@ -1,0 +1,168 @@
+"""Look at the GPUs while they are measured: kernels, SMs, whether controls took effect, clocks and power."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from counterpoint.controls.control import Control, Lanes
+from counterpoint.controls.observe import see_all, sides_of_all
+from counterpoint.controls.occupancy_shape import device_limits
+from counterpoint.errors import Unsupported
+from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, waves
+from counterpoint.measurement.open_mechanisms import Opened
+from counterpoint.measurement.session import Session
+from counterpoint.records.measurement import DeviceState, Evidence, Observation, Usage
+
+__all__ = ["DeviceReading", "Observed", "combine", "driver_version", "observe", "observe_compute", "read_device"]
+
+DeviceReading = tuple[int, float, int, tuple[str, ...]]  # SM clock in MHz, power in W, temperature in °C, reasons
+
+_REASONS = {  # nvml.h, nvmlClocksEventReason*; idle and "applications clocks" are not faults
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Holds what was seen besides the times: SMs, evidence of controls, and why a row must not be believed."""
+
+    usage: Usage | None = None
+    evidence: tuple[Evidence, ...] = ()
+    marked: str | None = None
+
+
+def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
+    """Return what was seen of each mechanism on this rank's GPU, the pair launched together as it is timed.
+
+    All ranks call it. Usage is rank 0's; a control that failed on any rank marks the row.
+
+    Args:
+        session: this rank.
+        opened: the mechanisms.
+        stock: the same pair without any control.
+    """
+    for each in opened if session.is_cuda else ():
+        each.comm.reset()
+    clusters = any(control.by_cluster for each in opened for control in each.mechanism.controls)
+    pairs = [each.lanes for each in opened]
+    return _observe(
+        session,
+        [each.mechanism.controls for each in opened],
+        lambda: see_all(pairs, without=stock.lanes, device=session.device, clusters=clusters),
+    )
+
+
+def observe_compute(
+    session: Session, settings: Sequence[tuple[Lanes, Sequence[Control]]], stock: Lanes
+) -> list[Observed]:
+    """Return the same for a computation alone, under each setting."""
+
+    def look() -> list[Observation]:
+        lanes = [stock, *(lanes for lanes, _ in settings)]
+        without, *found = (compute for compute, _ in sides_of_all(lanes, session.device))
+        return [Observation(compute=compute, compute_without=without) for compute in found]
+
+    return _observe(session, [controls for _, controls in settings], look)
+
+
+def _observe(
+    session: Session, settings: list[Sequence[Control]], look: Callable[[], list[Observation]]
+) -> list[Observed]:
+    """Look on all ranks at what ran under each setting, and let its controls judge it; nothing is seen on a CPU."""
+    if not session.is_cuda:
+        return [Observed() for _ in settings]
+    try:
+        seen = session.raise_together(look)
+    except Unsupported as error:
+        return [Observed(marked=f"nobody could look at what ran: {error}") for _ in settings]
+    limits = device_limits(session.device.index)
+    return [_judged(session, controls, one, limits) for controls, one in zip(settings, seen, strict=True)]
+
+
+def _judged(session: Session, controls: Sequence[Control], seen: Observation, limits: SmLimits) -> Observed:
+    everyone = session.gather(tuple(control.verify(seen) for control in controls))
+    of_controls = zip(*everyone, strict=True)  # of each: the first rank where it failed, else rank 0
+    evidence = tuple(next((proof for proof in ranks if not proof.took_effect), ranks[0]) for ranks in of_controls)
+    failed = [proof for proof in evidence if not proof.took_effect]
+    marked = "; ".join(f"{proof.control} had no effect: asked {proof.asked}, saw {proof.seen}" for proof in failed)
+    return Observed(usage=usage_of(seen, limits), evidence=evidence, marked=marked or None)
+
+
+def usage_of(seen: Observation, limits: SmLimits) -> Usage:
+    """Return blocks and SMs of each side, and the waves of the longest compute kernel alone and with the collective."""
+    ctas = max((launched.num_blocks for launched in seen.comm), default=0)
+    kernels = [launched for launched in seen.compute if launched.kind == "kernel" and launched.block is not None]
+    if not kernels:
+        return Usage(comm_ctas=ctas)
+    longest = max(kernels, key=lambda kernel: kernel.duration_us)
+    assert longest.block is not None
+    resident = blocks_per_sm(
+        threads=prod(longest.block),
+        regs_per_thread=longest.regs_per_thread or 0,
+        smem_bytes=longest.smem_bytes or 0,
+        sm=limits,
+    )
+    blocks = longest.num_blocks
+    return Usage(
+        compute_blocks=blocks,
+        compute_blocks_per_sm=resident,
+        compute_sms=min(limits.num_sms, -(-blocks // resident)),
+        comm_ctas=ctas,
+        waves_alone=waves(blocks, num_sms=limits.num_sms, blocks_per_sm=resident),
+        waves_together=waves(blocks, num_sms=limits.num_sms - ctas, blocks_per_sm=resident),
+    )
+
+
+def read_device(uuid: str) -> DeviceReading | None:
+    """Return what NVML reads of one GPU now; None where NVML or nvidia-ml-py is missing.
+
+    Args:
+        uuid: as `nvidia-smi -L` prints it, `GPU-...`: CUDA's numbers are others where CUDA_VISIBLE_DEVICES is set.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return (
+            int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            float(pynvml.nvmlDeviceGetPowerUsage(handle)) / 1e3,
+            int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            tuple(text for bit, text in _REASONS.items() if mask & bit),
+        )
+    except Exception:  # a missing library, an old driver, a reading this GPU does not have: then nothing is claimed
+        return None
+
+
+def driver_version() -> str | None:
+    """Return the driver's version, such as 580.159.04; None where NVML is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:
+        return None
+
+
+def combine(readings: Sequence[DeviceReading | None]) -> DeviceState | None:
+    """Return the extremes over ranks; None if no rank could read its GPU."""
+    known = [reading for reading in readings if reading is not None]
+    if not known:
+        return None
+    clocks, powers, temperatures, reasons = zip(*known, strict=True)
+    return DeviceState(
+        sm_mhz_min=min(clocks),
+        sm_mhz_max=max(clocks),
+        power_w_max=max(powers),
+        temperature_c_max=max(temperatures),
+        throttle=tuple(sorted({reason for each in reasons for reason in each})),
+    )

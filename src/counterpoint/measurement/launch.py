@@ -1,0 +1,294 @@
+"""Start one process per rank on this machine, watch them, leave none behind, and say in one error why one ended.
+
+The ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
+--nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program. torchrun's agent itself
+is not used on one machine: it would import torch once more (seconds), restart and rendezvous are not wanted, and the
+parent of a rank is the only one who learns by which signal it died.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported, printable
+from counterpoint.measurement.resume import finished
+from counterpoint.records.measurement import Plan, RankFailure
+
+__all__ = ["PARENT_VARIABLE", "STARTUP_S", "VARIABLES", "Progress", "Remains", "died", "hung", "launch"]
+
+Progress = Callable[[int, int, str], None]  # scenarios done, scenarios in all, what runs now
+
+PARENT_VARIABLE = "COUNTERPOINT_PARENT_PID"  # tells a rank who started it; not set under torchrun
+WORKER = "counterpoint.measurement.worker"
+STARTUP_S = 60.0  # torch's import, CUDA's and NCCL's start, on top of the timeout
+POLL_S = 0.05
+SETTLE_S = 1.0  # after the first rank has ended badly, the others may say what they saw
+REAP_S = 30.0  # a driver may take seconds to free a GPU's memory
+LOG_TAIL_BYTES = 64 << 10
+
+VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # beginnings of those that change results
+DEFAULTS = {  # of every rank; what the user has set wins
+    "NCCL_NVLS_ENABLE": "0",  # NVLink multicast stays off
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+# NoEffect is rebuilt as what it is a kind of: its text is complete, its fields are not in a `RankFailure`
+OURS = {"Misconfigured": Misconfigured, "Unsupported": Unsupported, "NoEffect": Unsupported}
+SILENT = "did not answer (stopped, or in a driver call)"
+REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
+
+
+def launch(
+    plan: Plan,
+    *,
+    folder: Path,
+    timeout_s: float,
+    startup_s: float = STARTUP_S,
+    progress: Progress | None = None,
+    module: str = WORKER,
+) -> None:
+    """Run every scenario of `plan` that `plan.results` does not hold yet; return when all ranks have ended well.
+
+    Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends.
+
+    Args:
+        plan: what to measure; its `errors` folder is made if it is missing.
+        folder: gets plan.json and rank<N>.log with all that the ranks print.
+        timeout_s: longest time without a finished scenario.
+        startup_s: added to it before the first one.
+        progress: called as (scenarios done, in all, what runs now).
+        module: what `python -m` starts; it takes the path of plan.json.
+
+    Raises:
+        Misconfigured: a rank raised it; the text is the rank's. `Unsupported` likewise.
+        PeerTimeout: ranks died, raised something else or stopped making progress; names them and their logs.
+    """
+    plan_file = folder / "plan.json"
+    plan_file.write_bytes(msgspec.json.encode(plan))
+    Path(plan.errors).mkdir(exist_ok=True)
+    with _started(plan, plan_file, module) as processes:
+        _watch(processes, plan, folder, timeout_s, startup_s, progress or (lambda done, total, what: None))
+
+
+@contextmanager
+def _started(plan: Plan, plan_file: Path, module: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start each rank in a session of its own: Ctrl-C reaches the parent alone, which then kills all."""
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, str(plan_file)]
+    processes: list[subprocess.Popen[bytes]] = []
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # reserved, yet rank 0 may listen on it
+        held.bind(("127.0.0.1", 0))
+        try:
+            for rank in range(plan.world_size):
+                with (plan_file.parent / f"rank{rank}.log").open("wb") as log:
+                    variables = _environment(rank, plan.world_size, held.getsockname()[1])
+                    process = subprocess.Popen(
+                        command,
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                processes.append(process)
+            yield processes
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it dies when that lets go
+                    process.wait(timeout=REAP_S)
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        PARENT_VARIABLE: os.getpid(),
+    }
+    return {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ, **{key: str(it) for key, it in place.items()}}
+
+
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]],
+    plan: Plan,
+    folder: Path,
+    timeout_s: float,
+    startup_s: float,
+    tell: Progress,
+) -> None:
+    """Return when all have ended with 0; raise as soon as one has not, or when results stop coming."""
+    size: int | None = -1
+    deadline = time.monotonic() + startup_s + timeout_s
+    while True:
+        codes = [_exit_code(process) for process in processes]  # before the results: none can come after
+        if (now := _size(Path(plan.results))) != size:
+            deadline = max(deadline if size == -1 else 0.0, time.monotonic() + timeout_s)
+            size = now
+            tell(len(finished(Path(plan.results))), len(plan.parts), _next(plan) or "")
+        if any(codes):
+            _wait_for_all(processes, SETTLE_S)
+            remains = [_remains(rank, process, plan, folder) for rank, process in enumerate(processes)]
+            raise died(remains, during=_during(plan), logs=str(folder))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise _hang(processes, plan, folder, timeout_s)
+        time.sleep(POLL_S)
+
+
+def _size(results: Path) -> int | None:
+    """Return the size, or None if somebody took the file away, which `finished` then says."""
+    try:
+        return results.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _hang(
+    processes: Sequence[subprocess.Popen[bytes]], plan: Plan, folder: Path, timeout_s: float
+) -> CounterpointError:
+    """Make every rank write its stack, by the signal that faulthandler answers even inside a C call."""
+    for process in processes:
+        if _exit_code(process) is None:
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+            os.kill(process.pid, signal.SIGABRT)
+    _wait_for_all(processes, SETTLE_S)
+    remains = [_remains(rank, process, plan, folder) for rank, process in enumerate(processes)]
+    return hung(remains, during=_during(plan), logs=str(folder), timeout_s=timeout_s)
+
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(_exit_code(process) is None for process in processes):
+        time.sleep(POLL_S)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Return what `Popen.poll` would, but leave a zombie: its number stays taken until its group is killed."""
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _remains(rank: int, process: subprocess.Popen[bytes], plan: Plan, folder: Path) -> Remains:
+    failure = None
+    with suppress(OSError, msgspec.DecodeError):  # none, or cut short by a kill: the exit status and log remain
+        failure = msgspec.json.decode((Path(plan.errors) / f"rank{rank}.json").read_bytes(), type=RankFailure)
+    with (folder / f"rank{rank}.log").open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    return Remains(rank=rank, code=_exit_code(process), failure=failure, log=text)
+
+
+def _next(plan: Plan) -> str | None:
+    """Return the scenario under way: the ranks take scenarios, then blocks, in the plan's order."""
+    done = {outcome.scenario for outcome in finished(Path(plan.results))}
+    return next((part.name for part in plan.parts if part.name not in done), None)
+
+
+def _during(plan: Plan) -> str:
+    return "after the last scenario" if (name := _next(plan)) is None else f"in scenario {name!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remains:
+    """Holds what a rank left: exit status (negative: a signal; None: it runs), its failure, the end of its log."""
+
+    rank: int
+    code: int | None
+    failure: RankFailure | None = None
+    log: str = ""
+
+
+def died(ranks: Sequence[Remains], *, during: str, logs: str) -> CounterpointError:
+    """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
+
+    One of our own exceptions comes first, then a signal, then other exceptions (a peer that lost its connection raises
+    one too), then a rank that left only its log. A rank that only repeats what another one told it is never believed
+    before that one.
+    """
+    said = [r for r in ranks if r.failure is not None]
+    told = [r for r in said if r.failure and r.failure.kind != REPEATED] or said
+    killed = [r for r in ranks if r.code is not None and r.code < 0]
+    ours = next((r.failure for r in told if r.failure and r.failure.kind in OURS), None)
+    if ours is not None:
+        same = _alike(told, ours)
+        return OURS[ours.kind](f"{printable(ours.text, 600)} ({_names(same)} {_at(ours, during)})")
+    if killed:
+        same = [r for r in killed if r.code == killed[0].code]
+        reason = f"{_names(same)} {'was' if len(same) == 1 else 'were'} killed by {_signal(same[0])} {during}"
+    elif told and (failure := told[0].failure) is not None:
+        same = _alike(told, failure)
+        reason = f"{_names(same)} failed {_at(failure, during)}: {failure.kind}: {printable(failure.text, 160)}"
+    else:
+        same = [r for r in ranks if r.code][:1]
+        last = next((line for line in reversed(same[0].log.splitlines()) if line.strip()), "it left no word")
+        reason = f"{_names(same)} exited with {same[0].code} {during}: {printable(last.strip(), 160)}"
+    return PeerTimeout(f"{reason}; log: {logs}/rank{same[0].rank}.log", ranks=_ranks(same))
+
+
+def _alike(told: Sequence[Remains], failure: RankFailure) -> list[Remains]:
+    return [r for r in told if r.failure and (r.failure.kind, r.failure.text) == (failure.kind, failure.text)]
+
+
+def _at(failure: RankFailure, during: str) -> str:
+    return f"in scenario {failure.scenario!r}" if failure.scenario else during
+
+
+def hung(ranks: Sequence[Remains], *, during: str, logs: str, timeout_s: float) -> PeerTimeout:
+    """Return the error to raise when nothing has moved for `timeout_s`; the logs end with faulthandler's stacks."""
+    first = sorted(ranks, key=lambda r: _where(r) != SILENT)  # the likely cause, whatever its number
+    at = "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")
+    reason = f"no progress for {timeout_s:g} s {during}: {at}"
+    return PeerTimeout(f"{reason}; raise --timeout if it was only slow; logs: {logs}", ranks=_ranks(ranks))
+
+
+def _where(rank: Remains) -> str:
+    """Return the innermost frame of our own code, or the innermost of all."""
+    if rank.code is not None and rank.code >= 0:
+        return "had ended"
+    frames = [match.groupdict() for match in FRAME.finditer(rank.log.rpartition("Fatal Python error")[2])]
+    if not frames:
+        return SILENT
+    frame = next((f for f in frames if "counterpoint" in f["file"]), frames[0])
+    return f"was in {frame['function']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
+
+
+def _signal(rank: Remains) -> str:
+    number = -(rank.code or 0)
+    if number == signal.SIGKILL:
+        return "SIGKILL (by someone, or by the kernel for want of memory)"
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _names(ranks: Sequence[Remains]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(r.rank) for r in ranks)}"
+
+
+def _ranks(ranks: Sequence[Remains]) -> tuple[int, ...]:
+    return tuple(r.rank for r in ranks)

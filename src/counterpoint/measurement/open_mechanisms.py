@@ -1,0 +1,181 @@
+"""Make mechanisms ready to be launched: process group, buffers, streams with their controls applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+
+from counterpoint.controls.control import Lanes, applied
+from counterpoint.controls.nccl import NcclWindows
+from counterpoint.errors import Unsupported
+from counterpoint.measurement.collective import Buffers, Comm, allocate
+from counterpoint.measurement.mechanisms import BASES, Mechanism
+from counterpoint.measurement.session import Session
+from counterpoint.measurement.trial import Case, Trial
+
+__all__ = ["Memory", "Opened", "OpenedAll", "memory_of", "offered", "open_all", "open_mechanism"]
+
+Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Holds a mechanism that is ready to run one collective.
+
+    `lanes` have the controls applied; `alone` has those of the collective only, and the computation as it is.
+    """
+
+    mechanism: Mechanism
+    comm: Comm
+    lanes: Lanes
+    alone: Lanes
+
+    def trial(self, session: Session, case: Case) -> Callable[[], Trial]:
+        """Return what runs one trial; before each, an in-place collective gets its data back."""
+        lanes = self.alone if case in ("comm_alone", "serial") else self.lanes
+
+        def run() -> Trial:
+            self.comm.reset()
+            return session.stage.run(lanes, case)
+
+        return run
+
+
+def offered(
+    session: Session, mechanisms: Sequence[Mechanism], collective: str
+) -> tuple[tuple[Mechanism, ...], dict[str, str]]:
+    """Return those that can run this collective on every rank, and why each of the others cannot. All ranks call it."""
+    everyone = session.gather([mechanism.why_unavailable(collective) for mechanism in mechanisms])
+    first = [
+        next((reason for reason in reasons if reason is not None), None) for reasons in zip(*everyone, strict=True)
+    ]
+    said = list(zip(mechanisms, first, strict=True))
+    return (
+        tuple(mechanism for mechanism, reason in said if reason is None),
+        {mechanism.name: reason for mechanism, reason in said if reason is not None},
+    )
+
+
+def memory_of(mechanism: Mechanism) -> Memory:
+    """Return what its buffers lie in: windows are one mechanism's own, other memory is shared by all that use it."""
+    if mechanism.windows is not None:
+        return "windows"
+    return "symmetric" if mechanism.base == "zero_sm" else "plain"
+
+
+@contextmanager
+def open_mechanism(
+    session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, shared: dict[Memory, Buffers]
+) -> Iterator[Opened]:
+    """Make process group, buffers and lanes of a mechanism, for as long as the context lasts. All ranks enter together.
+
+    Args:
+        session: this rank.
+        mechanism: what to open.
+        collective: what it runs.
+        numel: elements of the full array.
+        stock: streams and computation of the pair; its `comm` is replaced.
+        shared: buffers by the memory that they lie in, for all mechanisms that need no others; filled here.
+
+    Yields:
+        The mechanism, ready to run.
+
+    Raises:
+        Unsupported: the mechanism cannot run here.
+    """
+    reason = mechanism.why_unavailable(collective)
+    if reason is not None:
+        raise Unsupported(reason)
+    group = session.group(mechanism.controls)
+    windows = mechanism.windows
+    communicator = session.communicator if mechanism.base == "zero_sm" else None
+
+    def make() -> Buffers:
+        empty: Callable[[int], torch.Tensor] = partial(torch.empty, dtype=session.dtype, device=session.device)
+        if windows is not None:
+            empty = partial(windows.empty, dtype=session.dtype, device=session.device, group=group)
+        elif communicator is not None:  # peers write into it: without it every call would copy its output
+            empty = partial(communicator.empty, dtype=session.dtype)
+        return allocate(
+            collective,
+            numel=numel,
+            dtype=session.dtype,
+            rank=session.rank,
+            world_size=session.world_size,
+            seed=1,
+            empty=empty,
+        )
+
+    memory = memory_of(mechanism)
+    if memory != "windows" and memory not in shared:
+        shared[memory] = make()
+    buffers = make() if memory == "windows" else shared[memory]
+    comm = Comm(buffers=buffers, group=group, communicator=communicator)
+    with ExitStack() as stack:
+        if windows is not None:
+            stack.push(partial(_release, windows))
+        base = replace(stock, comm=comm.launch)
+        lanes = stack.enter_context(applied(mechanism.controls, base))
+        alone = replace(base, comm_stream=lanes.comm_stream)
+        yield Opened(mechanism=mechanism, comm=comm, lanes=lanes, alone=alone)
+
+
+def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:
+    """Release them, but not after an unexpected error: the GPU may be waiting for ranks that are gone."""
+    if kind is None or issubclass(kind, Unsupported):
+        windows.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedAll:
+    """Holds several mechanisms for one pair; `plain` has no controls and is compared with, measured or not."""
+
+    each: tuple[Opened, ...]
+    plain: Opened
+    unavailable: dict[str, str]
+
+
+@contextmanager
+def open_all(
+    session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes
+) -> Iterator[OpenedAll]:
+    """Open every mechanism that can run here, and check what it delivers. All ranks enter it together.
+
+    Yields:
+        The mechanisms, and why others cannot run.
+
+    Raises:
+        Unsupported: none can run here.
+        WrongResult: one delivers wrong data.
+    """
+    shared: dict[Memory, Buffers] = {}
+    unavailable: dict[str, str] = {}
+    opened: list[Opened] = []
+    with ExitStack() as stack:
+
+        def enter(mechanism: Mechanism) -> Opened:
+            with ExitStack() as own:  # left at once if another rank could not enter
+                context = open_mechanism(session, mechanism, collective, numel, stock, shared)
+                entered = session.raise_together(lambda: own.enter_context(context))
+                stack.push(own.pop_all())
+                return entered
+
+        for mechanism in mechanisms:
+            try:
+                opened.append(enter(mechanism))
+            except Unsupported as error:
+                unavailable[mechanism.name] = str(error)
+        if not opened:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+            raise Unsupported(f"no mechanism can run {collective} here: {reasons}")
+        for comm in {(id(each.comm.group), id(each.comm.buffers)): each.comm for each in opened}.values():
+            session.raise_together(comm.check)
+        without = next((each for each in opened if not each.mechanism.controls), None)
+        if without is None:
+            without = enter(Mechanism(name=BASES[session.device.type][0], controls=()))
+        yield OpenedAll(each=tuple(opened), plain=without, unavailable=unavailable)

@@ -1,0 +1,182 @@
+"""Run trials in interleaved rounds, and turn what all ranks saw into rows of a measurement."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from counterpoint.measurement.gpu_usage import Observed
+from counterpoint.measurement.session import Session
+from counterpoint.measurement.trial import Trial
+from counterpoint.pair.metrics import overlap, pair_class
+from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing
+
+__all__ = ["Samples", "comm_time", "compute_time", "play_rounds", "row", "time_of", "timing", "why_late"]
+
+Key = TypeVar("Key", bound=Hashable)
+Samples = list[list[Trial]]  # [rank][round]
+
+_FEWEST = 3
+
+
+def play_rounds(
+    session: Session,
+    trials: dict[Key, Callable[[], Trial]],
+    *,
+    rounds: int,
+    dropped: int,
+    seed: int,
+) -> dict[Key, Samples]:
+    """Run every trial once in each round, in a new order, so that drifting clocks affect all alike.
+
+    A trial in which any rank queued too slowly is dropped on all ranks, as long as three others remain.
+
+    Args:
+        session: this rank; all ranks call it with the same arguments.
+        trials: what runs one trial, by its key.
+        rounds: how often each runs.
+        dropped: the first rounds, which are not kept.
+        seed: of the orders.
+
+    Returns:
+        The kept trials of all ranks, by key.
+    """
+    kept: dict[Key, list[Trial]] = {key: [] for key in trials}
+    order = list(trials)
+    shuffle = random.Random(seed)  # the same on every rank
+    for index in range(rounds):
+        shuffle.shuffle(order)
+        for key in order:
+            trial = trials[key]()
+            if index >= dropped:
+                kept[key].append(trial)
+    everyone = session.gather({key: kept[key] for key in trials})
+    return {key: _in_time([ranks[key] for ranks in everyone]) for key in trials}
+
+
+def _in_time(samples: Samples) -> Samples:
+    """Drop the rounds in which a rank was late; keep all if fewer than three were good, which `why_late` reports."""
+    good = [index for index in range(len(samples[0])) if not any(rank[index].late for rank in samples)]
+    return samples if len(good) < _FEWEST else [[rank[index] for index in good] for rank in samples]
+
+
+def why_late(*found: Samples) -> str | None:
+    """Return why results from these samples must not be believed; None if every trial in them was in time."""
+    for samples in found:
+        late = sum(any(trial.late for trial in trials) for trials in zip(*samples, strict=True))
+        if late:
+            return (
+                f"the host queued too slowly in {late} of {len(samples[0])} rounds; "
+                "free its cores or measure larger operations"
+            )
+    return None
+
+
+def timing(per_rank: Sequence[Sequence[float]]) -> Timing:
+    """Return median, 10th and 90th percentile of the rank whose median is largest; `per_rank[r]` are its rounds, µs."""
+    quantiles = [np.quantile(rounds, (0.1, 0.5, 0.9)).tolist() for rounds in per_rank]
+    medians = tuple(median for _, median, _ in quantiles)
+    rank = max(range(len(medians)), key=medians.__getitem__)
+    p10, median, p90 = quantiles[rank]
+    return Timing(us=median, p10_us=p10, p90_us=p90, rank=rank, per_rank_us=medians)
+
+
+def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
+    """Return a duration of each trial as a `Timing`."""
+    return timing([[measure(trial) for trial in rank] for rank in samples])
+
+
+def compute_time(trial: Trial) -> float:
+    """Return the computation's time in µs, from the moment its stream reached it."""
+    return trial.compute_end - trial.compute_start
+
+
+def comm_time(trial: Trial) -> float:
+    """Return the collective's time in µs, from the moment its stream reached it."""
+    return trial.comm_end - trial.comm_start
+
+
+def both_time(trial: Trial) -> float:
+    """Return the time in µs from the first start to the last end."""
+    return max(trial.compute_end, trial.comm_end) - min(trial.compute_start, trial.comm_start)
+
+
+def head_start(trial: Trial) -> float:
+    """Return by how many µs one side started before the other."""
+    return abs(trial.compute_start - trial.comm_start)
+
+
+def row(
+    scenario: Scenario,
+    *,
+    mechanism: str,
+    order: Order,
+    size_bytes: int,
+    flops: int,
+    peak_tflops: float | None,
+    samples: Mapping[tuple[str, str], Samples],
+    best: tuple[str, float],
+    observed: Observed,
+    device: DeviceState | None,
+) -> Row:
+    """Return one row of the result.
+
+    Args:
+        scenario: what was asked.
+        mechanism: its name.
+        order: the launch order.
+        size_bytes: of the full array, as it was run.
+        flops: of the computation.
+        peak_tflops: the device's dense peak, for MFU; None if unknown.
+        samples: by (mechanism, case); the computation without any control is (`""`, `compute_alone`).
+        best: the fastest mechanism alone and its time in µs.
+        observed: what the profiler showed.
+        device: clocks and power.
+    """
+    together = samples[mechanism, order]
+    compute_alone = time_of(samples["", "compute_alone"], compute_time)
+    comm_alone = time_of(samples[mechanism, "comm_alone"], comm_time)
+    both, compute, comm = (time_of(together, part) for part in (both_time, compute_time, comm_time))
+    heads = time_of(together, head_start).per_rank_us
+    head_us = 0.0 if order == "together" else sum(heads) / len(heads)
+    ratios = overlap(compute_us=compute_alone.us, comm_us=best[1], both_us=both.us, order=order, head_us=head_us)
+    late = why_late(
+        samples["", "compute_alone"], *(samples[name, "comm_alone"] for name in (best[0], mechanism)), together
+    )
+    rates = [flops / us / 1e6 for us in (compute_alone.us, compute.us)]
+    mfus = [None if peak_tflops is None else rate / peak_tflops for rate in rates]
+    return Row(
+        scenario=scenario.name,
+        workload=scenario.workload,
+        collective=scenario.collective,
+        size_bytes=size_bytes,
+        ratio=scenario.ratio,
+        mechanism=mechanism,
+        order=order,
+        compute_alone=compute_alone,
+        compute_controlled=time_of(samples[mechanism, "compute_alone"], compute_time),
+        comm_alone=comm_alone,
+        best_comm_alone_us=best[1],
+        best_mechanism=best[0],
+        serial=time_of(samples[mechanism, "serial"], both_time),
+        together=both,
+        compute_together=compute,
+        comm_together=comm,
+        head_start_us=head_us,
+        hidden=ratios.hidden,
+        ideal_fraction=ratios.ideal_fraction,
+        compute_kept=compute_alone.us / compute.us,
+        comm_kept=comm_alone.us / comm.us,
+        pair_class=pair_class(compute_alone.us, best[1]),
+        tflops_alone=rates[0],
+        tflops_together=rates[1],
+        mfu_alone=mfus[0],
+        mfu_together=mfus[1],
+        usage=observed.usage,
+        evidence=observed.evidence,
+        marked="; ".join(filter(None, (observed.marked, late))) or None,
+        device=device,
+    )

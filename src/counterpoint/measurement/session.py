@@ -1,0 +1,164 @@
+"""Join the ranks of a measurement: this rank's device, process groups and stage, and how it agrees with the others."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import check_agreement, gather_values, raise_together
+from counterpoint.controls.control import Control, Lanes
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.measurement.trial import CpuStage, CudaStage
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+class Session:
+    """Joins the process group that the environment (torchrun) describes; `close` leaves it.
+
+    Args:
+        device_type: `cuda` (NCCL, this rank's GPU by LOCAL_RANK) or `cpu` (gloo, one thread).
+        timeout_s: how long a collective waits for other ranks.
+
+    Raises:
+        Unsupported: no such GPU, or no CUDA in this torch.
+    """
+
+    def __init__(self, device_type: str, *, timeout_s: float = 100.0) -> None:
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device_type == "cuda":
+            self.device = _gpu(self.local_rank)
+            self.dtype = torch.bfloat16
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=self._timeout, device_id=self.device)
+        else:
+            torch.set_num_threads(1)
+            self.device, self.dtype = torch.device("cpu"), torch.float32
+            dist.init_process_group("gloo", timeout=self._timeout)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None  # it was just made
+        self.world: dist.ProcessGroup = dist.group.WORLD
+        self._hosts = dist.new_group(backend="gloo", timeout=self._timeout)  # for messages, never on a GPU
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.is_cuda else []
+        self.stage: CudaStage | CpuStage = CudaStage(self.device, self.world) if self.is_cuda else CpuStage(self._hosts)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the measurement runs on GPUs."""
+        return self.device.type == "cuda"
+
+    @property
+    def gpu_uuid(self) -> str:
+        """The UUID of this rank's GPU, as NVML writes it."""
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    @property
+    def gpu_name(self) -> str | None:
+        """The name of this rank's GPU; None on a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else None
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+        return gather_values(self._hosts, value)
+
+    def check_agreement(self, what: str, value: object) -> None:
+        """Raise Misconfigured on every rank if `value` is not the same on all of them."""
+        check_agreement(self._hosts, {what: value})
+
+    def raise_together(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns; if it raises on any rank, every rank raises, so that none waits for ever.
+
+        Raises:
+            PeerFailed: it raised on another rank only.
+        """
+        return raise_together(self._hosts, action)
+
+    def require_memory(self, needed: int, what: str) -> None:
+        """Check on all ranks that `needed` bytes for `what` are free, before they are allocated.
+
+        Raises:
+            Misconfigured: more than is free on this rank.
+            PeerFailed: more than is free on another.
+        """
+
+        def check() -> None:
+            free = self.free_bytes()
+            if needed > 0.95 * free:
+                raise Misconfigured(
+                    f"{what} needs {needed / 1e9:.1f} GB on each rank and {free / 1e9:.1f} GB are free; "
+                    "choose a smaller size"
+                )
+
+        self.raise_together(check)
+
+    def free_bytes(self) -> int:
+        """Return the memory that this rank may still take."""
+        if self.is_cuda:
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int(torch.cuda.mem_get_info(self.device)[0]) + cached
+        with open("/proc/meminfo") as file:  # noqa: PTH123
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return kilobytes * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def group(self, controls: Sequence[Control]) -> dist.ProcessGroup:
+        """Return a process group of all ranks with the options that `controls` set; made once for each set of them."""
+        if not self.is_cuda:
+            return self.world
+        options = dist.ProcessGroupNCCL.Options()
+        before = _described(options)
+        configuring = []
+        for control in controls:
+            control.configure(options)
+            if _described(options) != before:
+                configuring.append(control.name)
+                before = _described(options)
+        key = tuple(configuring)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(backend="nccl", pg_options=options, timeout=self._timeout)
+            dist.all_reduce(torch.ones(1, device=self.device), group=self._groups[key])  # makes the communicator
+            torch.cuda.synchronize(self.device)
+        return self._groups[key]
+
+    def lanes(self, compute: Callable[[], None], comm: Callable[[], None]) -> Lanes:
+        """Return two streams of default priority (none on a CPU) with what each side of a pair launches."""
+        if not self.is_cuda:
+            return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
+        return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
+
+    @cached_property
+    def communicator(self) -> Communicator:
+        """The communicator of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
+        return Communicator(self.world, device=self.device, timeout_s=self._timeout.total_seconds())
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if "communicator" in self.__dict__:
+            self.communicator.close()
+        dist.destroy_process_group()
+
+
+def _gpu(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        raise Unsupported(f"torch {torch.__version__} sees no GPU here; use --device cpu to try the whole path")
+    if local_rank >= torch.cuda.device_count():
+        raise Unsupported(f"local rank {local_rank} has no GPU: this host shows {torch.cuda.device_count()}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _described(options: Any) -> str:
+    """Return all readable fields of the options as text, to see whether a control changed one."""
+    config = options.config
+    fields = {name: getattr(config, name) for name in sorted(dir(config)) if not name.startswith("_")}
+    return repr((options.is_high_priority_stream, {k: v for k, v in fields.items() if not callable(v)}))

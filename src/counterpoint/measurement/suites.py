@@ -1,0 +1,198 @@
+"""Describe the named suites as data: which pairs and which building blocks.
+
+`quick` one minute; `pairs` independent pairs, the table of docs/results/pairs.md; `reductions` how many SMs the sums of
+zero-SM collectives need next to a GEMM; `conccl`, `resource-aware` and `forum` the scenarios of ConCCL (arXiv
+2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
+337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from
+(docs/design/pair.md); `blocks` building blocks alone; `full` everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle, product
+
+import msgspec
+
+from counterpoint.collectives.program.operations import OPERATIONS, measured_by
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.pair.together import REDUCTIONS
+from counterpoint.records.measurement import Block, Scenario
+
+__all__ = ["SUITES", "blocks_of", "scenarios_of"]
+
+STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm", "zero_sm+gemm_sms=fit")
+SUMS = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116, "fit")))
+GEMM = "gemm 8192x8192x8192"
+LARGE_GEMM = "gemm 8192x57344x8192"
+LOADS = (GEMM, "llama-8b layer 4096", "llama-70b layer 2048", LARGE_GEMM)
+LAYERS = tuple(f"llama-{size}b layer {tokens}" for size, tokens in product((8, 70), (2048, 4096, 8192)))
+OTHERS = ("gemm 2048x2816x8192*8", "gemm 64x57344x8192*4", "attention 4x32x4096x128", "elementwise 1073741824")
+CONCCL_GEMMS = (GEMM, LARGE_GEMM, "gemm 8192x8192x28672", "gemm 16384x10240x8192", "gemm 4096x4096x16384")
+FORUM = (
+    "nccl",
+    "nccl+priority=high",
+    "nccl+order=comm_resident",
+    "nccl+cga_cluster=2+gemm_sms=108",
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters: as many rounds of its tiles as 60 would take
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
+    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=114",
+    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
+    "nccl+max_ctas=8+cga_cluster=2+gemm_sms=122",
+    "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
+    "nccl+gemm_sms=108+order=comm_resident",
+    "nccl+green=108",
+    "nccl+green=108+gemm_sms=108",
+    "nccl+max_ctas=16+green=116+gemm_sms=116",
+    "nccl_zero_cta",
+)
+
+
+def _pairs(
+    workloads: Iterable[str], collectives: Iterable[str], ratios: Iterable[float], mechanisms: Sequence[str] = STOCK
+) -> tuple[Scenario, ...]:
+    """Return every combination, its collective as long as `ratio` times its workload."""
+    return tuple(
+        Scenario(
+            name=f"{workload} | {collective} | {ratio:g}",
+            workload=workload,
+            collective=collective,
+            ratio=ratio,
+            mechanisms=_offered(mechanisms, collective),
+        )
+        for workload, collective, ratio in product(workloads, collectives, ratios)
+    )
+
+
+def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[str] = STOCK) -> Scenario:
+    return Scenario(
+        name=f"{workload} | {collective} | {size_mib} MiB",
+        workload=workload,
+        collective=collective,
+        size_bytes=size_mib << 20,
+        mechanisms=_offered(mechanisms, collective),
+    )
+
+
+def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
+    """Return the mechanisms that are offered for this collective."""
+    without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
+    without |= set() if collective in measured_by("programs") else {"zero_sm"}
+    return tuple(name for name in mechanisms if name not in without)
+
+
+BUDGET = (
+    "nccl",
+    "nccl+max_ctas=16",
+    "nccl+max_ctas=8",
+    "nccl+gemm_sms=108",
+    "nccl+max_ctas=16+gemm_sms=116",
+    "nccl+max_ctas=8+gemm_sms=124",
+    "nccl+cga_cluster=2+gemm_sms=108",
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
+    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
+    "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
+    "nccl+max_ctas=4+cga_cluster=2+gemm_sms=128",
+)
+BUDGET_LIMITS = tuple(dict.fromkeys(name.partition("+gemm_sms")[0] for name in BUDGET))  # of NCCL, alone
+BUDGET_GEMMS = (
+    "gemm 2048x2816x8192",  # a tensor-parallel shard: 176 tiles, one wave and a third
+    "gemm 4096x4096x4096",
+    "gemm 4096x6144x4096",  # Llama-3 8B at 4096 tokens: q, k and v
+    "gemm 4096x28672x4096",  # gate and up
+    GEMM,
+    "gemm 2048x57344x8192",  # Llama-3 70B at 2048 tokens: gate and up
+)
+BUDGET_COLLECTIVES = ("all_gather", *REDUCTIONS)
+BUDGET_SMS = (128, 124, 120, 116, 108, 100)  # those of the mechanisms, and one below
+BUDGET_SIZES = tuple(1 << power for power in (21, 23, 25, 27, 29, 31))  # 2 MiB to 2 GiB
+
+
+def _budget() -> tuple[Scenario, ...]:
+    """Return the pairs of `budget`; the collectives take turns, so that each meets every GEMM and every ratio."""
+    points = zip(product(BUDGET_GEMMS, (0.25, 0.5, 1, 2)), cycle(BUDGET_COLLECTIVES), strict=False)  # cycle has no end
+    return tuple(
+        scenario
+        for (gemm, ratio), collective in points
+        for scenario in _pairs((gemm,), (collective,), (ratio,), BUDGET)
+    )
+
+
+def _budget_blocks() -> tuple[Block, ...]:
+    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in BUDGET_SMS))
+    return (
+        *(Block(name=f"{gemm} by SMs", what=gemm, mechanisms=by_sms) for gemm in BUDGET_GEMMS),
+        *(
+            Block(name=f"{collective} by CTAs", what=collective, mechanisms=BUDGET_LIMITS, sizes_bytes=BUDGET_SIZES)
+            for collective in BUDGET_COLLECTIVES
+        ),
+    )
+
+
+def _blocks() -> tuple[Block, ...]:
+    sizes = tuple(1 << power for power in range(10, 31, 2))
+    collectives = tuple(
+        Block(name=name, what=name, mechanisms=_offered(("nccl", "nccl_zero_cta"), name), sizes_bytes=sizes)
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    )
+    ctas = Block(
+        name="all_gather by CTAs",
+        what="all_gather",
+        mechanisms=("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (1, 2, 4, 8, 16, 24, 32))),
+        sizes_bytes=(16 << 20, 128 << 20, 1 << 30),
+    )
+    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in (128, 124, 120, 116, 112, 108, 100, 92, 84, 66)))
+    gemms = tuple(Block(name=f"{name} by SMs", what=name, mechanisms=by_sms) for name in LOADS)
+    return (*collectives, ctas, *gemms)
+
+
+SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
+    "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
+    "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
+    "reductions": lambda: _pairs(LOADS, REDUCTIONS, (0.25, 0.5, 1, 2), SUMS),
+    "conccl": lambda: _pairs(CONCCL_GEMMS, ("all_gather", "all_to_all"), (0.5, 1, 2)),
+    "resource-aware": lambda: tuple(
+        _sized(workload, collective, 896)
+        for workload, collective in product((GEMM, LARGE_GEMM), ("all_reduce", "all_to_all"))
+    ),
+    "forum": lambda: _pairs((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
+    "budget": _budget,
+    "blocks": lambda: (),
+    "full": lambda: _pairs(
+        (*LOADS[::3], *LAYERS, *OTHERS),
+        measured_by("torch"),
+        (0.25, 0.5, 1, 2, 4),
+    ),
+}
+
+BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, "blocks": _blocks}
+
+
+def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
+    """Return the pairs of a suite; `mechanisms` replace the suite's own.
+
+    Raises:
+        Misconfigured: an unknown suite, one that cannot run on this device, or a mechanism that is none.
+    """
+    if suite not in SUITES:
+        raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
+    for name in mechanisms or ():
+        find_mechanism(name, device)
+    if device == "cpu":
+        if suite != "quick":
+            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there is only quick")
+        workload = "gemm 512x512x512*8"
+        return _pairs((workload,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
+    scenarios = SUITES[suite]()
+    if mechanisms:
+        if not scenarios:
+            raise Misconfigured(f"suite {suite!r} measures building blocks: it takes no --mechanism")
+        chosen = tuple(dict.fromkeys(mechanisms))
+        scenarios = tuple(msgspec.structs.replace(scenario, mechanisms=chosen) for scenario in scenarios)
+    return scenarios
+
+
+def blocks_of(suite: str) -> tuple[Block, ...]:
+    """Return the building blocks of a suite: `blocks` and `budget` have some, others none."""
+    return BLOCKS[suite]() if suite in BLOCKS else ()

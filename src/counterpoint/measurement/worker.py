@@ -1,0 +1,165 @@
+"""Run what every rank of a measurement runs: `torchrun -m counterpoint.measurement.worker PLAN.json`.
+
+A rank measures the scenarios and blocks of its plan one after the other; rank 0 appends a line for each to the plan's
+results, and what is there already is skipped. A rank that fails leaves a `RankFailure` in the plan's folder of errors
+and exits with 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import counterpoint
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.measurement.launch import PARENT_VARIABLE, VARIABLES
+from counterpoint.measurement.resume import finished
+from counterpoint.records.measurement import Block, Environment, Plan, RankFailure
+
+if TYPE_CHECKING:
+    from counterpoint.measurement.session import Session
+
+__all__ = ["die_with_parent", "main"]
+
+_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
+
+
+def main() -> None:
+    """Run one rank; torch is imported once nothing can leave this process an orphan."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted rank ends, and the launcher says by which signal
+    worker = Worker(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan))
+    try:
+        worker.run()
+    except Exception as error:
+        traceback.print_exc()  # into this rank's log
+        worker.leave(error)
+        os._exit(1)  # a communicator that lost a peer would hold up a normal exit
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies; call it first, before torch is imported.
+
+    No code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None and os.getppid() != int(parent):  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Worker:
+    """Runs a plan on this rank and remembers which scenario is under way."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.scenario: str | None = None
+
+    def run(self) -> None:
+        """Join the other ranks, check that all match, measure, and leave.
+
+        Raises:
+            Misconfigured: the ranks do not match each other or the plan.
+            Unsupported: torch is not installed.
+        """
+        try:
+            import torch
+
+            from counterpoint.measurement.session import Session
+        except ModuleNotFoundError as error:
+            raise Unsupported(f"{error.name} is not installed: pip install 'counterpoint[torch]'") from None
+        plan = self.plan
+        session = Session(plan.device, timeout_s=plan.timeout_s)
+        session.check_agreement("the plan", msgspec.json.encode(plan).decode())
+        if plan.world_size != session.world_size:
+            raise Misconfigured(f"the plan is for {plan.world_size} ranks and {session.world_size} were started")
+        session.check_agreement("torch", str(torch.__version__))
+        session.check_agreement("the GPU", session.gpu_name)
+        self._measure(session)
+        session.close()
+
+    def _measure(self, session: Session) -> None:
+        """Measure what the plan asks for and its results do not hold yet."""
+        from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+
+        results = Path(self.plan.results)
+        here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
+        done = set(session.gather(here)[0])
+        calibration = Calibration()
+        environment = _environment(session) if session.rank == 0 else None
+        for part in self.plan.parts:
+            if part.name in done:
+                continue
+            self.scenario = part.name
+            if isinstance(part, Block):
+                outcome = measure_block(session, part, self.plan)
+            else:
+                outcome = measure_scenario(session, part, self.plan, calibration)
+            if session.rank == 0:
+                with results.open("ab") as file:
+                    file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
+                environment = None
+
+    def leave(self, error: Exception) -> None:
+        """Write why this rank ends, whole or not at all."""
+        rank = int(os.environ.get("RANK", "0"))
+        failure = RankFailure(rank=rank, kind=type(error).__name__, text=str(error), scenario=self.scenario)
+        path = Path(self.plan.errors) / f"rank{rank}.json"
+        path.with_suffix(".part").write_bytes(msgspec.json.encode(failure))
+        path.with_suffix(".part").replace(path)
+
+
+def _environment(session: Session) -> Environment:
+    import torch
+
+    from counterpoint.measurement.gpu_usage import driver_version
+
+    return Environment(
+        device=session.device.type,
+        gpu=session.gpu_name,
+        world_size=session.world_size,
+        driver=driver_version() if session.is_cuda else None,
+        torch=str(torch.__version__),
+        nccl=".".join(str(part) for part in torch.cuda.nccl.version()) if session.is_cuda else None,
+        counterpoint=counterpoint.__version__,
+        commit=_commit(),
+        command=tuple(sys.argv),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    )
+
+
+def _commit() -> str | None:
+    """Return COUNTERPOINT_COMMIT if set, else the commit of this file's checkout, with `-dirty` if it was changed."""
+    if given := os.environ.get("COUNTERPOINT_COMMIT"):
+        return given
+    describe = (
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        *["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+    )
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return None
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""How many SMs each side of a pair should get: the choice with the least predicted time.
+
+`choose_split`      NCCL beside GEMMs: limits for both sides, over the launch orders
+                    T(split) = mean over orders of max(end of the GEMM, end of the collective)
+`choose_gemm_sms`   the sums of a zero-SM reduction beside GEMMs: a few SMs less for the GEMM let them go on at once,
+                    at the price of the waves that those SMs would have taken
+
+docs/design/pair.md has the equations and what they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Literal
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.occupancy import waves
+from counterpoint.machine.profile import Contention, Profile, default_profile
+from counterpoint.pair.curves import CommPoint, Curves
+from counterpoint.pair.metrics import overlap
+from counterpoint.pair.sm_split import SmLayout, SmSplit
+from counterpoint.pair.together import REDUCTIONS, GemmKernel, Occupation, Pair, play_order, reduced_us
+from counterpoint.records.measurement import Order
+
+__all__ = ["ORDERS", "Budget", "GemmSms", "Objective", "candidates_for", "choose_gemm_sms", "choose_split", "predict"]
+
+Objective = Literal["mean", "worst"]
+ORDERS: tuple[Order, ...] = ("together", "comm_first", "compute_first")
+FEWER_CTAS = (16, 12, 8, 4)  # multiples of NCCL's cluster of 4, which it drops otherwise
+FREE_SMS = (0, 4, 8, 12, 16)  # that a GEMM may leave; cuBLAS' blocks come in pairs, and a GPC has 16 or 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Holds a division of SMs and what it is predicted to cost. Times in µs."""
+
+    workload: str  # of the pair, as the next two
+    collective: str
+    size_bytes: int
+    split: SmSplit  # the division
+    compute_us: float  # the GEMM alone with the SMs of this split
+    comm_us: float  # the collective alone with the CTAs of this split
+    together_us: dict[Order, float]  # both, by launch order
+    objective_us: float  # the mean, or the worst, of these
+    hidden: float  # mean over orders
+    waves_alone: int  # of the GEMM with the most tiles, on all SMs
+    waves_together: int  # of the same on the SMs that it has beside the collective
+    fits: bool  # the collective starts beside a resident GEMM
+    reason: str = field(default="", compare=False)  # in words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmSms:
+    """Holds the SMs for a GEMM, None for all, and the predicted time of the pair by SMs of the GEMM, µs."""
+
+    gemm_sms: int | None
+    together_us: dict[int, float]
+
+
+def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
+    """Return the SMs of the GEMMs with the least predicted time beside a zero-SM reduction; of equals the most."""
+    if pair.collective not in REDUCTIONS:
+        raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
+    if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:
+        raise Misconfigured(
+            f"{pair.size_bytes} bytes, {pair.compute_us} and {pair.comm_us} µs, {pair.world_size} ranks: "
+            "give positive sizes and times, and two ranks or more"
+        )
+    num_sms = pair.layout.num_sms
+    candidates = [num_sms - free for free in FREE_SMS if free < num_sms] if pair.products else [num_sms]
+    found = {sms: reduced_us(pair, sms, profile) for sms in candidates}
+    best = min(found, key=found.__getitem__)
+    return GemmSms(gemm_sms=None if best == num_sms else best, together_us=found)
+
+
+def predict(
+    curves: Curves,
+    workload: str,
+    collective: str,
+    size_bytes: int,
+    split: SmSplit,
+    *,
+    orders: Sequence[Order] = ORDERS,
+    objective: Objective = "mean",
+    contention: Contention | None = None,
+) -> Budget:
+    """Return what one division of the SMs costs.
+
+    Args:
+        curves: of the machine.
+        workload: one or more GEMMs, by their name in the curves.
+        collective: PyTorch's name.
+        size_bytes: of the full array.
+        split: the division to look at.
+        orders: launch orders that count.
+        objective: over these orders, `mean` or `worst`.
+        contention: what pairs have taught; None: as the default profile, H200.
+
+    Raises:
+        Misconfigured: nothing was measured at or around this point; no order; the split leaves the GEMM no SM.
+    """
+    if not orders:
+        raise Misconfigured(f"no launch order is given; choose from: {', '.join(ORDERS)}")
+    known = contention or default_profile().contention
+    gemm, num_sms = curves.gemm(workload), split.gemm_sms or curves.layout.num_sms
+    kernels = gemm.kernels(num_sms)
+    comm, best_us = curves.comm(collective, size_bytes, split), curves.fastest_us(collective, size_bytes)
+    shares = _occupation(curves, collective, split, comm, kernels, known, rate=min(1.0, best_us / comm.time_us))
+    ends = {order: play_order(order, kernels, comm.time_us, shares, known) for order in orders}
+    alone_us, longest = gemm.time_us(curves.layout.num_sms), max(kernels, key=lambda kernel: kernel.tiles)
+    beside = longest.num_sms if shares.fits else min(longest.num_sms, shares.sms_beside)
+    return Budget(
+        workload=workload,
+        collective=collective,
+        size_bytes=size_bytes,
+        split=split,
+        compute_us=gemm.time_us(num_sms),
+        comm_us=comm.time_us,
+        together_us=ends,
+        objective_us=fmean(ends.values()) if objective == "mean" else max(ends.values()),
+        hidden=fmean(_hidden(order, alone_us, best_us, end, known) for order, end in ends.items()),
+        waves_alone=waves(longest.tiles, num_sms=curves.layout.num_sms, blocks_per_sm=1),
+        waves_together=waves(longest.tiles, num_sms=beside, blocks_per_sm=1),
+        fits=shares.fits,
+    )
+
+
+def choose_split(
+    curves: Curves,
+    workload: str,
+    collective: str,
+    size_bytes: int,
+    *,
+    orders: Sequence[Order] = ORDERS,
+    candidates: Iterable[SmSplit] | None = None,
+    objective: Objective = "mean",
+    contention: Contention | None = None,
+) -> Budget:
+    """Return the candidate with the least predicted time; of equal ones the first.
+
+    The arguments are those of `predict`, and `candidates` the splits to compare; None: those of `candidates_for` this
+    machine that the curves cover.
+
+    Raises:
+        Misconfigured: no candidate, or as `predict`.
+    """
+    alone = ""
+    if candidates is None:
+        every = candidates_for(curves.layout, curves.most_ctas(collective), clusters=curves.clusters(collective))
+        # plain NCCL stays in any case: where even that lies off the curves, the error says what is missing
+        covered = (each for each in every if curves.cover(workload, collective, size_bytes, each))
+        candidates = tuple(dict.fromkeys((SmSplit(), *covered)))
+        alone = "; nothing else could be compared, the curves cover no other division" if len(candidates) == 1 else ""
+    budgets = [
+        predict(
+            curves, workload, collective, size_bytes, split,
+            orders=orders, objective=objective, contention=contention,
+        )
+        for split in candidates
+    ]  # fmt: skip
+    if not budgets:
+        raise Misconfigured("no candidate is given; give at least one, such as SmSplit() for plain NCCL")
+    best = min(budgets, key=lambda budget: budget.objective_us)
+    stock = next((budget for budget in budgets if budget.split == SmSplit()), None)
+    return replace(best, reason=_reason(best, stock) + alone)
+
+
+def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[SmSplit, ...]:
+    """Return plain NCCL and fewer CTAs, each with all SMs for the GEMM and with a GEMM that leaves exactly theirs."""
+    counts = [None, *(count for count in FEWER_CTAS if count < default_ctas)]
+    whole = layout.gemm_cluster
+    left = {count: (layout.num_sms - (count or default_ctas)) // whole * whole for count in counts}
+    return (
+        *(SmSplit(max_ctas=count) for count in counts),
+        *(
+            SmSplit(max_ctas=count, cga_cluster=cluster, gemm_sms=sms)
+            for cluster in (None, *clusters)  # beside such a GEMM NCCL's own clusters may not find room
+            for count, sms in left.items()
+        ),
+    )
+
+
+def _occupation(
+    curves: Curves,
+    collective: str,
+    split: SmSplit,
+    comm: CommPoint,
+    kernels: Sequence[GemmKernel],
+    known: Contention,
+    *,
+    rate: float,
+) -> Occupation:
+    """Return who gets which SMs; `rate` is the collective's speed relative to its fastest."""
+    layout, cluster = curves.layout, split.cga_cluster or known.comm_cluster
+    waiting = max(
+        layout.waiting_ctas(gemm_sms=kernel.num_sms, num_ctas=comm.num_ctas, comm_cluster=cluster) for kernel in kernels
+    )
+    return Occupation(
+        fits=waiting == 0,
+        waiting_us=_waiting_us(curves, collective, comm, replace(split, max_ctas=waiting)),
+        sms_beside=layout.gemm_sms_beside(comm.num_ctas, comm_cluster=cluster),
+        compute_slowdown=1.0 / (1.0 - known.compute_loss * rate),
+        comm_slowdown=1.0 / (1.0 - known.comm_loss),
+    )
+
+
+def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
+    """Return what is left for the CTAs that wait: their share of the bytes, at the rate of that many alone.
+
+    Channels do not need each other; off the curves that rate is not known, and everything is left.
+    """
+    if part.max_ctas in (0, comm.num_ctas) or not curves.cover_comm(collective, comm.size_bytes, part):
+        return comm.time_us
+    waiting = curves.comm(collective, comm.size_bytes, part)
+    return min(comm.time_us, waiting.time_us * waiting.num_ctas / comm.num_ctas)
+
+
+def _hidden(order: Order, compute_us: float, comm_us: float, both_us: float, known: Contention) -> float:
+    head_us = 0.0 if order == "together" else known.head_start_us
+    return overlap(compute_us=compute_us, comm_us=comm_us, both_us=both_us, order=order, head_us=head_us).hidden
+
+
+def _reason(best: Budget, stock: Budget | None) -> str:
+    """Return one sentence: how the two share, and what that wins over plain NCCL if that was a candidate."""
+    clusters = f" in clusters of {best.split.cga_cluster}" if best.split.cga_cluster else ""
+    sides = f"{best.split.max_ctas or 'NCCL’s own'} CTAs{clusters} beside {best.split.gemm_sms or 'all'} SMs"
+    how = "the collective starts beside the GEMM" if best.fits else "the collective waits where a GEMM came first"
+    steps = f"the GEMM takes {best.waves_together} waves instead of {best.waves_alone}"
+    if best.waves_together == best.waves_alone:
+        steps = f"the GEMM keeps its {best.waves_alone} waves"
+    said = f"{sides}: {how}, {steps}, {best.objective_us:,.0f} µs"
+    if stock is None or stock.split == best.split:
+        return said
+    return f"{said}, {1.0 - best.objective_us / stock.objective_us:.0%} less time than plain NCCL"

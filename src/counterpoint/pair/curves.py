@@ -1,0 +1,224 @@
+"""What each side of a pair costs alone, by the SMs it may use: measured points and what lies between them.
+
+GEMMs:       time by number of SMs. Between two points it follows the steps of the waves, not a straight line.
+collectives: time by bytes, by number of CTAs and by cluster size. latency + bytes / bandwidth between two sizes; the
+             rate is linear in the CTAs between two counts of one cluster size (each CTA drives its own channel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from counterpoint.errors import Misconfigured, Unsupported, printable
+from counterpoint.machine.occupancy import tiles_of
+from counterpoint.machine.profile import default_profile
+from counterpoint.pair.sm_split import SmLayout, SmSplit
+from counterpoint.pair.together import GemmKernel, Product, steps_of
+from counterpoint.records.measurement import BlockRow
+
+__all__ = ["CommCurve", "CommKey", "CommPoint", "Curves", "GemmCurve", "comm_key", "curves_from"]
+
+REACH = 2.0  # sizes up to this much beyond the measured ones are extrapolated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmCurve:
+    """Holds the times of GEMMs that run one after the other, alone."""
+
+    workload: str  # their name
+    products: tuple[Product, ...]  # what they multiply
+    points: tuple[tuple[int, float], ...]  # (SMs allowed, µs), ascending
+    # rows and columns that one block works on
+    tile: tuple[int, int] = field(default_factory=lambda: default_profile().chip.matmul_tile)
+
+    def __post_init__(self) -> None:
+        if not self.products:
+            raise Unsupported(f"{printable(self.workload)}: waves are known of GEMMs only; measure such a pair instead")
+
+    def kernels(self, num_sms: int) -> tuple[GemmKernel, ...]:
+        """Return one for each GEMM, with the share of the time that its waves have of all waves, weighted with K."""
+        total_us, steps = self.time_us(num_sms), steps_of(self.products, num_sms, self.tile)
+        tiles = [tiles_of(m, n, self.tile) for m, n, _ in self.products]
+        return tuple(
+            GemmKernel(tiles=count, num_sms=min(num_sms, count), time_us=total_us * each / sum(steps))
+            for count, each in zip(tiles, steps, strict=True)
+        )
+
+    def time_us(self, num_sms: int) -> float:
+        """Return the time with so many SMs; between two measured points it falls as far as the waves do."""
+        for (few, slow_us), (many, fast_us) in pairwise(self.points):
+            if few <= num_sms <= many:
+                slow, fast, here = (sum(steps_of(self.products, sms, self.tile)) for sms in (few, many, num_sms))
+                part = (here - fast) / (slow - fast) if slow != fast else (many - num_sms) / (many - few)
+                return fast_us + (slow_us - fast_us) * part
+        if self.points and self.points[0][0] == num_sms:
+            return self.points[0][1]
+        measured = ", ".join(str(sms) for sms, _ in self.points)
+        raise Misconfigured(f"{self.workload} was not measured at {num_sms} SMs or around; measured at: {measured}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommPoint:
+    """Holds one collective alone; `num_ctas` is what it took, which is less than its limit for small arrays."""
+
+    size_bytes: int  # of the full array
+    time_us: float
+    num_ctas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCurve:
+    """Holds one collective alone with one limit of CTAs: points ascending in size."""
+
+    points: tuple[CommPoint, ...]
+
+    def reaches(self, size_bytes: int) -> bool:
+        """Return whether `at` knows this size."""
+        sizes = [point.size_bytes for point in self.points]
+        return len(sizes) > 1 and sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH
+
+    def at(self, size_bytes: int) -> CommPoint:
+        """Return latency + bytes / bandwidth through the two points around `size_bytes`, or the two closest."""
+        sizes = [point.size_bytes for point in self.points]
+        if not self.reaches(size_bytes):
+            raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
+        upper = next((i for i, size in enumerate(sizes) if size >= size_bytes), len(sizes) - 1)
+        low, high = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
+        slope = (high.time_us - low.time_us) / (high.size_bytes - low.size_bytes)
+        # noise can make the line through two small points steep: half the array never takes less than half the time
+        time_us = max(low.time_us + slope * (size_bytes - low.size_bytes), low.time_us / REACH)
+        return CommPoint(size_bytes=size_bytes, time_us=time_us, num_ctas=self.points[upper].num_ctas)
+
+
+CommKey = tuple[str, int | None, int | None]
+"""A collective, its limit of CTAs and its cluster size; None: NCCL's own split."""
+
+
+def comm_key(collective: str, split: SmSplit) -> CommKey:
+    """Return where a split finds its curve."""
+    return collective, split.max_ctas, split.cga_cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Holds all that `choose_split` knows of a machine."""
+
+    layout: SmLayout
+    gemms: Mapping[str, GemmCurve]  # by workload
+    comms: Mapping[CommKey, CommCurve]
+
+    def gemm(self, workload: str) -> GemmCurve:
+        """Return the curve of a workload; Misconfigured if it was not measured."""
+        if workload not in self.gemms:
+            raise Misconfigured(f"no curve of {printable(workload)!r}; measured: {', '.join(self.gemms) or 'none'}")
+        return self.gemms[workload]
+
+    def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
+        """Return the collective alone, as this split limits it; its rate is linear between two limits of CTAs."""
+        if (key := comm_key(collective, split)) in self.comms:
+            return self.comms[key].at(size_bytes)
+        limit, cluster = split.max_ctas, split.cga_cluster
+        alike = [curve for (name, _, c), curve in self.comms.items() if (name, c) == (collective, cluster)]
+        known = [curve.at(size_bytes) for curve in alike if curve.reaches(size_bytes)]
+        points = sorted(known, key=lambda point: point.num_ctas)
+        for few, many in pairwise(points):
+            if limit is not None and few.num_ctas <= limit <= many.num_ctas:
+                part = (limit - few.num_ctas) / max(many.num_ctas - few.num_ctas, 1)
+                rate = (1.0 - part) / few.time_us + part / many.time_us
+                return CommPoint(size_bytes=size_bytes, time_us=1.0 / rate, num_ctas=limit)
+        measured = ", ".join(str(point.num_ctas) for point in points) or "none"
+        clusters = f" in clusters of {cluster}" if cluster else ""
+        raise Misconfigured(
+            f"{collective} was not measured at or around {limit or 'NCCL’s own'} CTAs{clusters}, but at: {measured}"
+        )
+
+    def fastest_us(self, collective: str, size_bytes: int) -> float:
+        """Return T_c by the best setting measured around this size; Misconfigured if there is none."""
+        curves = [curve for (name, _, _), curve in self.comms.items() if name == collective]
+        found = [curve.at(size_bytes).time_us for curve in curves if curve.reaches(size_bytes)]
+        if not found:
+            near = f" around {size_bytes} bytes" if curves else ""
+            raise Misconfigured(f"no curve of {printable(collective)!r}{near}; measure it alone, by size and max_ctas")
+        return min(found)
+
+    def most_ctas(self, collective: str) -> int:
+        """Return the CTAs that NCCL takes by itself, at its largest size; Misconfigured if that was not measured."""
+        if (plain := comm_key(collective, SmSplit())) not in self.comms:
+            raise Misconfigured(f"no curve of {printable(collective)!r} by plain nccl; measure it alone, by size")
+        return max(point.num_ctas for point in self.comms[plain].points)
+
+    def cover(self, workload: str, collective: str, size_bytes: int, split: SmSplit) -> bool:
+        """Return whether both sides were measured at or around this point."""
+        try:
+            self.gemm(workload).time_us(split.gemm_sms or self.layout.num_sms)
+        except Misconfigured:
+            return False
+        return self.cover_comm(collective, size_bytes, split)
+
+    def cover_comm(self, collective: str, size_bytes: int, split: SmSplit) -> bool:
+        """Return whether the collective was measured at or around this point."""
+        try:
+            self.comm(collective, size_bytes, split)
+        except Misconfigured:
+            return False
+        return True
+
+    def clusters(self, collective: str) -> tuple[int, ...]:
+        """Return the cluster sizes measured besides NCCL's own, ascending."""
+        return tuple(sorted({cluster for name, _, cluster in self.comms if name == collective and cluster is not None}))
+
+
+def curves_from(
+    blocks: Iterable[BlockRow],
+    products: Mapping[str, Sequence[Product]],
+    *,
+    layout: SmLayout,
+    default_ctas: int | None = None,
+) -> Curves:
+    """Return curves from the building blocks of a measurement; rows that are marked, or divide no SMs, are left out.
+
+    Args:
+        blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
+            `nccl[+max_ctas=N][+cga_cluster=N]`; of equal ones the last.
+        products: the GEMMs of each workload, by its name; workloads that are not here are left out.
+        layout: of the GPU.
+        default_ctas: of plain NCCL, where what ran was not looked at.
+
+    Raises:
+        Misconfigured: CTAs are not known and `default_ctas` is not given; a time or size that cannot be.
+    """
+    gemms: dict[str, dict[int, float]] = {}
+    comms: dict[CommKey, dict[int, CommPoint]] = {}
+    for row in blocks:
+        split = SmSplit.of(_as_mechanism(row))
+        if row.marked is not None or split is None:
+            continue
+        if not row.time.us > 0 or (row.size_bytes is not None and row.size_bytes < 1):
+            what = f"{printable(row.what)} by {printable(row.mechanism)}"
+            raise Misconfigured(f"{what}: {row.size_bytes} bytes in {row.time.us} µs cannot be; measure it again")
+        if row.size_bytes is None:
+            if products.get(row.what):
+                gemms.setdefault(row.what, {})[split.gemm_sms or layout.num_sms] = row.time.us
+            continue
+        num_ctas = row.num_ctas or split.max_ctas or default_ctas
+        if num_ctas is None:
+            raise Misconfigured(f"{row.what} by {row.mechanism}: its CTAs are not known; give default_ctas, such as 24")
+        point = CommPoint(size_bytes=row.size_bytes, time_us=row.time.us, num_ctas=num_ctas)
+        comms.setdefault(comm_key(row.what, split), {})[row.size_bytes] = point
+    return Curves(
+        layout=layout,
+        gemms={
+            what: GemmCurve(workload=what, products=tuple(products[what]), points=tuple(sorted(at.items())))
+            for what, at in gemms.items()
+        },
+        comms={key: CommCurve(points=tuple(at[size] for size in sorted(at))) for key, at in comms.items()},
+    )
+
+
+def _as_mechanism(row: BlockRow) -> str:
+    """Return the mechanism of a block: a computation's setting carries no base, as in `stock` and `gemm_sms=116`."""
+    if row.size_bytes is not None:
+        return row.mechanism
+    return "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"

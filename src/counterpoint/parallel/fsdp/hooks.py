@@ -1,0 +1,335 @@
+"""The two hooks of FSDP2, and the work that torch waits for: calls of a `Communicator` in torch's form.
+
+torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
+parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
+for the output, and scatters. `placeholders.py` says what these buffers are replaced by, `slots.py` where parameters
+lie. Where FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which torch
+gathers in place; gradients are scattered from a real buffer, which need not be symmetric.
+
+Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`):
+
+- A gather is allocated and this rank's shards are copied on the copy-in stream; the hook is called with the gather
+  stream current, which waits for the copy-in stream; parameters are read on the compute stream, behind an event that
+  FSDP2 records after the hook. They are freed there, behind what reads them, while the GPU is far behind the host.
+- A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
+  pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
+  peers may know so, behind what is queued at that moment on **the stream that made it and the one that the call ran
+  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. Of a gather in vain
+  (prefetched, never used) only the call's own stream knows the end: it is dropped with no wait of the other.
+- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
+- What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
+  FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the
+  scatter stream, written by the call, cast there or reduced further (HSDP) on the all-reduce stream; without a cast the
+  gradient is a view of it. So it comes from torch's own allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Work as TorchWork
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.submit.tensors import TensorList
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
+from counterpoint.parallel.fsdp.placeholders import GatherPlaceholder, ScatterPlaceholder, ScatterSource
+from counterpoint.parallel.fsdp.prefetch import Prefetch
+from counterpoint.parallel.fsdp.report import HookTraffic
+from counterpoint.parallel.fsdp.slots import ModuleParameters
+
+__all__ = ["Communicators", "GatherHook", "ScatterHook", "op_and_factor"]
+
+
+class Communicators:
+    """Opens and holds one communicator for each set of ranks; process groups of the same ranks share it.
+
+    All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
+    ranks' numbers, so that no two ranks wait for each other.
+
+    Args:
+        groups: process groups of this rank, in any order.
+        device: of the model.
+        options: of each communicator.
+
+    Raises:
+        Unsupported: the ranks of a group cannot share memory.
+    """
+
+    def __init__(self, groups: Iterable[ProcessGroup], *, device: torch.device, options: CommunicatorOptions) -> None:
+        self._by_ranks: dict[tuple[int, ...], Communicator] = {}
+        self._by_group: dict[ProcessGroup, Communicator] = {}
+        by_ranks = {_ranks(group): group for group in groups}
+        try:
+            for ranks in sorted(by_ranks):
+                self._by_ranks[ranks] = _opened(by_ranks[ranks], ranks, device, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def of(self, group: ProcessGroup) -> Communicator:
+        """Return the communicator of the ranks of `group`.
+
+        Raises:
+            Misconfigured: there is none: FSDP2 was given other ranks since.
+        """
+        known = self._by_group.get(group)
+        if known is None:
+            known = self._by_ranks.get(_ranks(group))
+            if known is None:
+                raise Misconfigured(
+                    f"FSDP2 communicates over ranks {list(_ranks(group))}, which it did not when overlap() was called; "
+                    "call restore(), and overlap(model) anew"
+                )
+            self._by_group[group] = known
+        return known
+
+    def all(self) -> tuple[Communicator, ...]:
+        """Return each communicator once."""
+        return tuple(self._by_ranks.values())
+
+    def check(self) -> None:
+        """Raise what ended one of the communicators, if something did."""
+        for communicator in self._by_ranks.values():
+            communicator.check()
+
+    def close(self) -> None:
+        """Close all communicators."""
+        for communicator in self._by_ranks.values():
+            communicator.close()
+
+
+class GatherHook(AllGather):
+    """Gathers the parameters of one module: torch's `AllGather`.
+
+    Args:
+        module: whose hook it is.
+        communicators: of all groups of the module.
+        parameters: whole parameters, which peers send to their places; None: a buffer that FSDP2 copies them out of.
+        channel: that the calls run on.
+        prefetch: learns the order of gathers; None: FSDP2 prefetches as it does by itself.
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        communicators: Communicators,
+        *,
+        parameters: ModuleParameters | None = None,
+        channel: int,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        self._module, self._communicators, self._channel = module, communicators, channel
+        self.parameters, self._prefetch = parameters, prefetch
+        self._placeholder: GatherPlaceholder | None = None
+        self._calls = 0
+        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # of calls into a buffer
+        self._made: tuple[Communicator | None, int] = None, 0  # which made the latest buffer, and its address
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return what FSDP2 gathers all ranks' shards into: a placeholder, or an output in symmetric memory."""
+        if self.parameters is not None:
+            placeholder = self._placeholder
+            if placeholder is None or placeholder.shape != tuple(size) or placeholder.dtype != dtype:
+                shape = [int(length) for length in size]
+                placeholder = GatherPlaceholder(self.parameters, self._channel, shape, dtype=dtype, device=device)
+                self._placeholder = placeholder
+            return placeholder
+        group = gather_group(self._module)  # `allocate` is not told which group is next
+        assert group is not None
+        communicator = self._communicators.of(group)
+        output = communicator.empty(*map(int, size), dtype=dtype, early_release=True)
+        self._made = communicator, output.data_ptr()
+        return output
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> TorchWork | None:
+        """Gather as `all_gather_into_tensor` does.
+
+        Args:
+            output_tensor: of `allocate`.
+            input_tensor: this rank's part of it.
+            group: ranks that gather.
+            async_op: on the channel's own stream; False: on the current one.
+
+        Returns:
+            What FSDP2 waits for before it reads; None: the current stream has it.
+        """
+        if self._prefetch is not None:
+            self._prefetch.gathered(self._module)
+        self._calls += 1
+        if type(output_tensor) is GatherPlaceholder:
+            work = output_tensor.parameters.gather(channel=self._channel, async_op=async_op)
+            return None if work is None else _WorkForTorch(work)
+        communicator = self._communicators.of(group)
+        work = communicator.all_gather(output_tensor, input_tensor, channel=self._channel, async_op=async_op)
+        own_place = input_tensor.data_ptr() - communicator.rank * input_tensor.nbytes
+        in_place = self._made == (communicator, output_tensor.data_ptr()) and own_place == output_tensor.data_ptr()
+        self._latest = (output_tensor.nbytes, output_tensor.dtype, in_place)
+        return None if work is None else _WorkForTorch(work)
+
+    def traffic(self) -> HookTraffic:
+        """Return what the calls so far have moved."""
+        if not self._calls:
+            return HookTraffic()
+        num_bytes, dtype, in_place = self._latest
+        if self.parameters is not None and self.parameters.layout:
+            num_bytes, dtype = self.parameters.num_bytes, self.parameters.layout[0].dtype
+        return HookTraffic(
+            calls=self._calls,
+            num_bytes=num_bytes,
+            dtype=str(dtype).removeprefix("torch."),
+            copied_bytes=0 if in_place else num_bytes,
+            direct=self.parameters is not None,
+        )
+
+    def restore(self) -> None:
+        """Give FSDP2 memory of its own for whole parameters; between two steps, while they are sharded."""
+        if self.parameters is not None:
+            self.parameters.restore()
+
+
+class ScatterHook(ReduceScatter):
+    """Reduces and scatters the gradients of one module: torch's `ReduceScatter`.
+
+    Args:
+        communicators: of all groups of the module.
+        ranks: how many ranks share the gradients.
+        direct: gradients are sent from where they are; False: from a buffer into which FSDP2 has copied them.
+        channel: that the calls run on.
+        prefetch: learns that the forward pass is over; None: FSDP2 prefetches as it does by itself.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        *,
+        ranks: int,
+        direct: bool,
+        channel: int,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        self._communicators, self._channel, self._prefetch = communicators, channel, prefetch
+        self._ranks, self._direct = ranks, direct
+        self._input_numel = 0  # of the input whose output has not been asked for yet
+        self._calls = 0
+        self._was_direct = False
+        self._latest: tuple[int, torch.dtype] = (0, torch.float32)
+        self._op: Any = None  # the latest one
+        self._op_name, self._factor = "", 1.0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the output in plain memory of the current stream; of the input, which comes first, a placeholder."""
+        numel, input_numel = int(size[0]), self._input_numel
+        self._input_numel = 0
+        if not self._direct or input_numel == self._ranks * numel:
+            return torch.empty(numel, dtype=dtype, device=device)
+        self._input_numel = numel
+        return ScatterPlaceholder(ScatterSource(numel, dtype=dtype, device=device, ranks=self._ranks), (numel,))
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> TorchWork | None:
+        """Reduce and scatter as `reduce_scatter_tensor` does, but for the sum, which is rounded once.
+
+        Args:
+            output_tensor: of `allocate`, this rank's shard of all gradients.
+            input_tensor: of `allocate`.
+            group: ranks that share the gradients.
+            op: torch's ReduceOp.
+            async_op: on the channel's own stream; False: on the current one.
+
+        Returns:
+            What FSDP2 waits for before it reads; None: the current stream has it.
+        """
+        if self._prefetch is not None:
+            self._prefetch.scattered()
+        if op is not self._op:
+            self._op_name, self._factor = op_and_factor(op)
+            self._op = op
+        communicator = self._communicators.of(group)
+        source = input_tensor.source if type(input_tensor) is ScatterPlaceholder else None
+        gradients = None if source is None else source.gradients
+        self._calls, self._was_direct = self._calls + 1, gradients is not None
+        if source is not None and gradients is not None:
+            self._latest = source.numel, gradients.tensors[0].dtype
+            work = communicator.reduce_scatter_coalesced(
+                TensorList.split(output_tensor, source.shares()),
+                gradients,
+                self._op_name,
+                factor=self._factor,
+                channel=self._channel,
+                async_op=async_op,
+            )
+        else:
+            sent = input_tensor if source is None else source.buffer()
+            self._latest = sent.numel(), sent.dtype
+            work = communicator.reduce_scatter(
+                output_tensor, sent, self._op_name, factor=self._factor, channel=self._channel, async_op=async_op
+            )
+        return None if work is None else _WorkForTorch(work)
+
+    def traffic(self) -> HookTraffic:
+        """Return what the calls so far have moved."""
+        if not self._calls:
+            return HookTraffic()
+        numel, dtype = self._latest
+        op = f"{self._op_name} {self._factor:g}" if self._op_name == "premul_sum" else self._op_name
+        return HookTraffic(
+            calls=self._calls,
+            num_bytes=numel * dtype.itemsize,
+            dtype=str(dtype).removeprefix("torch."),
+            op=op,
+            direct=self._was_direct,
+        )
+
+
+def op_and_factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> tuple[str, float]:
+    """Return the name that `Communicator` has for torch's ReduceOp, and the factor of PREMUL_SUM."""
+    kind: Any = op
+    factor: Any = None
+    if not isinstance(op, dist.ReduceOp.RedOpType):
+        kind, factor = kind.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    return kind.name.lower(), 1.0 if factor is None else float(factor)
+
+
+class _WorkForTorch(TorchWork):
+    """A `Work` of ours that torch takes for one of its own: it waits for nothing else."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait as `Work.wait` does."""
+        return self._work.wait(timeout.total_seconds() if timeout else None)
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, as `Work.is_completed` does."""
+        return self._work.is_completed()
+
+
+def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _opened(
+    group: ProcessGroup, ranks: Sequence[int], device: torch.device, options: CommunicatorOptions
+) -> Communicator:
+    try:
+        return Communicator(group, device=device, options=options)
+    except Unsupported as error:
+        raise Unsupported(
+            f"FSDP2's group of ranks {list(ranks)}: {error} (ranks of several hosts: a mesh of two axes, replicated "
+            "between hosts and sharded within)"
+        ) from error

@@ -1,0 +1,344 @@
+"""What FSDP2 made of a model: which modules gather together, over which ranks, how many bytes, and into which tensors.
+
+torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
+lie on several meshes (from torch 2.12 on, a group of parameters for each), and a module cannot be asked for its process
+groups, nor where its whole parameters are to lie. This file and `recovery.py` are the only ones that look inside FSDP2,
+at names that are the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that
+change something there: the hooks of each group, the flat tensors of whole parameters, and one function. Where a name is
+missing they say so, whatever the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from counterpoint.errors import Misconfigured, Unsupported
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+__all__ = [
+    "HOOKS",
+    "GatheredParameter",
+    "ShardedModule",
+    "copied_why",
+    "gather_group",
+    "gathered_parameters",
+    "inside",
+    "install_parameters",
+    "is_done",
+    "is_prefetching",
+    "parameter_groups",
+    "present_hooks",
+    "restore_parameters",
+    "set_hooks",
+    "sharded_modules",
+    "shards",
+    "skip_shard_cast",
+    "unmanaged_bytes",
+]
+
+HOOKS = ("all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedModule:
+    """Describes an FSDP2 module with parameters of its own, or several that were given to `fully_shard` together.
+
+    If its parameters lie on several meshes, those of one mesh are a `ShardedModule`.
+
+    Args:
+        name: in the model, or names; `(root)` for the model itself. With the number of the group, if there are several.
+        module: of FSDP2; the first of several.
+        parameters: FSDP2's own record of them.
+        device: where they are gathered.
+        shard_group: ranks over which it gathers and scatters; None if it only replicates.
+        post_forward_group: the smaller group over which it gathers again in the backward pass
+            (`reshard_after_forward` is a number); None if there is none.
+        gather_bytes: size of the whole gathered parameters, in the dtype in which they are gathered.
+        replicas: how many copies of the shards there are; their all-reduce (HSDP) is torch's.
+        kept: its whole parameters stay after forward.
+    """
+
+    name: str
+    module: FSDPModule
+    parameters: FSDPParamGroup
+    device: torch.device
+    shard_group: ProcessGroup | None
+    post_forward_group: ProcessGroup | None = None
+    gather_bytes: int = 0
+    replicas: int = 1
+    kept: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks over which it is sharded, counted in the job."""
+        import torch.distributed as dist
+
+        return () if self.shard_group is None else tuple(dist.get_process_group_ranks(self.shard_group))
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules inside it, itself first."""
+        return tuple(cast("nn.Module", self.module).modules())
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """The process groups in which there is something to communicate: those of several ranks."""
+        both = (self.shard_group, self.post_forward_group)
+        return tuple(group for group in both if group is not None and group.size() > 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredParameter:
+    """Describes one parameter as it is gathered.
+
+    Args:
+        num_bytes: size of all ranks' shares, padded.
+        dtype: in which it is gathered.
+    """
+
+    num_bytes: int
+    dtype: torch.dtype
+
+
+def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
+    """Return all sharded modules in `model`, in the order of `named_modules`.
+
+    Raises:
+        Misconfigured: there is none, or FSDP1 wraps a part of the model.
+        Unsupported: this torch has no such hooks; CPU offload.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    missing = [f"FSDPModule.set_custom_{hook}" for hook in HOOKS if not hasattr(FSDPModule, f"set_custom_{hook}")]
+    if missing:
+        raise Unsupported(f"{_torch()} has no {', '.join(missing)}; use torch 2.11 or newer")
+    found: dict[int, ShardedModule] = {}
+    names = {module: path or "(root)" for path, module in model.named_modules()}
+    for module, name in names.items():
+        if isinstance(module, FullyShardedDataParallel):
+            raise Misconfigured(f"{name} is wrapped by FSDP1 (FullyShardedDataParallel); use fully_shard (FSDP2)")
+        if isinstance(module, FSDPModule):
+            groups = parameter_groups(inside(module, "_get_fsdp_state")())
+            for number, parameters in enumerate(groups, 1):
+                if id(parameters) not in found:
+                    which = f" (group {number} of {len(groups)})" if len(groups) > 1 else ""
+                    found[id(parameters)] = _described(module, parameters, names, which)
+    if not found:
+        raise Misconfigured(
+            "no module of this model is sharded by FSDP2: call torch.distributed.fsdp.fully_shard on its blocks and on "
+            "the model first, then overlap(model)"
+        )
+    return tuple(found.values())
+
+
+def gather_group(module: ShardedModule) -> ProcessGroup | None:
+    """Return the group of the next all-gather: another one while the module is sharded for the backward pass."""
+    if module.post_forward_group is None:
+        return module.shard_group
+    group: ProcessGroup = inside(module.parameters, "_all_gather_process_group")
+    return group
+
+
+def present_hooks(module: ShardedModule) -> tuple[AllGather, ReduceScatter]:
+    """Return the all-gather and the reduce-scatter that are in use now."""
+    return inside(module.parameters, "_all_gather_comm"), inside(module.parameters, "_reduce_scatter_comm")
+
+
+def set_hooks(module: ShardedModule, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+    """Let these two communicate, as torch's `set_custom_*` do, which raise for a module with several groups."""
+    module.parameters._all_gather_comm, module.parameters._reduce_scatter_comm = all_gather, reduce_scatter
+
+
+def is_prefetching(module: ShardedModule) -> bool:
+    """Return whether FSDP2 has a list of modules to gather ahead of this one."""
+    state = inside(module.module, "_get_fsdp_state")()
+    return bool(inside(state, "_states_to_forward_prefetch") or inside(state, "_states_to_backward_prefetch"))
+
+
+def unmanaged_bytes(model: nn.Module, modules: Sequence[ShardedModule]) -> int:
+    """Return the bytes of parameters that are in no FSDP2 module: ignored ones, or parts that were not sharded."""
+    managed = {id(inside(one, "sharded_param")) for module in modules for one in module.parameters.fsdp_params}
+    return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in managed)
+
+
+def parameter_groups(state: Any) -> tuple[FSDPParamGroup, ...]:
+    """Return FSDP2's groups of parameters of a module, one for each mesh; none, if all belong to modules inside it."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return tuple(state._fsdp_param_groups)
+    only = inside(state, "_fsdp_param_group")
+    return () if only is None else (only,)
+
+
+def _described(
+    module: FSDPModule, parameters: FSDPParamGroup, names: Mapping[nn.Module, str], which: str
+) -> ShardedModule:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(inside(parameters, "offload_policy"), CPUOffloadPolicy):
+        raise Unsupported(
+            f"{_name(parameters, names)} offloads its parameters to the CPU, where no copy engine reaches them; leave "
+            "out offload_policy"
+        )
+    mesh = inside(parameters, "mesh_info")
+    shard_group = getattr(mesh, "shard_process_group", None)  # replicate() has none
+    smaller = getattr(inside(parameters, "post_forward_mesh_info"), "shard_process_group", None)
+    return ShardedModule(
+        name=_name(parameters, names) + which,
+        module=module,
+        parameters=parameters,
+        device=inside(parameters, "device"),
+        shard_group=shard_group,
+        post_forward_group=None if smaller is shard_group else smaller,
+        gather_bytes=0 if shard_group is None else shard_group.size() * sum(size for size, _ in _sizes(parameters)),
+        replicas=getattr(mesh, "replicate_mesh_size", 1),
+        kept=inside(parameters, "post_forward_mesh_info") is None,
+    )
+
+
+def _name(parameters: FSDPParamGroup, names: Mapping[nn.Module, str]) -> str:
+    return ", ".join(names[one] for one in inside(parameters, "modules") if one in names)
+
+
+def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
+    """Return the parameters of a module that is sharded, in the order in which FSDP2 gathers them."""
+    assert module.shard_group is not None
+    ranks = module.shard_group.size()
+    return tuple(GatheredParameter(num_bytes=ranks * size, dtype=dtype) for size, dtype in _sizes(module.parameters))
+
+
+def copied_why(module: ShardedModule) -> str:
+    """Return why FSDP2 has to copy what it gathers of this module to its place; empty if peers can send it there."""
+    if module.post_forward_group is not None:
+        return "its parameters are gathered again over fewer ranks"
+    for parameter in inside(module.parameters, "fsdp_params"):
+        if inside(parameter, "fsdp_placement").dim != 0:
+            return f"a parameter is sharded along axis {parameter.fsdp_placement.dim}"
+        if hasattr(inside(parameter, "_sharded_local_tensor"), "fsdp_pre_all_gather"):
+            return "a parameter has a way of its own to be gathered (fsdp_pre_all_gather)"
+    return ""
+
+
+def is_done(module: ShardedModule) -> bool:
+    """Return whether its backward pass is over and it was not called since.
+
+    Then its whole parameters, if they are kept, are kept for the next call and not in use.
+    """
+    return bool(inside(module.parameters, "_training_state").name == "POST_BACKWARD")
+
+
+def install_parameters(module: ShardedModule, outputs: Sequence[Tensor]) -> None:
+    """Let FSDP2 use `outputs` as the module's whole parameters from now on; only while it is sharded.
+
+    They are flat tensors, in the order of `gathered_parameters`.
+    """
+    for parameter, output in zip(inside(module.parameters, "fsdp_params"), outputs, strict=True):
+        _replace_unsharded(parameter, [output])
+
+
+def restore_parameters(module: ShardedModule) -> None:
+    """Let FSDP2 make the tensors of whole parameters by itself again; only while the module is sharded."""
+    assert module.shard_group is not None
+    for parameter in inside(module.parameters, "fsdp_params"):
+        numel = inside(parameter, "padded_sharded_param_size").numel()
+        dtype = parameter.all_gather_outputs[0].dtype
+        parameter.all_gather_outputs = []
+        parameter.init_all_gather_outputs([numel], [dtype], module.shard_group.size(), module.device)
+        _replace_unsharded(parameter, parameter.all_gather_outputs)
+        parameter.free_unsharded_param()
+
+
+def shards(module: ShardedModule) -> list[Tensor]:
+    """Return this rank's parts of the parameters as they are stored, flat and padded."""
+    return [parameter._sharded_param_data for parameter in module.parameters.fsdp_params]
+
+
+def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
+    """Let FSDP2 make no copy of the shards, in the dtype in which they are gathered, before it asks for a buffer.
+
+    There is no hook for that, so a function of torch is replaced; for all other modules it does what it did.
+    """
+    _AllGatherInputs.install()
+    inside(module.parameters, "fsdp_params")[0]._counterpoint_skips_cast = skip
+
+
+class _AllGatherInputs:
+    """Stands in for FSDP2's function that makes those copies; it is called with the parameters of one module."""
+
+    NAME = "_get_param_all_gather_inputs"
+
+    def __init__(self, original: Callable[[list[FSDPParam]], list[list[Tensor]]]) -> None:
+        self._original = original
+
+    @classmethod
+    def install(cls) -> None:
+        """Replace the function, once for all modules."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+        present = inside(_fsdp_collectives, cls.NAME)
+        if not isinstance(present, cls):
+            setattr(_fsdp_collectives, cls.NAME, cls(present))
+
+    def __call__(self, parameters: list[FSDPParam]) -> list[list[Tensor]]:
+        if getattr(parameters[0], "_counterpoint_skips_cast", False):
+            return [[parameter._sharded_param_data] for parameter in parameters]
+        return self._original(parameters)
+
+
+def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
+    """Make FSDP2's whole parameter a view of `outputs`.
+
+    It stays the tensor that it was, for a graph may refer to it: its gradient is accumulated there, and what is saved
+    for backward without a view is read there.
+    """
+    before = getattr(parameter, "_unsharded_param", None)
+    parameter.all_gather_outputs = outputs
+    if before is not None:
+        del parameter._unsharded_param
+    inside(parameter, "init_unsharded_param")()
+    if before is not None:
+        _local(before).data = _local(parameter._unsharded_param)
+        parameter._unsharded_param = before
+
+
+def _local(parameter: Any) -> Any:
+    """Return the tensor that a parameter of tensor parallelism is on this rank; itself, if it is none."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
+    """Yield the bytes of this rank's part of each parameter, padded as it is sent, and the dtype."""
+    policy = inside(parameters, "mp_policy").param_dtype
+    for parameter in inside(parameters, "fsdp_params"):
+        own = inside(parameter, "sharded_param").dtype
+        dtype = policy if policy is not None and own.is_floating_point else own
+        yield inside(parameter, "padded_sharded_param_size").numel() * dtype.itemsize, dtype
+
+
+def inside(owner: Any, name: str) -> Any:
+    """Return an attribute of FSDP2's objects that is not public.
+
+    Raises:
+        Unsupported: this torch has no such attribute.
+    """
+    if not hasattr(owner, name):
+        raise Unsupported(
+            f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
+            "use one of these, or a newer counterpoint"
+        )
+    return getattr(owner, name)
+
+
+def _torch() -> str:
+    import torch
+
+    return f"torch {torch.__version__}"

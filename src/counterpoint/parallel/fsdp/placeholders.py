@@ -1,0 +1,187 @@
+"""Tensors without memory that FSDP2 takes for its buffers: what it would copy in or out is noted, not copied.
+
+FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from; copies shards or gradients into it by one
+operation, calls the hook, and copies parameters out by another. Given a placeholder instead, the operation comes here:
+shards go to where the whole parameters are (`slots.py`), and gradients stay where autograd left them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from counterpoint.collectives.submit.tensors import TensorList
+from counterpoint.errors import Unsupported
+from counterpoint.parallel.fsdp.slots import ModuleParameters
+
+__all__ = ["GatherPlaceholder", "ScatterPlaceholder", "ScatterSource"]
+
+_COPY_IN, _COPY_OUT = torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.split_with_sizes_copy.default
+_CHUNK_CAT = torch.ops.fsdp.chunk_cat.default
+_WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where float32 is asked for, in which they are added up
+
+
+class GatherPlaceholder(Tensor):
+    """Stands for the buffer of one module's all-gathers.
+
+    Args:
+        parameters: of the module.
+        channel: that its gathers run on.
+        size: shape of the buffer.
+        dtype: dtype of the buffer.
+        device: of the model.
+    """
+
+    parameters: ModuleParameters
+    channel: int
+    _other_shapes: dict[tuple[int, ...], GatherPlaceholder]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        parameters: ModuleParameters,
+        channel: int,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> GatherPlaceholder:
+        """Make a tensor of this shape without memory."""
+        made: GatherPlaceholder = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+        made.parameters, made.channel, made._other_shapes = parameters, channel, {}
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is _COPY_IN:
+            buffer = args[1]
+            buffer.parameters.copy_in()
+            numel = buffer.shape[0]
+            return buffer.view(numel // buffer.parameters.ranks), buffer.view(numel)
+        if function is _COPY_OUT:
+            args[0].parameters.read(channel=args[0].channel)
+            return None
+        raise Unsupported(
+            f"FSDP2 of torch {torch.__version__} does {function} with what it gathers, which this counterpoint does "
+            "not know; use OverlapOptions(direct=False)"
+        )
+
+    def view(self, *size: Any) -> GatherPlaceholder:
+        """Return the placeholder of this buffer in another shape, which is made once."""
+        other = self._other_shapes.get(size)
+        if other is None:
+            shape = _known_size(self, size)
+            other = GatherPlaceholder(self.parameters, self.channel, shape, dtype=self.dtype, device=self.device)
+            self._other_shapes[size] = other
+        return other
+
+
+class ScatterSource:
+    """Holds what a reduce-scatter sends: gradients where they are, or a buffer that they are copied into.
+
+    The buffer is made when anything else is done with the placeholder than to scatter it.
+
+    Args:
+        numel: elements of the buffer.
+        dtype: in which gradients are reduced.
+        device: of the model.
+        ranks: how many ranks share the gradients.
+    """
+
+    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+        self.numel, self.dtype, self.device, self.ranks = numel, dtype, device, ranks
+        self.gradients: TensorList | None = None
+        self._shapes: tuple[torch.Size, ...] = ()
+        self._buffer: Tensor | None = None
+        self._copied: TensorList | None = None
+
+    def accept(self, gradients: Sequence[Tensor]) -> None:
+        """Keep the gradients to send them from where they are; copy them if that is not possible."""
+        first = gradients[0].dtype
+        sent = first == self.dtype or (first in _WIDENED and self.dtype == torch.float32)
+        for one in gradients:
+            sent = sent and one.dtype == first and one.is_contiguous() and one.dim() > 0 and not one.is_neg()
+        if not sent:
+            self.copy(gradients)
+            return
+        self._shapes = tuple([one.shape for one in gradients])
+        self.gradients = TensorList.checked(gradients, shape_key=(first, self.device, self._shapes))
+
+    def shares(self) -> tuple[int, ...]:
+        """Return the elements of each gradient that one rank gets: a share of dim 0, rounded up."""
+        return _shares(self._shapes, self.ranks)
+
+    def buffer(self) -> Tensor:
+        """Return all gradients in one tensor, as FSDP2 would have copied them."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            if self.gradients is not None:  # copied on the scatter's stream, while the compute stream goes on:
+                self._copied = self.gradients  # it must not get their memory before it has waited for the scatter
+                self.copy(self.gradients.tensors)
+        return self._buffer
+
+    def copy(self, gradients: Sequence[Tensor]) -> None:
+        """Copy the gradients into the buffer as FSDP2 does it."""
+        self.gradients = None
+        rows = self.buffer().view(self.ranks, -1)
+        torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=self.ranks, out=rows)
+
+
+class ScatterPlaceholder(Tensor):
+    """Stands for the buffer of one reduce-scatter, or for a view of it.
+
+    Args:
+        source: what is sent.
+        size: shape of the buffer, or of the view.
+    """
+
+    source: ScatterSource
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, source: ScatterSource, size: Sequence[int]) -> ScatterPlaceholder:
+        """Make a tensor of this shape without memory."""
+        made: ScatterPlaceholder = Tensor._make_wrapper_subclass(
+            cls, tuple(size), dtype=source.dtype, device=source.device
+        )
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if function is _CHUNK_CAT and isinstance(named.get("out"), ScatterPlaceholder):
+            named["out"].source.accept(args[0])
+            return None
+        return function(*tree_map(_buffer, args), **tree_map(_buffer, named))
+
+    def view(self, *size: Any) -> Any:
+        """Return a placeholder of another shape; a view as another dtype is one of the buffer."""
+        if isinstance(size[0], torch.dtype):
+            return _buffer(self).view(*size)
+        return ScatterPlaceholder(self.source, _known_size(self, size))
+
+
+@lru_cache(maxsize=1024)
+def _shares(shapes: tuple[torch.Size, ...], ranks: int) -> tuple[int, ...]:
+    return tuple(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
+
+
+def _known_size(tensor: Tensor, size: tuple[Any, ...]) -> list[int]:
+    """Return `size`, as `Tensor.view` takes it, with its one unknown axis known."""
+    lengths = list(size[0]) if isinstance(size[0], Sequence) else list(size)
+    known = math.prod(length for length in lengths if length >= 0)
+    return [length if length >= 0 else tensor.numel() // max(1, known) for length in lengths]
+
+
+def _buffer(one: Any) -> Any:
+    return one.source.buffer().view(one.shape) if isinstance(one, ScatterPlaceholder) else one

@@ -1,0 +1,333 @@
+"""Memory of whole parameters: FSDP2's modules gather into slots of symmetric memory, which they share one by one.
+
+FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
+allocates again. Here these tensors are made once, in a `ParameterSlot`, and peers write into them: nothing is copied
+out, and there is no buffer. Autograd keeps views of them from forward to backward, so a module's tensors never move;
+but a slot has many occupants, one after the other: as many slots are needed as modules are whole at the same time.
+
+*Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
+reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write
+behind their own waits: the call has a handshake.
+
+*Which slot.* The order of the model says which modules may share a slot (`assign_slots`). FSDP2 runs modules in an
+order that is not known before, nearly always that of the model; where it is not, a module allocates another slot when
+it is first gathered. If it later finds an occupant in its slot (modules are gathered in another order, or kept), it
+moves, unless autograd has views of its tensors: then its gather is made when FSDP2 needs it, not before. An occupant
+whose parameters are only kept for its next call leaves, and has to be gathered again then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.submit.tensors import TensorList
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Unsupported
+from counterpoint.parallel.fsdp.modules import (
+    GatheredParameter,
+    ShardedModule,
+    gathered_parameters,
+    install_parameters,
+    is_done,
+    restore_parameters,
+    shards,
+    skip_shard_cast,
+)
+
+__all__ = ["Lifetime", "ModuleParameters", "ParameterSlots", "assign_slots"]
+
+NO_TENSORS = TensorList((), key=())
+_ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Says how long a module is whole, counted in modules of the model's order.
+
+    Args:
+        num_bytes: size of its whole parameters.
+        span: first and last module that computes meanwhile.
+    """
+
+    num_bytes: int
+    span: tuple[int, int]
+
+
+def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
+    """Return the number of each module's slot: another one for each of those that are whole at the same time.
+
+    Of the slots that are possible it is the one that has to grow least.
+
+    Args:
+        modules: in the order of the model.
+        ahead: how many modules are gathered before they compute.
+    """
+    chosen: list[int] = []
+    for module in modules:
+        taken, sizes = set[int](), dict[int, int]()
+        for slot, other in zip(chosen, modules, strict=False):
+            sizes[slot] = max(other.num_bytes, sizes.get(slot, 0))
+            if other.span[1] >= module.span[0] - ahead:
+                taken.add(slot)
+        free = [(max(0, module.num_bytes - size), size, slot) for slot, size in sizes.items() if slot not in taken]
+        chosen.append(min(free)[2] if free else len(sizes))
+    return chosen
+
+
+def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Lifetime]:
+    """Return how long each module is whole: while those inside it compute, or to the end if it is kept after forward.
+
+    Groups of parameters of one module are whole together.
+    """
+    order: dict[object, int] = {}
+    for one in modules:
+        order.setdefault(one.module, len(order))
+    last = len(order) - 1
+    ends = {one.module: max(order.get(part, 0) for part in one.parts) for one in modules}
+    return [
+        Lifetime(size, (order[one.module], last if one.kept else ends[one.module]))
+        for one, size in zip(modules, sizes, strict=True)
+    ]
+
+
+class ParameterSlot:
+    """Holds symmetric memory for the whole parameters of one module at a time.
+
+    Args:
+        memory: uint8 tensor of `Communicator.empty`.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.occupant: ModuleParameters | None = None
+        self.freed: Any = None  # event behind the last use by the occupant before
+
+
+class ParameterSlots:
+    """Makes the slots of one communicator, and chooses among them.
+
+    Args:
+        communicator: whose symmetric memory they are.
+        modules: that share them, in the order of the model.
+        ahead: how many modules are gathered ahead of the one that computes.
+    """
+
+    def __init__(self, communicator: Communicator, modules: Sequence[ShardedModule], *, ahead: int) -> None:
+        groups = Counter(module.module for module in modules)
+        self.communicator, self._ahead = communicator, ahead * max(groups.values(), default=1)
+        needed = [sum(_aligned(one.num_bytes) for one in gathered_parameters(module)) for module in modules]
+        assigned = assign_slots(lifetimes(modules, needed), ahead=ahead)
+        self._assigned = dict(zip(modules, assigned, strict=True))
+        self._sizes: dict[int, int] = {}
+        for number, num_bytes in zip(assigned, needed, strict=True):
+            self._sizes[number] = max(num_bytes, self._sizes.get(number, 0))
+        self._made: dict[int, ParameterSlot] = {}
+        self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
+
+    def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
+        """Return a slot without an occupant, which was not freed so lately that the one before still computes.
+
+        It is the assigned one if that is free; else another one, or a new one.
+        """
+        number = self._assigned[module]
+        if number not in self._made:  # the module may have another dtype by now than when slots were assigned
+            self._made[number] = self._new(max(self._sizes[number], num_bytes))
+            return self._made[number]
+        lately = self._by_age[len(self._by_age) - self._ahead :]
+        for slot in (self._made[number], *self._by_age):
+            if slot.occupant is None and slot not in lately and slot.memory.nbytes >= num_bytes:
+                return slot
+        return self._new(num_bytes)
+
+    def note_freed(self, slot: ParameterSlot) -> None:
+        """Note that the occupant of this slot has just left it."""
+        self._by_age.remove(slot)
+        self._by_age.append(slot)
+
+    def _new(self, num_bytes: int) -> ParameterSlot:
+        slot = ParameterSlot(self.communicator.empty(num_bytes, dtype=torch.uint8))
+        self._by_age.insert(0, slot)
+        return slot
+
+
+class ModuleParameters:
+    """Holds one module's whole parameters: their slot, and the tensors there.
+
+    Args:
+        module: whose parameters they are.
+        slots: of its communicator.
+    """
+
+    def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
+        self._module, self._slots, self._communicator = module, slots, slots.communicator
+        self.ranks = slots.communicator.world_size
+        self._device = torch.get_device_module(module.device)
+        self.layout: tuple[GatheredParameter, ...] = ()
+        self.slot: ParameterSlot | None = None
+        self._whole = self._own = NO_TENSORS  # FSDP2's tensors of whole parameters, and this rank's shares of them
+        self._references = 0  # to their storages, where autograd has no views
+        self._reading = False  # FSDP2 uses them
+        self.is_allocated = False  # FSDP2 takes their storages to be allocated
+        self._is_late = False  # the latest gather waits until the slot is free
+        self._work: Work | None = None  # of the latest gather
+        # events are recorded again and again: what waits for one has been queued before it is recorded anew
+        self._sent, self._freed = self._device.Event(), self._device.Event()  # behind a gather without a work, a use
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all whole parameters."""
+        return sum(one.num_bytes for one in self.layout)
+
+    def copy_in(self) -> None:
+        """Copy this rank's shards to their places on the current stream, in the dtype in which they are gathered.
+
+        If the slot has an occupant that we cannot avoid, it happens in `read`.
+        """
+        slot = self.slot
+        if slot is not None and slot.occupant is not None and slot.occupant is not self:
+            self._is_late = self._is_viewed()
+            if self._is_late:
+                return
+            slot = None
+        self._is_late = False
+        if slot is None:
+            slot = self._allocate()
+        if slot.occupant is self:
+            self._wait_for_gather()
+        elif slot.freed is not None:
+            self._device.current_stream().wait_event(slot.freed)
+        slot.occupant = self
+        torch._foreach_copy_(self._own.tensors, shards(self._module))
+
+    def gather(self, *, channel: int, async_op: bool) -> Work | None:
+        """Gather all ranks' shards to their places, on the current stream, or with `async_op` behind it."""
+        if self._is_late:
+            return None
+        work = self._communicator.all_gather_coalesced(self._whole, self._own, channel=channel, async_op=async_op)
+        self._work = work
+        if work is None:
+            self._sent.record()
+        return work
+
+    def read(self, *, channel: int) -> None:
+        """Let FSDP2 use the parameters from here on, on the current stream, which has waited for the gather.
+
+        Unsupported is raised if another module is in use in the same slot.
+        """
+        if self._is_late or self.slot is None or self.slot.occupant is not self:
+            self._evict_and_copy_in()
+            self.gather(channel=channel, async_op=False)
+        self._reading = True
+
+    def free(self) -> None:
+        """Leave the slot: FSDP2 uses the parameters no more, once what is queued on the current stream has run."""
+        if self._reading and self.slot is not None:
+            self._reading = self.is_allocated = False
+            self._freed.record()
+            self.slot.freed, self.slot.occupant = self._freed, None
+            self._slots.note_freed(self.slot)
+
+    def restore(self) -> None:
+        """Let FSDP2 make tensors of its own again; between two steps."""
+        self.free()
+        skip_shard_cast(self._module, False)
+        if self.slot is not None:
+            restore_parameters(self._module)
+            if self.slot.occupant is self:
+                self.slot.occupant = None
+        self.slot, self._whole, self._own = None, NO_TENSORS, NO_TENSORS
+
+    def _evict_and_copy_in(self) -> None:
+        other = None if self.slot is None else self.slot.occupant
+        if self.slot is not None and other is not None and other is not self:
+            if other._reading and is_done(other._module):
+                other._module.module.reshard()  # kept for its next call, before which it is gathered again
+            if other._reading:
+                raise Unsupported(
+                    f"{self._module.name} and {other._module.name} are in use at the same time, and were not when "
+                    "their parameters were given one slot; use OverlapOptions(direct=False), with which FSDP2 copies "
+                    "them; or, if an exception ended a pass before, call reset_iter_state() of what overlap() "
+                    "returned, on all ranks, and begin the step anew"
+                )
+            other._wait_for_gather()  # made for nothing, or too early
+            self.slot.occupant = None
+        self.copy_in()
+
+    def _wait_for_gather(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        else:
+            self._device.current_stream().wait_event(self._sent)  # never recorded: nothing to wait for
+
+    def _allocate(self) -> ParameterSlot:
+        """Make the tensors in a free slot, and let FSDP2 use them from now on."""
+        self.layout, start = gathered_parameters(self._module), 0
+        slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
+        rank, whole, own = self._communicator.rank, list[Tensor](), list[Tensor]()
+        with torch.inference_mode(False), torch.no_grad():
+            for one in self.layout:
+                part, share = slot.memory[start : start + one.num_bytes], one.num_bytes // self.ranks
+                whole.append(_whole_parameter(part, one, self))
+                own.append(part[rank * share : (rank + 1) * share].view(one.dtype))
+                start += _aligned(one.num_bytes)
+            install_parameters(self._module, whole)
+        # these tensors never move, so a call with these lists is found again by the lists themselves
+        self._whole, self._own = TensorList(whole, key=object()), TensorList(own, key=object())
+        skip_shard_cast(self._module)
+        self.slot, self._references = slot, self._storage_references()
+        return slot
+
+    def _is_viewed(self) -> bool:
+        """Return whether autograd has views of the tensors."""
+        return self._storage_references() > self._references
+
+    def _storage_references(self) -> int:
+        tensors = self._whole.tensors
+        return sum(torch._C._storage_Use_Count(Tensor.untyped_storage(one)._cdata) for one in tensors)
+
+
+class _WholeParameter(Tensor):
+    """A gathered parameter, flat, as FSDP2 knows it: FSDP2 frees and allocates the storage, which here stays."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _storage: _PermanentStorage
+
+    def untyped_storage(self) -> Any:
+        return self._storage
+
+
+class _PermanentStorage:
+    """A storage that is always there; to resize it to nothing says that the parameters are no longer used."""
+
+    __slots__ = ("_num_bytes", "_parameters")
+
+    def __init__(self, num_bytes: int, parameters: ModuleParameters) -> None:
+        self._num_bytes, self._parameters = num_bytes, parameters
+
+    def size(self) -> int:
+        return self._num_bytes if self._parameters.is_allocated else 0
+
+    def resize_(self, num_bytes: int) -> None:
+        self._parameters.is_allocated = num_bytes > 0
+        if num_bytes == 0:
+            self._parameters.free()
+
+
+def _whole_parameter(part: Tensor, parameter: GatheredParameter, parameters: ModuleParameters) -> Tensor:
+    """Return `part` with a storage of its own, which FSDP2 takes a parameter's storage to be."""
+    alone: Tensor = from_dlpack(part.view(parameter.dtype))
+    whole = alone.as_subclass(_WholeParameter)
+    whole._storage = _PermanentStorage(parameter.num_bytes, parameters)
+    return whole
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

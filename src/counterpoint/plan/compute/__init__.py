@@ -1,0 +1,6 @@
+"""Compute and memory of one rank; nothing here knows of a network.
+
+layers.py    the operations of a layer, as shapes and bytes
+roofline.py  the time of one operation, and what is reached of a GPU's data sheet
+memory.py    GiB of the fullest GPU, and the verdict whether a job fits
+"""

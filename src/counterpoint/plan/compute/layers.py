@@ -1,0 +1,338 @@
+"""The operations that one rank runs for one micro-batch, as data: shapes and bytes, no times.
+
+    tokens t = micro_batch · sequence / cp            h hidden, f width of the feed-forward block, d width of a head
+    matmul  y[t, n] = x[t, k] W[k, n]                 forward  t × n × k
+            dx = dy Wᵀ, dW = xᵀ dy                    backward t × k × n and k × n × t
+    tp cuts n of the first and k of the second matmul of each block (arXiv 1909.08053); what lies between the blocks is
+    whole on every rank, or 1/tp of the tokens with sequence parallelism (arXiv 2205.05198)
+
+Bytes of the memory-bound operations are those of the kernels that run: `fused` as Megatron-LM has them (arXiv
+2104.04473, section 4.2: bias + GeLU, bias + dropout + add, scale + mask + softmax), `eager` one kernel per operator, as
+in the profile of a Llama-3-8B layer on H200 (`samples/fsdp-healthy`). Without flash attention the scores go to memory:
+softmax and dropout over [micro_batch, heads / tp, sequence, sequence].
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.records.base import Record
+
+__all__ = [
+    "FlashAttentionOp",
+    "LayerWork",
+    "LocalShape",
+    "MatmulOp",
+    "MemoryBoundOp",
+    "Operation",
+    "embedding_work",
+    "head_work",
+    "layer_work",
+]
+
+LOGIT_BYTES = {"fused": 52, "eager": 36}  # of one logit from the product to its gradient, in float32 on the way
+ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
+
+
+class MatmulOp(Record, frozen=True, kw_only=True):
+    """Describes `batch` products [m, k] x [k, n]."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    element_bytes: int = 2
+    weight_gradient: bool = False
+
+    @property
+    def flops(self) -> float:
+        """2 per multiplication and addition."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def num_bytes(self) -> float:
+        """What is read and written if every matrix moves once."""
+        return float(self.element_bytes * self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+class FlashAttentionOp(Record, frozen=True, kw_only=True):
+    """Describes attention whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691)."""
+
+    name: str
+    batch: int  # samples · heads
+    queries: int
+    keys: int
+    width: int
+    causal: bool
+    backward: bool = False
+    element_bytes: int = 2
+
+    @property
+    def flops(self) -> float:
+        """The operations; a causal mask halves them."""
+        products = 5 if self.backward else 2
+        seen = 0.5 if self.causal else 1.0
+        return 2.0 * products * self.batch * self.queries * self.keys * self.width * seen
+
+    @property
+    def num_bytes(self) -> float:
+        """What is read and written of queries, keys, values and output."""
+        passes = 2.0 if self.backward else 1.0
+        return passes * 2.0 * self.element_bytes * self.batch * self.width * (self.queries + self.keys)
+
+
+class MemoryBoundOp(Record, frozen=True, kw_only=True):
+    """Describes an operation that waits for memory: the bytes that all its kernels read and write."""
+
+    name: str
+    num_bytes: float
+    kernels: int = 1
+    strided: bool = False  # one side is a transposed view
+
+
+Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
+
+
+class LayerWork(Record, frozen=True, kw_only=True):
+    """Lists the operations of a layer, embedding or head; `core`, part of `forward`, is recomputed selectively."""
+
+    forward: tuple[Operation, ...] = ()
+    core: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+
+
+class LocalShape(Record, frozen=True, kw_only=True):
+    """Describes what of a micro-batch one rank works on."""
+
+    batch: int  # samples
+    queries: int  # tokens of a sample on this rank
+    keys: int  # tokens that they attend to
+    tp: int = 1  # ranks that share the matrices
+    ep: int = 1  # ranks that share the experts of a layer
+    sequence: bool = True  # activations between the matrices are divided, too
+    flash: bool = True  # flash attention
+    fused: bool = True  # kernels of Megatron-LM instead of eager ones
+    element_bytes: int = 2  # of an activation
+
+    @classmethod
+    def of(cls, parallel: Parallel, training: Training) -> LocalShape:
+        """Return the shape that every rank of a job has."""
+        return cls(
+            batch=training.micro_batch,
+            queries=training.sequence // parallel.cp,
+            keys=training.sequence,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            sequence=parallel.sequence,
+            flash=training.flash_attention,
+            fused=training.fused_kernels,
+            element_bytes=training.element_bytes,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that attention and the matrices see."""
+        return self.batch * self.queries
+
+    @property
+    def tokens_between(self) -> int:
+        """The tokens that norms, dropouts and additions see."""
+        return self.tokens // self.tp if self.sequence else self.tokens
+
+
+def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:
+    """Return the operations of one transformer block; with `experts` its feed-forward part is theirs."""
+    attention, between = _attention(model, local), _between(model, local)
+    ffn = _dense(model, local) if experts is None else _routed(model, experts, local)
+    return LayerWork(
+        forward=attention.forward + ffn.forward + between.forward,
+        core=attention.core,
+        backward=attention.backward + ffn.backward + between.backward,
+    )
+
+
+def _linear(name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1) -> LayerWork:
+    rows, size = local.tokens if m is None else m, local.element_bytes
+
+    def product(part: str, m: int, n: int, k: int, weight: bool = False) -> MatmulOp:
+        return MatmulOp(
+            name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight
+        )  # fmt: skip
+
+    return LayerWork(
+        forward=(product("", rows, n, k),),
+        backward=(product(" dx", rows, k, n), product(" dW", k, n, rows, weight=True)),
+    )
+
+
+def _join(*works: LayerWork) -> LayerWork:
+    return LayerWork(
+        forward=tuple(op for work in works for op in work.forward),
+        core=tuple(op for work in works for op in work.core),
+        backward=tuple(op for work in works for op in work.backward),
+    )
+
+
+def _attention(model: Model, local: LocalShape) -> LayerWork:
+    width, tp = model.head_width, local.tp
+    queries, keys = model.heads * width // tp, max(model.key_heads // tp, 1) * width
+    if local.fused:
+        qkv = _linear("qkv", local, n=queries + 2 * keys, k=model.hidden)
+    else:
+        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in (("q", queries), ("k", keys), ("v", keys))))
+    works = [qkv, _flash(model, local) if local.flash else _scores(model, local)]
+    if model.gated:  # Llama and what followed it turn their queries and keys; GPT-3 has learned positions
+        each = ROTARY_BYTES["fused" if local.fused else "eager"] * local.tokens * (queries + keys)
+        rotary = MemoryBoundOp(name="rotary", num_bytes=each, kernels=2 if local.fused else 10, strided=not local.fused)
+        works.append(LayerWork(forward=(rotary,), backward=(rotary,)))
+    return _join(*works, _linear("attention out", local, n=model.hidden, k=queries))
+
+
+def _flash(model: Model, local: LocalShape) -> LayerWork:
+    def flash(backward: bool) -> FlashAttentionOp:
+        return FlashAttentionOp(
+            name="flash attention" + (" backward" if backward else ""),
+            batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
+            width=model.head_width, causal=model.causal, backward=backward, element_bytes=local.element_bytes,
+        )  # fmt: skip
+
+    return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))
+
+
+def _scores(model: Model, local: LocalShape) -> LayerWork:
+    """Return attention with its scores in memory; the causal softmax reads only the half that it needs."""
+    batch, size = local.batch * model.heads // local.tp, local.element_bytes
+    q, k, d = local.queries, local.keys, model.head_width
+    elements = float(batch) * q * k
+
+    def product(name: str, m: int, n: int, k: int) -> MatmulOp:
+        return MatmulOp(name=name, m=m, n=n, k=k, batch=batch, element_bytes=size)
+
+    seen = 0.5 if model.causal else 1.0
+    softmax = MemoryBoundOp(name="softmax", num_bytes=size * elements * (1 + seen))
+    back = MemoryBoundOp(name="softmax backward", num_bytes=size * elements * (1 + 2 * seen))
+    dropout = _traffic("attention dropout", elements * (2 * size + 1)) if model.dropout else ()
+    core: tuple[Operation, ...] = (
+        product("scores", q, k, d),
+        softmax,
+        *dropout,
+        product("values", q, d, k),
+        MemoryBoundOp(name="heads together", num_bytes=2.0 * size * batch * q * d),
+    )
+    backward: tuple[Operation, ...] = (
+        product("values dv", k, d, q),
+        product("values dp", q, k, d),
+        *dropout,
+        back,
+        product("scores dq", q, d, k),
+        product("scores dk", k, d, q),
+        MemoryBoundOp(name="heads apart", num_bytes=2.0 * size * batch * (q + 2 * k) * d),
+    )
+    return LayerWork(forward=core, core=core, backward=backward)
+
+
+def _traffic(name: str, num_bytes: float, kernels: int = 1) -> tuple[MemoryBoundOp, ...]:
+    return (MemoryBoundOp(name=name, num_bytes=num_bytes, kernels=kernels),)
+
+
+def _activation(model: Model, local: LocalShape, elements: float) -> LayerWork:
+    """Return SwiGLU or GeLU: fused one kernel each way; eager SwiGLU: silu and mul, backward silu and two muls."""
+    size = local.element_bytes
+    if not model.gated:
+        return LayerWork(
+            forward=_traffic("gelu", 2 * size * elements), backward=_traffic("gelu backward", 4 * size * elements)
+        )
+    forward, backward = (3, 5) if local.fused else (5, 9)
+    return LayerWork(
+        forward=_traffic("swiglu", forward * size * elements, 1 if local.fused else 2),
+        backward=_traffic("swiglu backward", backward * size * elements, 1 if local.fused else 3),
+    )
+
+
+def _dense(model: Model, local: LocalShape) -> LayerWork:
+    width = model.ffn_width // local.tp
+    return _join(
+        *_first_matmuls(model, local, width),
+        _activation(model, local, float(local.tokens) * width),
+        _linear("ffn out", local, n=model.hidden, k=width),
+    )
+
+
+def _first_matmuls(
+    model: Model, local: LocalShape, width: int, m: int | None = None, batch: int = 1
+) -> list[LayerWork]:
+    if not model.gated:
+        return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch)]
+    if local.fused:
+        return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch)]
+    return [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
+
+
+def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
+    """Return router, dispatch, combine, and the experts of this rank as one grouped product per matrix.
+
+    The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
+    """
+    per_rank = max(experts.count // local.ep, 1)
+    visits = local.tokens * experts.per_token
+    rows = max(round(visits * experts.imbalance / per_rank), 1)
+    width = max(experts.width // local.tp, 1)
+    moved = 2.0 * local.element_bytes * visits * model.hidden
+    works = [
+        _linear("router", local, n=experts.count, k=model.hidden),
+        LayerWork(forward=_traffic("dispatch", moved, 2), backward=_traffic("dispatch backward", moved, 2)),
+        *_first_matmuls(model, local, width, m=rows, batch=per_rank),
+        _activation(model, local, float(rows) * per_rank * width),
+        _linear("ffn out", local, n=model.hidden, k=width, m=rows, batch=per_rank),
+        LayerWork(forward=_traffic("combine", moved, 2), backward=_traffic("combine backward", moved, 2)),
+    ]
+    if experts.shared:
+        shared = max(experts.shared * experts.width // local.tp, 1)
+        works += [
+            *_first_matmuls(model, local, shared),
+            _activation(model, local, float(local.tokens) * shared),
+            _linear("shared out", local, n=model.hidden, k=shared),
+        ]
+    return _join(*works)
+
+
+def _between(model: Model, local: LocalShape) -> LayerWork:
+    """Return two norms and two additions to the residual stream, with bias and dropout where the model has them."""
+    elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
+    norm, back = 2 * size * elements, 5 * size * elements  # back: x, dy, dx, and both again for the weights
+    mask = elements if model.dropout else 0.0
+    add = 3 * size * elements + mask
+    undo = 2 * size * elements + mask + 2 * size * elements if model.dropout else 0.0  # the mask, and the bias' sum
+    return LayerWork(
+        forward=(*_traffic("norms", 2 * norm, 2), *_traffic("residual add", 2 * add, 2)),
+        backward=(
+            *_traffic("norms backward", 2 * back, 4),
+            *_traffic("residual add backward", 2 * (3 * size * elements + undo), 4 if model.dropout else 2),
+        ),
+    )
+
+
+def embedding_work(model: Model, local: LocalShape) -> LayerWork:
+    """Return the lookup of rows and, backward, their sum; the first stage runs it."""
+    elements = float(local.tokens_between) * model.hidden
+    extra = (2 * local.element_bytes + 1) * elements if model.dropout else 0.0
+    return LayerWork(
+        forward=_traffic("embedding", 2 * local.element_bytes * elements + extra),
+        backward=_traffic("embedding backward", 4 * local.element_bytes * elements + extra, 4),
+    )
+
+
+def head_work(model: Model, local: LocalShape) -> LayerWork:
+    """Return the last norm, logits and loss; the last stage runs them."""
+    rows = max(model.vocab // local.tp, 1)
+    logits = float(local.tokens) * rows * LOGIT_BYTES["fused" if local.fused else "eager"]
+    elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
+    loss = LayerWork(forward=_traffic("loss", logits / 2, 4), backward=_traffic("loss backward", logits / 2, 3))
+    norm = LayerWork(
+        forward=_traffic("last norm", 2 * size * elements),
+        backward=_traffic("last norm backward", 5 * size * elements, 2),
+    )
+    return _join(norm, _linear("logits", local, n=rows, k=model.hidden), loss)

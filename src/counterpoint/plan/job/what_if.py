@@ -1,0 +1,262 @@
+"""Other jobs like this one: fields of the job's file that are set, then what-ifs, each of them `Job -> Job`.
+
+    build_job(tables, {"parallel.tp": "4", "nodes": "16"})       the file's tables with a field set, then on 16 nodes
+    what_if(job, "nodes", "16")                                  a job on 16 nodes
+    swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
+
+What a job's file can say can be set, and what cannot be is an error that names the field.
+"""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict, replace
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.cluster import Cluster, Level
+from counterpoint.plan.job.job import TABLES, Job, parse_gpu, parse_job, parse_name, parse_record
+from counterpoint.plan.job.model import divides, positive
+from counterpoint.plan.job.parallel import Compression
+from counterpoint.plan.network.protocols import all_levels, levels
+
+__all__ = ["WHAT_IFS", "JobChange", "build_job", "swept", "what_if"]
+
+MAX_VALUES = 1000
+LINKS = ("cluster.gpus", "cluster.levels", "cluster.network")
+COMPRESSION_AMOUNTS = {"powersgd": "rank", "topk": "keep", "randomk": "keep", "quantized": "bits"}
+
+
+class JobChange(NamedTuple):
+    """Describes a question with a name."""
+
+    unit: str  # of its value, for people
+    means: str  # what it changes, for people
+    decides: tuple[str, ...]  # fields or tables of the job's file that it sets
+    change: Callable[[Job, Any], Job]  # the job and the value to the other job
+    kind: type = object  # of the value: int and float are above 0, object is checked by the record that it goes to
+
+
+def build_job(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job:
+    """Return the job of a file after changes, fields before what-ifs; Misconfigured if there can be no such job."""
+    for name, text in changes.items():
+        if name not in WHAT_IFS:
+            tables = _with_field(tables, name, text)
+    job = parse_job(tables)
+    for name, text in changes.items():
+        if name in WHAT_IFS:
+            job = what_if(job, name, text)
+    return job
+
+
+def what_if(job: Job, name: str, text: str) -> Job:
+    """Return the job after one what-if; `text` is the value as TOML has it, and a bare word stands for a string."""
+    change, value = WHAT_IFS[name], _value(text)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    accepted = {int: number and isinstance(value, int), float: number, str: isinstance(value, str), object: True}
+    if not accepted[change.kind]:
+        raise Misconfigured(f"{name} = {printable(text)}: give {change.unit}")
+    if change.kind in (int, float):
+        positive(name, value)
+    return change.change(job, value)
+
+
+def swept(
+    tables: Mapping[str, Any], changes: Mapping[str, str], name: str, texts: Sequence[str]
+) -> list[tuple[str, Job | Misconfigured]]:
+    """Return a job for each value of one what-if or field; where there can be none, the reason.
+
+    Args:
+        tables: of the job's file.
+        changes: all other changes, as `build_job` takes them.
+        name: of the what-if or field whose values these are.
+        texts: 1 to 1000 values.
+
+    Raises:
+        Misconfigured: there are no values or too many, or one of `changes` decides on the swept field.
+    """
+    if not 1 <= len(texts) <= MAX_VALUES:
+        raise Misconfigured(f"{name}: {len(texts)} values; give 1 to {MAX_VALUES}")
+    for other in (changes.keys() & WHAT_IFS.keys()) - {name}:
+        if any(f"{name}.".startswith(f"{field}.") for field in WHAT_IFS[other].decides) and name not in WHAT_IFS:
+            raise Misconfigured(f"--sweep {name} with {other}: {other} decides on {name}; leave out one of them")
+    return [(text, _job_or_reason(tables, {**changes, name: text})) for text in texts]
+
+
+def _job_or_reason(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job | Misconfigured:
+    try:
+        return build_job(tables, changes)
+    except Misconfigured as error:
+        return error
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _with_field(tables: Mapping[str, Any], field: str, text: str) -> dict[str, Any]:
+    """Return a copy of the tables with another value for a field; `parse_job` says whether a record has that field."""
+    first, *rest = field.split(".")
+    if first not in TABLES or not rest:
+        known = ", ".join(WHAT_IFS)
+        raise Misconfigured(f"{printable(field)} is not known: give a field, such as parallel.tp, or one of {known}")
+    changed = copy.deepcopy(dict(tables))
+    table = changed
+    for key in (first, *rest[:-1]):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise Misconfigured(f"{printable(field)}: {printable(key)} is no table")
+    table[rest[-1]] = _value(text)
+    return changed
+
+
+def _with_fields(job: Job, table: str, **changes: object) -> Job:
+    """Return the job with other values in one of its records, checked as those of a file are."""
+    record = getattr(job, table)
+    return replace(job, **{table: parse_record(table, asdict(record) | changes, type(record))})
+
+
+def _on_nodes(job: Job, nodes: int, *, weak: bool = False) -> Job:
+    """Return the job with more or fewer replicas, of the same batch (strong scaling) or the batch with them (weak)."""
+    gpus = nodes * job.cluster.gpus_per_node
+    replica = job.parallel.tp * job.parallel.pp * job.parallel.cp
+    divides("parallel.tp · pp · cp", replica, "GPUs", gpus)
+    parallel, training = replace(job.parallel, dp=gpus // replica), job.training
+    if weak:
+        training = replace(training, global_batch=training.global_batch // job.parallel.dp * parallel.dp)
+    return replace(job, parallel=parallel, training=training, cluster=_with_gpus(job.cluster, gpus))
+
+
+def _with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """Return a named network around so many GPUs; of one that was written out the last level grows, never shrinks."""
+    if cluster.network is not None:
+        return replace(cluster, levels=levels(cluster.network, gpus))
+    *below, last = cluster.levels
+    unit = below[-1].size if below else 1
+    return replace(cluster, levels=(*below, replace(last, size=max(last.size, -(-gpus // unit) * unit))))
+
+
+def _on_network(job: Job, value: object) -> Job:
+    name = parse_name("cluster.network", value)
+    if job.cluster.network is None:
+        raise Misconfigured("cluster: give either network, a name, or levels, inside out")
+    return replace(job, cluster=replace(job.cluster, levels=levels(name, job.cluster.num_gpus), network=name))
+
+
+def _whole_network(job: Job) -> tuple[Level, ...]:
+    """Return all levels that the job's network has, so that it can grow after a change."""
+    cluster = job.cluster
+    crossed = cluster.levels[cluster.level_of(job.parallel.world_size)]
+    if crossed.kind != "network":
+        raise Misconfigured(f"all ranks are below one {crossed.name}: give nodes, or a job that has more ranks, first")
+    whole = cluster.levels if cluster.network is None else all_levels(cluster.network)
+    return whole if whole[-1].size >= cluster.num_gpus else cluster.levels
+
+
+def _with_levels(job: Job, changed: Iterable[Level]) -> Job:
+    return replace(job, cluster=replace(job.cluster, levels=tuple(changed), network=None))
+
+
+def _with_rates(job: Job, rate: Callable[[Level], float]) -> Job:
+    """Return the job with another rate per GPU of every level between nodes."""
+    whole = _whole_network(job)
+    return _with_levels(job, (replace(each, gb_per_s=rate(each)) if each.kind == "network" else each for each in whole))
+
+
+def _with_nics(job: Job, nics: int) -> Job:
+    """Return the job with so many NICs per node; a node with as many as GPUs has one for each."""
+    part = nics / job.cluster.gpus_per_node
+    return _with_rates(job, lambda level: level.gb_per_s * part)
+
+
+def _without_nics(job: Job, lost: int) -> Job:
+    """Return the job with a node that has lost NICs: every collective across nodes waits for that node."""
+    nics = job.cluster.gpus_per_node
+    if lost >= nics:
+        raise Misconfigured(f"failed_nics = {lost} of {nics}: a node without a network cannot take part")
+    return _with_nics(job, nics - lost)
+
+
+def _oversubscribed(job: Job, factor: float) -> Job:
+    """Return the job with an oversubscription of the topmost level that it crosses."""
+    top, whole = job.cluster.level_of(job.parallel.world_size), _whole_network(job)
+    return _with_levels(
+        job, (replace(each, oversubscription=float(factor)) if i == top else each for i, each in enumerate(whole))
+    )
+
+
+def _accumulated(job: Job, steps: int) -> Job:
+    batch = steps * job.parallel.dp * job.training.micro_batch
+    return _with_fields(job, "training", global_batch=batch)
+
+
+def _compressed(job: Job, text: str) -> Job:
+    method, _, amount = text.partition(":")
+    if method == "none":
+        return replace(job, compression=None)
+    table: dict[str, object] = {"method": method}
+    if amount and method in COMPRESSION_AMOUNTS:
+        table[COMPRESSION_AMOUNTS[method]] = _value(amount)
+    return replace(job, compression=parse_record("compression", table, Compression))
+
+
+def _field(unit: str, means: str, table: str, name: str) -> JobChange:
+    """Return the what-if that is one field of a record of the job."""
+    return JobChange(unit, means, (f"{table}.{name}",), lambda job, value: _with_fields(job, table, **{name: value}))
+
+
+WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
+    "gpu": JobChange(
+        "the name of a GPU", "another generation; the network stays", ("cluster.gpu",),
+        lambda job, value: replace(job, cluster=replace(job.cluster, gpu=parse_gpu(value))),
+    ),
+    "network": JobChange("the name of a network", "another topology", ("cluster.network",), _on_network),
+    "nodes": JobChange(
+        "a number of nodes", "replicas more or fewer, the same batch (strong scaling)", ("parallel.dp", *LINKS),
+        _on_nodes, int,
+    ),
+    "weak_nodes": JobChange(
+        "a number of nodes", "replicas more or fewer, the batch with them (weak scaling)",
+        ("parallel.dp", "training.global_batch", *LINKS), lambda job, nodes: _on_nodes(job, nodes, weak=True), int,
+    ),
+    "nic_gbit": JobChange(
+        "Gb/s of one GPU's NIC", "speed of the network between nodes", LINKS,
+        lambda job, gbit: _with_rates(job, lambda level: gbit / 8), float,
+    ),
+    "nics": JobChange("a number of NICs per node", "as many as GPUs is one for each", LINKS, _with_nics, int),
+    "failed_nics": JobChange("a number of NICs", "one node has lost so many", LINKS, _without_nics, int),
+    "oversubscription": JobChange(
+        "a factor", "of the topmost level that the job crosses", LINKS, _oversubscribed, float
+    ),
+    "global_batch": _field("a number of samples", "of one step", "training", "global_batch"),
+    "micro_batch": _field("a number of samples", "through the model at once", "training", "micro_batch"),
+    "accumulation": JobChange(
+        "a number of micro-batches", "per step; the batch with them", ("training.global_batch",), _accumulated, int
+    ),
+    "bucket_mib": JobChange(
+        "MiB", "gradients that are reduced at once", ("parallel.bucket_bytes",),
+        lambda job, mib: _with_fields(job, "parallel", bucket_bytes=round(mib * 2**20)), float,
+    ),
+    "precision": _field("bf16, fp16, fp8 or fp32", "of matrix products", "training", "precision"),
+    "recompute": _field("none, selective or full", "what backward computes again", "training", "recompute"),
+    "compression": JobChange(
+        "none, powersgd:RANK, topk:PART, randomk:PART or quantized:BITS", "of gradients", ("compression",),
+        _compressed, str,
+    ),
+    "mechanism": JobChange(
+        "the name of a mechanism", "how collectives overlap with compute", ("overlap.mechanism",),
+        lambda job, value: replace(job, mechanism=parse_name("overlap.mechanism", value)),
+    ),
+    "local_steps": _field("a number of steps", "between exchanges of replicas (local SGD)", "training", "local_steps"),
+    "asynchronous": _field(
+        "true or false", "replicas do not wait for each other (stale gradients)", "training", "asynchronous"
+    ),
+    "slow_rank": _field("a factor", "by which one rank computes slower", "ranks", "slow"),
+    "jitter": _field("a part of the step", "standard deviation between ranks", "ranks", "jitter"),
+}  # fmt: skip

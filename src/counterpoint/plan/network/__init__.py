@@ -1,0 +1,10 @@
+"""Predict how long a collective takes on a cluster, by the algorithm and the protocol that NCCL would choose.
+
+group.py        the groups of ranks of a mesh, and the levels of a cluster that a group crosses
+algorithms.py   hops and bytes of every algorithm, by level
+protocols.py    what LL, LL128 and Simple reach on a link; named networks (networks.toml, protocols.toml, fits/)
+nccl_choice.py  which algorithm and protocol NCCL takes for a number of bytes
+estimate.py     `estimate`, one collective; `CollectiveTimes` and `MeshTimes`, which remember what was asked
+
+Other rooms call `axes`, `levels`, `network_of`, `estimate` and `CollectiveTimes`.
+"""

@@ -1,0 +1,264 @@
+"""How long a collective takes on a cluster, by the algorithm and the protocol that NCCL would take.
+
+    T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
+
+Each protocol has the figures of the network at hand, fitted ones where something was measured; `nccl_choice.py` says
+which one NCCL takes. Algorithms that NCCL does not offer are in `alternatives`, which shows where another would win.
+"""
+
+from __future__ import annotations
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.plan.job.parallel import Parallel
+from counterpoint.plan.network.algorithms import ALGORITHMS, nccl_algorithms, schedule
+from counterpoint.plan.network.group import Axis, Group, Reach, axes, reach
+from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, nccl_choice, shared_gb_per_s
+from counterpoint.plan.network.protocols import OPERATIONS, Network
+from counterpoint.records.base import Record
+
+__all__ = ["Alternative", "CollectiveEstimate", "CollectiveTimes", "LevelTerm", "MeshTimes", "estimate"]
+
+
+class LevelTerm(Record, frozen=True, kw_only=True):
+    """Describes one phase at one level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""
+
+    level: str
+    hops: float
+    hop_us: float
+    latency_us: float
+    share: float
+    gb_per_s: float
+    bandwidth_us: float
+
+
+class Alternative(Record, frozen=True, kw_only=True):
+    """Holds the time of the same collective by another algorithm."""
+
+    algorithm: str
+    us: float
+    offered: bool
+    """NCCL offers it."""
+
+
+class CollectiveEstimate(Record, frozen=True, kw_only=True):
+    """Explains the time of one collective: us = latency_us + bandwidth_us + own_us + joint_us."""
+
+    operation: str
+    num_bytes: float
+    ranks: int
+    us: float = 0.0  # time of the collective
+    algorithm: str = ""  # what NCCL takes, as `protocol`; "" for one rank
+    protocol: str = ""
+    base_us: float = 0.0  # time to begin and to end
+    latency_us: float = 0.0  # base + H = base_us + Σ latency_us of the terms
+    bandwidth_us: float = 0.0  # X, the sum over phases of their slowest level
+    own_us: float = 0.0  # O
+    # the rest: what pipelines need to fill, less what hops and bytes hide of each other; and what the choice for fewer
+    # bytes cost at its end, if that was more
+    joint_us: float = 0.0
+    bus_gb_per_s: float = 0.0  # bus bandwidth as nccl-tests counts it
+    level: str = ""  # level that has the largest part of X
+    terms: tuple[LevelTerm, ...] = ()  # parts of H and X, by phase and level
+    alternatives: tuple[Alternative, ...] = ()  # other algorithms, fastest first
+    error: float | None  # largest error on rows held out of the fit; None: not validated here
+    validated: str  # what validates it, or why nothing does
+    source: str = ""  # where the protocol's figures are from
+
+    @property
+    def better(self) -> Alternative | None:
+        """The fastest alternative, if it would win."""
+        return self.alternatives[0] if self.alternatives and self.alternatives[0].us < self.us else None
+
+    def explain(self) -> str:
+        """Return the figures behind `us`, line by line."""
+        if not self.algorithm:
+            return f"{self.operation} of one rank: nothing to do"
+        parts = ((self.own_us, "own shard"), (self.joint_us, "pipeline"))
+        shape = "".join(f" {us:+.1f} ({name})" for us, name in parts if us)
+        head = f"{self.operation} of {self.num_bytes:.4g} bytes over {self.ranks} ranks: {self.us:.1f} µs"
+        return "\n".join(
+            [
+                f"{head} = {self.latency_us:.1f} (latency) + {self.bandwidth_us:.1f} (bandwidth){shape}",
+                f"  {self.algorithm}, {self.protocol}: begins and ends in {self.base_us:.1f} µs",
+                *(
+                    f"  {term.level}: {term.hops:.3g} hops · {term.hop_us:.3g} µs = {term.latency_us:.1f} µs; "
+                    f"{term.share:.4g} of the array / {term.gb_per_s:.4g} GB/s = {term.bandwidth_us:.1f} µs"
+                    for term in self.terms
+                ),
+                f"  figures: {self.source}; {self.validated}",
+            ]
+        )
+
+
+def estimate(
+    operation: str,
+    num_bytes: float,
+    group: Group,
+    network: Network,
+    *,
+    algorithm: str | None = None,
+    active: float = 1.0,
+) -> CollectiveEstimate:
+    """Predict the time of one collective while all groups of its kind run it at once.
+
+    Args:
+        operation: PyTorch's name.
+        num_bytes: Bytes of the full array S: what all_gather returns, what reduce_scatter takes, what all_reduce and
+            broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
+        group: Its ranks.
+        network: The cluster, and what NCCL reaches on it.
+        algorithm: This one, as NCCL_ALGO would have it; None: the fastest in NCCL's own model.
+        active: Part of all GPUs that send through oversubscribed levels at once.
+
+    Returns:
+        The time, its parts, and what validates it.
+
+    Raises:
+        Misconfigured: An unknown operation or algorithm, one that does not offer this, fewer than 0 bytes, a group
+            larger than the cluster.
+    """
+    _check(operation, num_bytes, algorithm)
+    at = reach(group, network.cluster)
+    if at.ranks == 1:
+        return _of_one_rank(operation, num_bytes)
+    levels = network.cluster.levels
+    links = Links(at, levels, shared_gb_per_s(levels, active))
+    found = candidates(operation, num_bytes, links, network)
+    if algorithm and algorithm not in found:
+        raise Misconfigured(
+            f"algorithm = {algorithm!r} does not offer {operation} to {at.ranks} ranks "
+            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(found)}"
+        )
+    offered = nccl_algorithms(operation, at, network.nccl)
+    best = nccl_choice([each for name in ((algorithm,) if algorithm else offered) for each in found[name]])
+    others = sorted((nccl_choice(found[name]).us, name) for name in found if name != best.algorithm)
+    alternatives = tuple(Alternative(algorithm=name, us=us, offered=name in offered) for us, name in others)
+    return _explained(operation, num_bytes, best, links, network, alternatives)
+
+
+def _check(operation: str, num_bytes: float, algorithm: str | None) -> None:
+    if operation not in OPERATIONS:
+        raise Misconfigured(f"operation = {printable(operation)!r}: choose from: {', '.join(OPERATIONS)}")
+    if not 0 <= num_bytes < float("inf"):
+        raise Misconfigured(f"num_bytes = {num_bytes}: give the bytes of the full array, 0 or more")
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise Misconfigured(f"algorithm = {printable(algorithm)!r}: choose from: {', '.join(ALGORITHMS)}")
+
+
+def _explained(
+    operation: str,
+    num_bytes: float,
+    best: Candidate,
+    links: Links,
+    network: Network,
+    alternatives: tuple[Alternative, ...],
+) -> CollectiveEstimate:
+    protocol, ranks = best.protocol, links.at.ranks
+    terms = _terms(operation, num_bytes, best, links)
+    outside = _outside(operation, num_bytes, links.at, best, network)
+    fit = None if outside else protocol.fit
+    error = fit.worst(ranks, num_bytes) if fit else None
+    return CollectiveEstimate(
+        operation=operation,
+        num_bytes=num_bytes,
+        ranks=ranks,
+        us=best.us,
+        algorithm=best.algorithm,
+        protocol=protocol.name,
+        base_us=protocol.base_us,
+        latency_us=protocol.base_us + best.hops_us,
+        bandwidth_us=best.bandwidth_us,
+        own_us=best.own_us,
+        joint_us=_joint_us(best),
+        bus_gb_per_s=num_bytes / best.us / 1e3 * bus_factor(operation, ranks) if best.us else 0.0,
+        level=max(terms, key=lambda term: term.bandwidth_us).level,
+        terms=terms,
+        alternatives=alternatives,
+        error=error,
+        validated=f"validated: {error:.1%} at most on rows held out of {fit.source}"
+        if fit and error is not None
+        else f"not validated: {outside}",
+        source=protocol.source or (protocol.fit.source if protocol.fit else ""),
+    )
+
+
+def _joint_us(best: Candidate) -> float:
+    """Return what T has beyond its parts; exactly 0 where it is their sum."""
+    if best.protocol.join == 1 and not best.protocol.fill and best.protocol.fit is None:
+        return 0.0
+    return best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
+
+
+def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> tuple[LevelTerm, ...]:
+    terms = []
+    for phase in schedule(operation, best.algorithm, links.at) or ():
+        for level, hops, share in phase:
+            hop_us = links.hop_us(best.protocol, level)
+            reached = links.reached_gb_per_s(best.protocol, level)
+            term = LevelTerm(
+                level=links.levels[level].name,
+                hops=hops,
+                hop_us=hop_us,
+                latency_us=hops * hop_us,
+                share=share,
+                gb_per_s=reached,
+                bandwidth_us=share * num_bytes / reached / 1e3,
+            )
+            terms.append(term)
+    return tuple(terms)
+
+
+def _outside(operation: str, num_bytes: float, at: Reach, best: Candidate, network: Network) -> str:
+    """Return why this is not validated; "" if it is."""
+    if best.protocol.fit is None:
+        return "nothing like it was measured"
+    if not best.protocol.operations:
+        return f"{operation} was not measured, others were"
+    if best.algorithm not in nccl_algorithms(operation, at, network.nccl):
+        return f"NCCL does not run {best.algorithm} here"
+    return best.protocol.fit.outside(network.cluster.gpu.name, at.ranks, num_bytes)
+
+
+def _of_one_rank(operation: str, num_bytes: float) -> CollectiveEstimate:
+    nothing = "validated: one rank communicates nothing"
+    return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
+
+
+class CollectiveTimes:
+    """Remembers the estimates of one network; keep it for a search, since most of its jobs ask for the same ones."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._known: dict[tuple[str, float, Group, float], CollectiveEstimate] = {}
+
+    def find(self, operation: str, num_bytes: float, group: Group, active: float = 1.0) -> CollectiveEstimate:
+        """Return what `estimate` returns; raise Misconfigured if the network has no room for the group."""
+        key = (operation, num_bytes, group, active)
+        if key not in self._known:
+            self._known[key] = estimate(operation, num_bytes, group, self.network, active=active)
+        return self._known[key]
+
+    @property
+    def asked(self) -> tuple[tuple[Group, CollectiveEstimate], ...]:
+        """Every collective that was asked for, with its group."""
+        return tuple((group, found) for (_, _, group, _), found in self._known.items())
+
+
+class MeshTimes:
+    """Finds estimates by axis of a mesh."""
+
+    def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
+        self._times = times
+        self.groups: dict[Axis, Group] = axes(parallel)
+        # neighbours on a line, not the whole axis: what a stage sends goes to the next one, one after another
+        self.groups["pp"] = Group(ranks=min(parallel.pp, 2), stride=self.groups["pp"].stride)
+        self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}
+
+    def find(self, axis: Axis, operation: str, num_bytes: float) -> CollectiveEstimate:
+        """Return one collective of this axis."""
+        return self._times.find(operation, num_bytes, self.groups[axis], self._active.get(axis, 1.0))
+
+    def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
+        """Return the µs of one collective of any other group."""
+        return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

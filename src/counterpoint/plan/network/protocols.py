@@ -1,0 +1,246 @@
+"""NCCL's protocols: what they reach on the links of a cluster, where their figures are from, and networks by name.
+
+A collective that makes `steps` hops, moves `share · S` bytes of every GPU over its slowest level, and in which every
+rank handles a shard of its own without sending it, takes
+
+    hops      H = Σ over levels of steps · (hop of the level's kind + the level's own latency)
+    bandwidth X = S · max over levels of share / bandwidth          bandwidth = gb_per_s / oversubscription · efficiency
+    own       O = S / n / own_gb_per_s
+    time      T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)
+
+NCCL's own model has j = 1, O = 0 and fill = 0 for each of its three protocols, and it takes the protocol that is the
+fastest there. What was fitted to measurements has figures of its own for the same protocols (j = 2: while one slice is
+under way the next is sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but is
+taken where NCCL's model takes it. T never falls with more bytes, less bandwidth or more latency within a protocol.
+
+Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
+fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.cluster import Cluster, Level
+from counterpoint.plan.job.model import positive
+from counterpoint.records.base import Record
+
+__all__ = ["OPERATIONS", "Network", "Operation", "Protocol", "all_levels", "levels", "names", "network_of"]
+
+Kind = Literal["nvlink", "pcie", "network"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+
+class FittedRange(Record, frozen=True, kw_only=True):
+    """Describes rows of one group size and of sizes near each other, and the error of the fit on them when held out."""
+
+    ranks: int  # ranks of the group
+    smallest_bytes: int  # of the full array, as `largest_bytes`
+    largest_bytes: int
+    # mean and worst |predicted / measured - 1| of held-out rows; None: none of these could be held out
+    mean: float | None
+    worst: float | None
+
+
+class Fit(Record, frozen=True, kw_only=True):
+    """Records what the protocols of an operation were fitted to."""
+
+    source: str  # what was measured, on what, when
+    gpu: str  # GPU of the machine it was measured on
+    rows: int  # number of rows that were fitted in the end
+    held_out: str  # what was left out to state the errors: "a third of the sizes, 8 ranks"
+    spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
+
+    def outside(self, gpu: str, ranks: int, num_bytes: float) -> str:
+        """Return why a prediction there is not validated; "" if it is."""
+        ranges = [each for each in self.spans if each.ranks == ranks]
+        if self.gpu != gpu:
+            return f"{gpu}, measured on {self.gpu}"
+        if not ranges:
+            measured = ", ".join(map(str, dict.fromkeys(each.ranks for each in self.spans)))
+            return f"{ranks} ranks, measured with {measured}"
+        smallest, largest = ranges[0].smallest_bytes, ranges[-1].largest_bytes
+        if not smallest <= num_bytes <= largest:
+            return f"{num_bytes:.4g} bytes, measured from {smallest:.4g} to {largest:.4g} with {ranks} ranks"
+        return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
+
+    def worst(self, ranks: int, num_bytes: float) -> float | None:
+        """Return the largest error on held-out rows there; between two ranges of sizes, that of both."""
+        ranges = [each for each in self.spans if each.ranks == ranks]
+        below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
+        above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]
+        return max((each.worst for each in (*below, *above) if each.worst is not None), default=None)
+
+
+class Protocol(Record, frozen=True, kw_only=True):
+    """Describes how a library moves bytes over links."""
+
+    name: str  # "LL", "LL128", "Simple"
+    base_us: float  # time to begin and to end, whatever is moved
+    hop_us: dict[Kind, float]  # time of one step, by kind of level
+    efficiency: dict[Kind, float]  # part of the level's bandwidth that is reached in the limit, by kind
+    # limit of all GPUs of the group below one unit together, by kind; NCCL has one for LL
+    ceiling_gb_per_s: dict[Kind, float] = msgspec.field(default_factory=dict)
+    own_gb_per_s: float | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
+    join: float = 1.0  # j, at least 1
+    fill: float = 0.0  # 0 or more
+    most_bytes: int | None = None  # largest full array for which it is taken; None: any
+    # the three: what it is for; (): all. `kinds` is about the highest level that is crossed
+    operations: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    fit: Fit | None = None  # what its figures were fitted to; None: they are taken from `source` as they are
+    source: str = ""  # where the figures are from
+
+    def __post_init__(self) -> None:
+        if not (self.join >= 1 and 0 <= self.fill < math.inf):
+            raise Misconfigured(
+                f"protocol {self.name!r}: join = {self.join}, fill = {self.fill}: give join >= 1 and fill >= 0, "
+                "or time would fall with more bytes"
+            )
+        if self.own_gb_per_s is not None and not self.own_gb_per_s > 0:
+            raise Misconfigured(
+                f"protocol {self.name!r}: own_gb_per_s = {self.own_gb_per_s}: give a rate above 0, or none"
+            )
+
+    def serves(self, operation: str, algorithm: str, kind: str) -> bool:
+        """Return whether it is meant for this."""
+        return (
+            (not self.operations or operation in self.operations)
+            and (not self.algorithms or algorithm in self.algorithms)
+            and (not self.kinds or kind in self.kinds)
+        )
+
+    @property
+    def precedence(self) -> int:
+        """Fitted to this operation before fitted to several before taken from a source."""
+        return 0 if self.fit is None else 2 if self.operations else 1
+
+    def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
+        """Return T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)."""
+        longer, shorter = max(hops_us, bandwidth_us), min(hops_us, bandwidth_us)
+        if not shorter:
+            joined = longer
+        elif self.join == 1:
+            joined = longer + shorter
+        else:  # the longer one first: no overflow
+            joined = float(longer * (1 + (shorter / longer) ** self.join) ** (1 / self.join))
+        return self.base_us + joined + own_us + self.fill * math.sqrt(self.base_us * bandwidth_us)
+
+
+class Network(Record, frozen=True, kw_only=True):
+    """Describes a cluster, and what a library reaches on it."""
+
+    name: str = ""  # name in messages
+    cluster: Cluster  # GPUs and levels
+    # protocols of the library; of several that serve the same, NCCL takes the fastest in its own model
+    protocols: tuple[Protocol, ...]
+    nccl: tuple[int, int] = (2, 28)  # NCCL's version, which decides what it offers
+
+    def __post_init__(self) -> None:
+        for protocol in self.protocols:
+            for level in self.cluster.levels:
+                if level.kind not in protocol.hop_us or level.kind not in protocol.efficiency:
+                    raise Misconfigured(
+                        f"protocol {protocol.name!r} has no hop_us or efficiency for {level.kind!r}, "
+                        f"which level {level.name!r} is: give both"
+                    )
+
+    def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
+        """Return the protocols of the highest precedence that serve it, each with the one whose figures NCCL compares.
+
+        NCCL compares its own figures for the protocol of that name, and does not take what it has none for. Where no
+        protocol here is NCCL's own, each is compared by its own figures.
+
+        Returns:
+            Pairs (protocol that gives the time, protocol that NCCL compares).
+
+        Raises:
+            Misconfigured: No protocol serves it.
+        """
+        serving = [protocol for protocol in self.protocols if protocol.serves(operation, algorithm, kind)]
+        own = {protocol.name: protocol for protocol in serving if protocol.fit is None}
+        serving = [protocol for protocol in serving if not own or protocol.name in own]
+        if not serving:
+            names = ", ".join(protocol.name for protocol in self.protocols) or "none"
+            raise Misconfigured(
+                f"network {self.name!r}: no protocol serves {operation} by {algorithm} over {kind}; it has: {names}"
+            )
+        best = max(protocol.precedence for protocol in serving)
+        chosen = (protocol for protocol in serving if protocol.precedence == best)
+        return tuple((protocol, own.get(protocol.name, protocol)) for protocol in chosen)
+
+
+class FittedProtocols(Record, frozen=True, kw_only=True):
+    """Holds one file of fits/: what was fitted to one machine."""
+
+    gpus: tuple[str, ...]  # GPUs that it serves: the one that was measured, and others with the same links
+    protocols: tuple[Protocol, ...]  # fitted protocols, all with `fit`
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all networks."""
+    return tuple(_networks())
+
+
+def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
+    """Return the levels of a named network around so many GPUs, inside out, in whole units of each level."""
+    positive("cluster.gpus", num_gpus)
+    found: list[Level] = []
+    for level in all_levels(name):
+        if found and found[-1].size >= num_gpus:
+            break
+        found.append(level)
+    if found[-1].kind != "network" and num_gpus > found[-1].size:
+        raise Misconfigured(
+            f"cluster.gpus = {num_gpus} on {name}: {found[-1].size} GPUs are all it joins; "
+            "give a network that has levels above"
+        )
+    below = found[-2].size if len(found) > 1 else 1
+    whole = -(-num_gpus // below) * below
+    return (*found[:-1], msgspec.structs.replace(found[-1], size=whole))
+
+
+def all_levels(name: str) -> tuple[Level, ...]:
+    """Return all levels of a named network at their full size; raise Misconfigured where there is none of that name."""
+    networks = _networks()
+    if name not in networks:
+        raise Misconfigured(f"cluster.network = {printable(name)!r}: choose from: {', '.join(networks)}")
+    return msgspec.convert(networks[name]["levels"], tuple[Level, ...])
+
+
+def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
+    """Return a cluster with NCCL's protocols, and with fitted ones where its GPU was measured."""
+    fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
+    protocols = (*nccl_protocols(), *(protocol for each in fitted for protocol in each.protocols))
+    return Network(name=name, cluster=cluster, protocols=protocols, nccl=nccl)
+
+
+@cache
+def nccl_protocols() -> tuple[Protocol, ...]:
+    """Return NCCL's protocols with the figures of its own model."""
+    return msgspec.convert(_read_toml("protocols.toml")["protocol"], tuple[Protocol, ...])
+
+
+@cache
+def fitted_protocols() -> tuple[FittedProtocols, ...]:
+    """Return all files of fits/."""
+    folder = Path(__file__).with_name("fits")
+    return tuple(msgspec.json.decode(path.read_bytes(), type=FittedProtocols) for path in sorted(folder.glob("*.json")))
+
+
+@cache
+def _networks() -> dict[str, dict[str, Any]]:
+    return _read_toml("networks.toml")
+
+
+def _read_toml(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))

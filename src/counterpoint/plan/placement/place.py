@@ -1,0 +1,179 @@
+"""Where the ranks of a job should be: the order of least C = Σ d(i, j) · M(i, j), compared with launchers' defaults.
+
+1. Starts. The order of the ranks along the tree; the best order of the mesh (`mesh.py`); recursive bisection of the
+   traffic down the tree (`partition.py`), which needs no mesh.
+2. The two cheapest are improved by swaps of ranks between hosts and of whole hosts (`swaps.py`).
+3. The cheapest of all, the given order included, is the answer: never worse than what it is compared with.
+
+Deterministic. The search sees groups above 65 ranks by a sample of their pairs; every cost printed is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+from scipy import sparse
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.placement.cost import placement_cost
+from counterpoint.plan.placement.mesh import mesh_order
+from counterpoint.plan.placement.partition import arrange, arrange_groups, contracted, heavy_groups
+from counterpoint.plan.placement.swaps import MAX_SMALL, best_of_many, fits_memory, improve
+from counterpoint.plan.placement.topology import Topology
+from counterpoint.plan.placement.traffic import RankTraffic
+from counterpoint.records.base import Record
+from counterpoint.records.prediction import LevelLoad, RankOrder
+
+__all__ = ["Placement", "place"]
+
+I64 = NDArray[np.int64]
+Csr = Any  # scipy.sparse.csr_array, which has no types
+RANDOM_ORDERS = 5  # that "random" is the mean of
+MAX_BISECTED = 20_000  # ranks; with a mesh, larger jobs do without bisection
+IMPROVED = 2  # starts
+CYCLES = 3  # of swapping ranks, then hosts
+
+
+class Placement(Record, frozen=True, kw_only=True):
+    """Records a rank order and what it saves."""
+
+    hosts: tuple[str, ...]  # names, as the topology lists them
+    gpus: int  # GPUs of each host
+    # index of the host · gpus + GPU there, of each rank; ranks of a host have its first GPUs in their order
+    slots: tuple[int, ...]
+    found: RankOrder  # cost of these slots
+    # costs of "in order" (as the hosts are listed), "rail-optimised" (in order along the tree, local rank k on rail k)
+    # and "random" (mean of several)
+    compared: tuple[RankOrder, ...]
+    steps: tuple[str, ...]  # what was tried, and what it cost
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of a rank's host."""
+        return self.hosts[self.slots[rank] // self.gpus]
+
+    def saved(self, name: str) -> float:
+        """Return the share of the cost of a compared order that the found one saves."""
+        other = next(each for each in self.compared if each.name == name)
+        return 1 - self.found.cost / other.cost if other.cost else 0.0
+
+
+def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
+    """Return the cheapest placement found, and what it is compared with; `seed` is of the random orders."""
+    ranks, slots = traffic.world_size, topology.num_slots
+    if ranks > slots:
+        raise Misconfigured(
+            f"world_size = {ranks}: the topology has {slots} GPUs ({len(topology.hosts)} hosts of {topology.gpus}); "
+            "give more hosts or a smaller job"
+        )
+    tried = _starts(traffic, topology)
+    costs = {name: placement_cost(name, traffic, topology, rows[:ranks]) for name, rows in tried.items()}
+    steps = [f"{name}: {each.cost:.6g}" for name, each in costs.items()]
+    if "bisection" not in tried:
+        steps.append(f"no bisection: {slots} GPUs are more than {MAX_BISECTED}, and the mesh is known")
+    for name, rows, done in _improved(_padded(traffic.sampled, slots), topology, tried, costs):
+        tried[name], costs[name] = rows, placement_cost(name, traffic, topology, rows[:ranks])
+        steps.append(f"{name} ({done}): {costs[name].cost:.6g}")
+    best = min(costs, key=lambda name: costs[name].cost)
+    return Placement(
+        hosts=topology.hosts,
+        gpus=topology.gpus,
+        slots=tuple(_by_rank(tried[best], topology.gpus)[:ranks].tolist()),
+        found=structs.replace(costs[best], name="found"),
+        compared=(costs["in order"], costs["rail-optimised"], _random(traffic, topology, seed)),
+        steps=(*steps, f"taken: {best}"),
+    )
+
+
+def _starts(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
+    """Return the slots of every row (ranks, then rows for the free slots) for each way to begin."""
+    along = (topology.tree_order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
+    found = {"in order": np.arange(topology.num_slots), "rail-optimised": along}
+    order = mesh_order(traffic, topology) if traffic.mesh else None
+    if order is not None:
+        found["mesh order"] = _slots_of(order, along)
+    if topology.num_slots <= MAX_BISECTED or "mesh order" not in found:
+        units = np.repeat(topology.units[:, topology.tree_order], topology.gpus, axis=1)
+        hosts = np.repeat(np.arange(len(topology.hosts)), topology.gpus)
+        matrix, units = _padded(traffic.sampled, topology.num_slots), np.vstack([hosts, units])
+        found["bisection"] = _slots_of(arrange(matrix, units), along)
+        groups = heavy_groups(matrix, topology.gpus)
+        if groups is not None:
+            found["bisection of heavy groups"] = _slots_of(arrange_groups(matrix, units, groups), along)
+    return found
+
+
+def _slots_of(order: I64, along: I64) -> I64:
+    """Return the slots of all rows; rows that the order leaves out get the slots that are left."""
+    slots = along.copy()
+    slots[order] = along[: len(order)]
+    return slots
+
+
+def _padded(matrix: Csr, size: int) -> Csr:
+    """Add an empty row and column for each free slot."""
+    indptr = np.concatenate([matrix.indptr, np.full(size - matrix.shape[0], matrix.indptr[-1])])
+    return sparse.csr_array((matrix.data, matrix.indices, indptr), shape=(size, size))
+
+
+def _improved(
+    matrix: Csr, topology: Topology, tried: Mapping[str, I64], costs: Mapping[str, RankOrder]
+) -> Iterator[tuple[str, I64, str]]:
+    """Yield name, slots and what was done, for the cheapest starts."""
+    distinct = {costs[name].cost: name for name in reversed(tuple(costs)) if name != "in order"}
+    names = [distinct[cost] for cost in sorted(distinct)[:IMPROVED]]
+    found = []
+    for name in names:
+        slots, done = _swapped(matrix, topology, tried[name])
+        found.append(slots)
+        yield f"{name}, improved", slots, done
+    if topology.num_slots <= MAX_SMALL:
+        yield "quadratic assignment", best_of_many(matrix, topology, found), "single GPUs, many starts"
+
+
+def _swapped(matrix: Csr, topology: Topology, slots: I64) -> tuple[I64, str]:
+    """Return the result of a local search from a start, and what it did."""
+    hosts, count, done = slots // topology.gpus, len(topology.hosts), []
+    if not fits_memory(len(slots), count):
+        done.append(f"no swaps: {len(slots)} ranks on {count} hosts are too many")
+    elif count > 1:
+        for _ in range(CYCLES):
+            hosts, ranks_swapped = improve(matrix, hosts, topology.host_distance)
+            to, hosts_swapped = improve(contracted(matrix, hosts, count), np.arange(count), topology.host_distance)
+            hosts = to[hosts]
+            done.append(f"{ranks_swapped} swaps of ranks, {hosts_swapped} of hosts")
+            if not hosts_swapped:
+                break
+    seated = np.empty_like(hosts)
+    seated[np.lexsort([slots % topology.gpus, hosts])] = np.arange(len(hosts))
+    return seated, "; ".join(done) or "nothing to swap"
+
+
+def _by_rank(slots: I64, gpus: int) -> I64:
+    """Return the same hosts, the GPUs of each in the order of its ranks, as launchers count them."""
+    seated = np.empty_like(slots)
+    seated[np.argsort(slots // gpus, kind="stable")] = np.arange(len(slots))
+    return seated
+
+
+def _random(traffic: RankTraffic, topology: Topology, seed: int) -> RankOrder:
+    """Return the mean cost of several random orders."""
+    draw = np.random.default_rng(seed)
+    found = [
+        placement_cost("random", traffic, topology, draw.permutation(topology.num_slots)[: traffic.world_size])
+        for _ in range(RANDOM_ORDERS)
+    ]
+    levels = tuple(_mean(each) for each in zip(*(one.levels for one in found), strict=True))
+    times = [one.time_us for one in found if one.time_us is not None]
+    cost, time_us = float(np.mean([one.cost for one in found])), float(np.mean(times)) if times else None
+    return RankOrder(name="random", cost=cost, levels=levels, time_us=time_us)
+
+
+def _mean(levels: Sequence[LevelLoad]) -> LevelLoad:
+    """Return the mean of the numbers of one level."""
+    values = {name: [getattr(level, name) for level in levels] for name in ("num_bytes", "cost", "time_us")}
+    means = {name: None if each[0] is None else float(np.mean(each)) for name, each in values.items()}
+    return structs.replace(levels[0], **means)

@@ -1,0 +1,273 @@
+"""Where GPUs are: hosts, the units of network above them, and how far two GPUs are from each other.
+
+    d(a, b) = distance of the lowest level that has both
+            = matrix[a, b]      between hosts of which distances were measured
+
+The unit of d is that of the distances given. Without any, d counts what a byte crosses: 2, 4, 6 links over one, two,
+three tiers of switches, and NVLink as 0.13 of a link of 400 Gb/s (50 GB/s against 390 GB/s measured with copy engines
+on 8 × H200, 2026-11-20).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.cluster import Cluster
+from counterpoint.plan.job.model import positive
+from counterpoint.records.base import Record
+
+__all__ = ["MAX_HOSTS", "Topology", "TopologyLevel", "check_distances", "compact_labels"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+MAX_HOSTS = 65_536
+MAX_SLOTS = 131_072
+MAX_TIERS = 8
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}")
+NVLINK_LINKS = 50 / 390  # GB/s of a 400 Gb/s NIC over NVLink's: see above
+
+
+class TopologyLevel(Record, frozen=True, kw_only=True):
+    """Describes one level, inside out; the first is the host."""
+
+    name: str  # "host", "leaf", "spine"; "tier 3" where a file has no names
+    distance: float  # distance of GPUs that this level joins and no lower one does
+    gb_per_s: float | None = None  # of one GPU, each direction; None: unknown, and no times are predicted
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.distance < math.inf:
+            raise Misconfigured(f"level {printable(self.name)}: distance = {self.distance}: give a number, 0 or more")
+        if self.gb_per_s is not None:
+            positive(f"level {printable(self.name)}: gb_per_s", self.gb_per_s)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Topology:
+    """Describes equal hosts below a tree of units, or below a measured matrix. A slot is one GPU: host · gpus + place.
+
+    Raises:
+        Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.
+    """
+
+    hosts: tuple[str, ...]  # names, in the order in which a launcher would fill them
+    gpus: int  # GPUs of each host
+    levels: tuple[TopologyLevel, ...]  # levels inside out; the first is the host, the last joins everything
+    units: I64  # `[levels - 1, hosts]`, the unit of each host at each level above the host
+    matrix: F64 | None = None  # `[hosts, hosts]` measured distances, symmetric; None: those of the levels
+
+    def __post_init__(self) -> None:
+        positive("topology.gpus", self.gpus)
+        _check_hosts(self.hosts, self.gpus)
+        _check_units(self.units, self.levels, len(self.hosts))
+        if self.matrix is not None:
+            check_distances("topology.matrix", self.matrix, len(self.hosts))
+
+    @property
+    def num_slots(self) -> int:
+        """GPUs of all hosts."""
+        return len(self.hosts) * self.gpus
+
+    @cached_property
+    def tree_order(self) -> I64:
+        """Hosts unit by unit, larger units first: the same for every listing of equal hosts, but for their names."""
+        keys: list[I64] = [np.arange(len(self.hosts))]
+        for row in self.units:
+            keys += [row, -np.bincount(row)[row]]
+        return np.lexsort(keys)
+
+    @cached_property
+    def host_distance(self) -> NDArray[np.float32]:
+        """`[hosts, hosts]`; the diagonal is the distance inside a host."""
+        if self.matrix is not None:
+            found = self.matrix.astype(np.float32)
+        else:
+            shape = (len(self.hosts), len(self.hosts))
+            found = np.full(shape, self.levels[-1].distance, dtype=np.float32)
+            for row, level in reversed(list(zip(self.units[:-1], self.levels[1:-1], strict=True))):
+                found[np.equal.outer(row, row)] = level.distance
+        np.fill_diagonal(found, self.levels[0].distance)
+        return found
+
+    def slot_distance(self) -> NDArray[np.float32]:
+        """Return d of every two slots, `[slots, slots]`; for few GPUs only."""
+        host = np.arange(self.num_slots) // self.gpus
+        found = self.host_distance[np.ix_(host, host)]
+        np.fill_diagonal(found, 0.0)
+        return found
+
+    def only(self, hosts: Sequence[str]) -> Topology:
+        """Return the same topology with the hosts of one allocation only, in that order; distances and levels stay."""
+        where = {name: index for index, name in enumerate(self.hosts)}
+        missing = [name for name in hosts if name not in where]
+        if missing:
+            named = ", ".join(printable(name, 80) for name in missing[:5])
+            raise Misconfigured(f"{len(missing)} hosts are not in the topology: {named}; it has {len(where)} others")
+        take = np.array([where[name] for name in hosts], dtype=np.int64)
+        matrix = None if self.matrix is None else self.matrix[np.ix_(take, take)]
+        return replace(self, hosts=tuple(hosts), units=compact_labels(self.units[:, take]), matrix=matrix)
+
+    @classmethod
+    def regular(cls, sizes: Sequence[int]) -> Topology:
+        """Return a fat tree of equal units; `sizes` are GPUs of a host, hosts of a leaf, leaves of a spine."""
+        hosts = math.prod(sizes[1:])
+        index = np.arange(hosts)
+        units = [index // math.prod(sizes[1 : k + 1]) for k in range(1, len(sizes))]
+        return cls.of_units([f"host{i}" for i in index], np.array(units), sizes[0])
+
+    @classmethod
+    def of_units(cls, hosts: Sequence[str], units: I64, gpus: int, *, names: Sequence[str] | None = None) -> Topology:
+        """Return a tree with distances in links crossed.
+
+        Args:
+            hosts: Names.
+            units: `[levels - 1, hosts]`; `[0, hosts]` for one level that joins all.
+            gpus: GPUs of each host.
+            names: Names of the levels; None: host, leaf, spine, core.
+        """
+        if not len(units):
+            units = np.zeros((1, len(hosts)), dtype=np.int64)
+        count = len(units) + 1
+        names = names or ["host", "leaf", "spine", "core", *(f"tier {k}" for k in range(4, count))][:count]
+        distances = [NVLINK_LINKS, *(2.0 * k for k in range(1, count))]
+        levels = tuple(TopologyLevel(name=n, distance=d) for n, d in zip(names, distances, strict=True))
+        return cls(hosts=tuple(hosts), gpus=gpus, levels=levels, units=compact_labels(units))
+
+    @classmethod
+    def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
+        """Return the tree of hosts of which the switches above are listed, the closest first; a level per tier.
+
+        Where one path is shorter, its closest switch counts for the tiers that it lacks.
+
+        Raises:
+            Misconfigured: No hosts, too many, or too many tiers.
+        """
+        if not paths or len(paths) > MAX_HOSTS:
+            raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
+        tiers = max(map(len, paths.values()))
+        if not 1 <= tiers <= MAX_TIERS:
+            raise Misconfigured(f"the topology has {tiers} tiers of switches: give 1 to {MAX_TIERS}")
+        full = [[path[0]] * (tiers - len(path)) + list(path) if path else [""] * tiers for path in paths.values()]
+        names = sorted({name for path in full for name in path})
+        index = {name: number for number, name in enumerate(names)}
+        units = np.array([[index[name] for name in path] for path in full], dtype=np.int64).T
+        return cls.of_units(list(paths), units, gpus)
+
+    @classmethod
+    def of_switches(
+        cls, children: Mapping[str, Sequence[str]], nodes: Mapping[str, Sequence[str]], gpus: int
+    ) -> Topology:
+        """Return the tree of switches that list the switches below them, `children`, and their hosts, `nodes`."""
+        parents = _parents(children, children.keys() | nodes.keys())
+        paths: dict[str, list[str]] = {}
+        for switch, hosts in nodes.items():
+            path = _path(switch, parents)
+            for host in hosts:
+                if host in paths:
+                    raise Misconfigured(
+                        f"host {_quoted(host)} is at {_quoted(paths[host][0])} and at {_quoted(switch)}: name it once"
+                    )
+                paths[host] = path
+        return cls.of_paths(paths, gpus)
+
+    def rated(self, cluster: Cluster) -> Topology:
+        """Return the same distances with the bandwidths of a cluster, so that times can be predicted.
+
+        A level gets the rate of the first level of the cluster that has room for its largest unit.
+        """
+        sizes = [self.gpus, *(int(np.bincount(row).max()) * self.gpus for row in self.units)]
+        levels = []
+        for size, level in zip(sizes, self.levels, strict=True):
+            like = next((each for each in cluster.levels if each.size >= size), cluster.levels[-1])
+            levels.append(structs.replace(level, gb_per_s=like.gb_per_s / like.oversubscription))
+        return replace(self, levels=tuple(levels))
+
+
+def compact_labels(units: I64) -> I64:
+    """Return the labels of each row as 0, 1, 2, and so on."""
+    return np.array([np.unique(row, return_inverse=True)[1] for row in units], dtype=np.int64)
+
+
+def check_distances(name: str, found: F64, size: int) -> None:
+    """Raise Misconfigured unless distances are `[size, size]`, symmetric, finite and not negative."""
+    if found.shape != (size, size):
+        raise Misconfigured(f"{name} is {' x '.join(map(str, found.shape))}: give {size} x {size}, one row per name")
+    if not np.isfinite(found).all() or found.min(initial=0.0) < 0:
+        raise Misconfigured(f"{name} has a value that is negative or no number: give distances of 0 or more")
+    if not np.allclose(found, found.T):
+        raise Misconfigured(f"{name} is not symmetric: give the distance of a pair once, or the mean of both ways")
+
+
+def _check_hosts(hosts: tuple[str, ...], gpus: int) -> None:
+    if not hosts:
+        raise Misconfigured("topology.hosts is empty: give at least one host")
+    if len(hosts) > MAX_HOSTS or len(hosts) * gpus > MAX_SLOTS:
+        raise Misconfigured(
+            f"topology: {len(hosts)} hosts of {gpus} GPUs; at most {MAX_HOSTS} hosts and {MAX_SLOTS} GPUs are placed"
+        )
+    seen: set[str] = set()
+    for name in hosts:
+        if name in seen:
+            raise Misconfigured(f"host {printable(name, 80)} occurs twice: every host needs a name of its own")
+        if not HOST_NAME.fullmatch(name):  # they are written into files that launchers read line by line
+            raise Misconfigured(f"host {printable(name, 80)!r}: give letters, digits and . _ : - , up to 253")
+        seen.add(name)
+
+
+def _check_units(units: I64, levels: tuple[TopologyLevel, ...], hosts: int) -> None:
+    if units.shape != (len(levels) - 1, hosts):
+        raise Misconfigured(
+            f"topology.units is {units.shape}: give [levels - 1, hosts] = [{len(levels) - 1}, {hosts}], and 2 levels"
+        )
+    if len(np.unique(units[-1])) > 1:
+        raise Misconfigured(f"topology has {len(np.unique(units[-1]))} roots: give the level that joins all of them")
+    for below, above in pairwise(units):
+        if len(np.unique(below)) != len(np.unique(np.stack([below, above]), axis=1).T):
+            raise Misconfigured("topology.units are not nested: a unit lies in two units of the level above it")
+
+
+def _parents(children: Mapping[str, Sequence[str]], switches: Set[str]) -> dict[str, str]:
+    """Return the switch above each switch but the root."""
+    above: dict[str, str] = {}
+    for parent, below in children.items():
+        for child in below:
+            if child not in switches:
+                raise Misconfigured(
+                    f"switch {_quoted(child)} below {_quoted(parent)} is not defined: give it a line of its own"
+                )
+            if child in above:
+                raise Misconfigured(
+                    f"switch {_quoted(child)} is below {_quoted(above[child])} and below {_quoted(parent)}: "
+                    "a tree has one way up"
+                )
+            above[child] = parent
+    roots = sorted(switches - above.keys())
+    if len(roots) != 1:
+        named = ", ".join(map(_quoted, roots[:5])) or "none: the switches form a ring"
+        raise Misconfigured(f"the topology has {len(roots)} roots ({named}): give one switch that joins all the others")
+    return above
+
+
+def _path(switch: str, parents: Mapping[str, str]) -> list[str]:
+    """Return a switch and all above it."""
+    path = [switch]
+    while path[-1] in parents:
+        path.append(parents[path[-1]])
+        if len(path) > MAX_TIERS:
+            raise Misconfigured(
+                f"switch {_quoted(switch)} is below more than {MAX_TIERS - 1} others: a ring or a chain is no tree"
+            )
+    return path
+
+
+def _quoted(name: str) -> str:
+    return f'"{printable(name, 64)}"'

@@ -1,0 +1,196 @@
+"""Which ranks of a job send how much to each other in one step: the matrix M of a placement, kept as groups.
+
+    "all"   every two ranks of a group exchange the same (a collective, whatever its algorithm);
+            a rank that sends b bytes sends b / (n - 1) to each of the others
+    "line"  each rank exchanges with the next one only (pipeline stages)
+    "ring"  the same, and the last with the first (interleaved stages)
+
+M(i, j) is the sum of both ways, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
+where its matrix would have millions; `pairs` expands it. What a rank sends on an axis is the sum of
+
+    all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`
+    all_reduce                   2 · (n - 1) / n · S      of gradients and shards: `data_parallel.py`
+    all_to_all                   (n - 1) / n · input
+    send_recv                    input                    on pp per neighbour, forward; backward is as much
+
+Stages are taken as equal: 1 / pp of layers, embedding and head each. Full recomputation sends forward's part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import ParameterCount
+from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
+from counterpoint.plan.network.group import AXES, Axis, axes
+from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_exchanges
+
+__all__ = ["AxisTraffic", "Pattern", "RankTraffic", "sent_bytes"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Pattern = Literal["all", "line", "ring"]
+MAX_PARTNERS = 64  # of a rank in one group, when a group is expanded for the search
+FEW_PAIRS = 1 << 18  # that the search takes as they are
+PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "broadcast": 1}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AxisTraffic:
+    """Describes what equal groups of one axis exchange."""
+
+    axis: str  # name of the axis
+    members: I64  # `[groups, ranks]`
+    pair_bytes: F64  # `[groups]`, of each pair that exchanges, both ways together
+    pattern: Pattern = "all"  # which pairs exchange
+
+    def pairs(self, most: int | None = None) -> tuple[I64, I64, F64]:
+        """Return first rank, second rank and bytes of every pair, each pair once: three arrays `[pairs]`.
+
+        With `most`, a rank of a larger group exchanges with so many, evenly drawn by distance in the group, and more
+        with each: cuts keep their size in the mean, at a fraction of the pairs.
+        """
+        groups, ranks = self.members.shape
+        if self.pattern != "all":
+            step = 1 if self.pattern == "line" or ranks < 3 else 0
+            first, second = self.members, np.roll(self.members, -1, axis=1)
+            first, second = first[:, : ranks - step], second[:, : ranks - step]
+            return first.ravel(), second.ravel(), np.repeat(self.pair_bytes, first.shape[1])
+        if most is None or ranks - 1 <= most:
+            i, j = np.triu_indices(ranks, 1)
+            return self.members[:, i].ravel(), self.members[:, j].ravel(), np.repeat(self.pair_bytes, len(i))
+        offsets = np.random.default_rng(ranks).choice(np.arange(1, (ranks + 1) // 2), size=most // 2, replace=False)
+        second = self.members[:, (np.arange(ranks)[:, None] + offsets) % ranks].reshape(groups, -1)
+        first = np.repeat(self.members, len(offsets), axis=1)
+        share = (ranks - 1) / (2 * len(offsets))
+        return first.ravel(), second.ravel(), np.repeat(self.pair_bytes * share, first.shape[1])
+
+    @property
+    def in_pairs(self) -> bool:
+        """No more pairs than ranks in groups: better gone through one by one than counted."""
+        return self.pattern != "all" or self.members.shape[1] == 2
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all pairs."""
+        ranks = self.members.shape[1]
+        per_group = {"all": ranks * (ranks - 1) // 2, "line": ranks - 1, "ring": ranks if ranks > 2 else ranks - 1}
+        return float(self.pair_bytes.sum() * per_group[self.pattern])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RankTraffic:
+    """Describes all exchanges of one step."""
+
+    world_size: int  # ranks
+    parts: tuple[AxisTraffic, ...]  # the exchanges
+    mesh: tuple[tuple[str, int], ...] = ()  # axes and their lengths, the fastest first; (): the ranks form no mesh
+
+    @cached_property
+    def sampled(self) -> Any:
+        """M for the search: `scipy.sparse.csr_array` `[world_size, world_size]`, symmetric.
+
+        Groups above 65 ranks stand in it with a sample of their pairs, and a matrix with many more entries than that
+        by a sample of its entries.
+        """
+        parts = [part.pairs(MAX_PARTNERS) for part in self.parts]
+        i, j, num_bytes = (np.concatenate([part[k] for part in parts] or [np.empty(0)]) for k in range(3))
+        keep, num_bytes = thin(num_bytes, max(FEW_PAIRS, 2 * MAX_PARTNERS * self.world_size))
+        i, j = i[keep], j[keep]
+        both = np.concatenate([i, j]).astype(np.int64), np.concatenate([j, i]).astype(np.int64)
+        shape = (self.world_size, self.world_size)
+        return sparse.csr_array((np.concatenate([num_bytes, num_bytes]), both), shape=shape)
+
+    @classmethod
+    def of_job(cls, parallel: Parallel, sent: Mapping[Axis, float]) -> RankTraffic:
+        """Return the exchanges of a job whose ranks send so many bytes in a step, by axis; on pp to *one* neighbour."""
+        parts = []
+        for axis, num_bytes in sent.items():
+            if axis not in AXES:
+                raise Misconfigured(f"axis {printable(str(axis), 40)}: choose from {', '.join(AXES)}")
+            if not 0 <= num_bytes < float("inf"):
+                raise Misconfigured(f"bytes of {axis} = {num_bytes}: give a number of bytes, 0 or more")
+            group = axes(parallel)[axis]
+            if group.ranks == 1 or not num_bytes:
+                continue
+            pattern: Pattern = "all" if axis != "pp" else "ring" if parallel.virtual > 1 else "line"
+            each = 2 * num_bytes / (group.ranks - 1 if pattern == "all" else 1)
+            members = group.members(parallel.world_size)
+            pair_bytes = np.full(len(members), each)
+            parts.append(AxisTraffic(axis=axis, members=members, pair_bytes=pair_bytes, pattern=pattern))
+        mesh = tuple((axis, axes(parallel)[axis].ranks) for axis in AXES[:4])
+        return cls(world_size=parallel.world_size, parts=tuple(parts), mesh=mesh)
+
+
+def thin(weights: F64, count: int) -> tuple[NDArray[np.bool_] | slice, F64]:
+    """Return which of many weights stay, about `count`, and their weights: any sum stays what it was, in the mean.
+
+    Weights above a threshold t stay; a smaller one w stays with probability w / t, as t. (Threshold sampling: Duffield,
+    Lund and Thorup 2007, arXiv cs/0509026.) Drawn the same way every time.
+    """
+    if len(weights) <= count:
+        return slice(None), weights
+    falling = np.sort(weights)[::-1]
+    rest = falling.sum() - np.cumsum(falling)[: count - 1]  # what is left when the largest 1, 2, ... stay as they are
+    thresholds = rest / (count - np.arange(1, count))
+    enough = np.flatnonzero(falling[1:count] <= thresholds)
+    threshold = thresholds[enough[0]] if len(enough) else falling[count - 1]
+    keep = np.random.default_rng(len(weights)).random(len(weights)) * threshold < weights
+    return keep, np.maximum(weights[keep], threshold)
+
+
+def sent_bytes(job: Job) -> dict[Axis, float]:
+    """Return the bytes that a rank sends in one step, by axis; on pp, to one neighbour."""
+    model, parallel, training = job.model, job.parallel, job.training
+    found: dict[Axis, float] = {}
+    routed, micro = model.expert_layers, training.micro_batches(parallel)
+    for layers, experts in ((model.layers - routed, None), (routed, model.experts)):
+        for exchange in layer_exchanges(model, parallel, training, experts):
+            again = 2 if training.recompute == "full" and not exchange.backward else 1
+            _add(found, job, exchange, micro * again * layers / parallel.pp)
+    if parallel.pp > 1:
+        for exchange in stage_exchanges(model, parallel, training):
+            _add(found, job, exchange, micro * parallel.virtual)
+    _add_replicas(found, job, micro)
+    return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes}
+
+
+def _add(found: dict[Axis, float], job: Job, exchange: Exchange, times: float) -> None:
+    num_bytes = exchange.count * times * _sent(job, exchange.axis, exchange.operation, exchange.num_bytes)
+    found[exchange.axis] = found.get(exchange.axis, 0.0) + num_bytes
+
+
+def _sent(job: Job, axis: Axis, operation: str, num_bytes: float) -> float:
+    """Return the bytes that one rank sends in one collective."""
+    if operation == "send_recv":
+        return num_bytes
+    ranks = axes(job.parallel)[axis].ranks
+    return PASSES[operation] * (ranks - 1) / ranks * num_bytes
+
+
+def _add_replicas(found: dict[Axis, float], job: Job, micro: int) -> None:
+    """Add the gradients, and with zero the parameters, of a mean stage."""
+    model, parallel, training = job.model, job.parallel, job.training
+    stages = StagePart(layers=model.layers, routed=model.expert_layers, embedding=True, head=True)
+    whole = part_parameters(model, parallel, stages)
+    held = ParameterCount(shared=whole.shared / parallel.pp, experts=whole.experts / parallel.pp)
+    element, often = training.element_bytes, micro if parallel.zero >= 2 else 1
+    sharded = parallel.zero > 0 and parallel.shard is not None
+    axes_held: dict[Axis, float] = {"shard" if sharded else "dp_cp": held.shared, "expert_dp": held.experts}
+    for axis, parameters in axes_held.items():
+        gradients = often * _sent(job, axis, "reduce_scatter" if parallel.zero else "all_reduce", training.grad_bytes)
+        gathers = 0 if not parallel.zero else 1 if parallel.zero < 3 else micro * (1 + parallel.reshard_after_forward)
+        gathered = gathers * _sent(job, axis, "all_gather", element)
+        found[axis] = found.get(axis, 0.0) + parameters * (gradients + gathered)
+    if sharded:
+        part = held.shared * training.grad_bytes / axes(parallel)["shard"].ranks
+        found["replicate"] = often * _sent(job, "replicate", "all_reduce", part)

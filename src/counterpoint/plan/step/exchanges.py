@@ -1,0 +1,106 @@
+"""What the ranks of a group send each other for one layer and micro-batch, as data: operations and bytes, no times.
+
+A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are attention and feed-forward, two per layer.
+
+    axis          forward, per block             backward, per block                                   source
+    tp            all_reduce A                   all_reduce A, during dW                               arXiv 1909.08053
+    tp, sequence  all_gather A, reduce_scatter A all_gather A twice, reduce_scatter A during dW         arXiv 2205.05198
+    cp            all_gather of keys and values  all_gather, reduce_scatter                            arXiv 2407.21783
+    ep            all_to_all of the tokens' activations, there and back, both ways                     arXiv 2006.16668
+    pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
+
+Backward, the gradient of a block's input is on its way while dW is made (`Parallel.overlap_tp`). The second all_gather
+is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
+values of cp are gathered before attention starts: exposed, as Llama 3 does it.
+"""
+
+from __future__ import annotations
+
+from counterpoint.plan.compute.layers import LocalShape
+from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.estimate import MeshTimes
+from counterpoint.plan.network.group import Axis
+from counterpoint.plan.network.protocols import Operation
+from counterpoint.records.base import Record
+
+__all__ = ["Exchange", "layer_exchanges", "stage_exchanges"]
+
+
+class Exchange(Record, frozen=True, kw_only=True):
+    """Describes `count` equal collectives in a row."""
+
+    axis: Axis  # of the mesh
+    operation: Operation  # PyTorch's name
+    num_bytes: int  # of the full array; of one rank's input for all_to_all and send_recv
+    count: int = 1  # how many
+    backward: bool = False  # they belong to backward
+    during_dw: bool = False  # they run during the products for the weights' gradients
+
+    def us(self, times: MeshTimes) -> float:
+        """Return the time of all of its collectives."""
+        return self.count * times.find(self.axis, self.operation, self.num_bytes).us
+
+
+def layer_exchanges(
+    model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
+) -> tuple[Exchange, ...]:
+    """Return what one layer exchanges for one micro-batch; recomputation repeats the exchanges of forward.
+
+    Args:
+        model: widths.
+        parallel: degrees.
+        training: batch and precision.
+        experts: of the layer; None: it is dense.
+    """
+    local = LocalShape.of(parallel, training)
+    return (
+        *(_tensor(model, parallel, local) if parallel.tp > 1 else ()),
+        *(_context(model, parallel, training, local) if parallel.cp > 1 else ()),
+        *(_experts(model, experts, local) if experts is not None and parallel.ep > 1 else ()),
+    )
+
+
+def _tensor(model: Model, parallel: Parallel, local: LocalShape) -> tuple[Exchange, ...]:
+    whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
+    if not parallel.sequence:
+        return (
+            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2),
+            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
+        )
+    return (
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2),
+        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=4, backward=True),
+        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
+    )
+
+
+def _context(model: Model, parallel: Parallel, training: Training, local: LocalShape) -> tuple[Exchange, ...]:
+    width = 2 * max(model.key_heads // parallel.tp, 1) * model.head_width
+    whole = local.batch * training.sequence * width * local.element_bytes
+    return (
+        Exchange(axis="cp", operation="all_gather", num_bytes=whole),
+        Exchange(axis="cp", operation="all_gather", num_bytes=whole, backward=True),
+        Exchange(axis="cp", operation="reduce_scatter", num_bytes=whole, backward=True),
+    )
+
+
+def _experts(model: Model, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
+    """Return the exchanges of tokens: the busiest rank receives `imbalance` times the mean, and all wait for it."""
+    sent = local.tokens_between * experts.per_token * model.hidden * local.element_bytes
+    num_bytes = round(sent * experts.imbalance)
+    return (
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2),
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, backward=True),
+    )
+
+
+def stage_exchanges(model: Model, parallel: Parallel, training: Training) -> tuple[Exchange, ...]:
+    """Return what one stage sends to the next for one micro-batch in one direction."""
+    local = LocalShape.of(parallel, training)
+    whole = local.tokens * model.hidden * local.element_bytes
+    part = Exchange(axis="pp", operation="send_recv", num_bytes=-(-whole // parallel.tp))
+    if parallel.tp == 1 or parallel.sequence:
+        return (part,)
+    return part, Exchange(axis="tp", operation="all_gather", num_bytes=whole)

@@ -1,0 +1,230 @@
+"""One layer, and one part of a stage, on one rank: compute by kind, communication alone, and the exposed part of it.
+
+forward   = compute + every exchange                            activations are needed before anything can go on
+backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
+            exposed = together(dW, exchanges) - dW              (`pair/together.py`)
+recomputed: selective: attention's core; full: forward again, with its exchanges
+zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import asdict
+
+from counterpoint.pair.together import kept_us
+from counterpoint.plan.compute.layers import (
+    FlashAttentionOp,
+    LocalShape,
+    MatmulOp,
+    MemoryBoundOp,
+    Operation,
+    embedding_work,
+    head_work,
+    layer_work,
+)
+from counterpoint.plan.compute.roofline import GpuRates, cost
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import Experts, ParameterCount, layer_parameters
+from counterpoint.plan.job.parallel import StagePart, part_parameters
+from counterpoint.plan.network.estimate import MeshTimes
+from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies_us, overlapped_in_pieces_us
+from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
+from counterpoint.records.base import Record
+
+__all__ = ["MicroBatchTime", "TimeByPart", "layer_time", "part_time"]
+
+EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
+
+
+class TimeByPart(Record, frozen=True, kw_only=True):
+    """Holds where the time of a rank goes, µs; of communication the exposed part."""
+
+    matmul_us: float = 0.0
+    attention_us: float = 0.0
+    memory_bound_us: float = 0.0
+    recompute_us: float = 0.0
+    shard_copies_us: float = 0.0
+    tensor_us: float = 0.0
+    context_us: float = 0.0
+    expert_us: float = 0.0
+    shards_us: float = 0.0
+
+    @property
+    def total_us(self) -> float:
+        """The sum of all parts."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def compute_us(self) -> float:
+        """The sum of all parts but communication."""
+        return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
+
+    def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
+        """Return this time and so many times the other."""
+        mine, more = asdict(self), asdict(other)
+        return TimeByPart(**{name: mine[name] + times * more[name] for name in mine})
+
+
+class MicroBatchTime(Record, frozen=True, kw_only=True):
+    """Holds the time of one micro-batch in some layers."""
+
+    forward: TimeByPart = TimeByPart()  # of all of them
+    backward: TimeByPart = TimeByPart()  # the same
+    weight_us: float = 0.0  # the part of backward that only makes weight gradients
+    comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
+
+    def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
+        """Return this time and so many times the other."""
+        comm_us = dict(self.comm_us)
+        for axis, us in other.comm_us.items():
+            comm_us[axis] = comm_us.get(axis, 0.0) + times * us
+        return MicroBatchTime(
+            forward=self.forward.plus(other.forward, times),
+            backward=self.backward.plus(other.backward, times),
+            weight_us=self.weight_us + times * other.weight_us,
+            comm_us=comm_us,
+        )
+
+
+def part_time(
+    job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: tuple[MicroBatchTime, MicroBatchTime]
+) -> MicroBatchTime:
+    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds.
+
+    Args:
+        job: that the part belongs to.
+        rates: of its GPU.
+        prices: of its collectives.
+        part: layers, and perhaps embedding or head.
+        layers: a dense layer, and one with experts.
+    """
+    dense, routed = layers
+    found = MicroBatchTime().plus(dense, part.layers - part.routed).plus(routed, part.routed)
+    if part.embedding:
+        found = found.plus(_end_time(job, rates, embedding=True))
+    if part.head:
+        found = found.plus(_end_time(job, rates, embedding=False))
+    if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
+        found = found.plus(_sharding_time(job, rates, prices, part, found))
+    return found
+
+
+def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
+    """Return the time of one micro-batch in a layer; with `experts` of one that has them.
+
+    Args:
+        job: that the layer belongs to.
+        rates: of its GPU.
+        prices: of its collectives.
+        experts: of the layer; None: it is dense.
+    """
+    model, parallel, training = job.model, job.parallel, job.training
+    work = layer_work(model, LocalShape.of(parallel, training), experts)
+    exchanges = layer_exchanges(model, parallel, training, experts)
+    forward = _compute(work.forward, rates)
+    again = {"none": (), "selective": work.core, "full": work.forward}[training.recompute]
+    back = _compute((*work.backward, *_accumulation(job, experts)), rates)
+    sent = [exchange for exchange in exchanges if not exchange.backward]
+    repeated = sent if training.recompute == "full" else []
+    weight_us = _weight_us(work.backward, rates)
+    late = _exposed(job, rates, prices, [e for e in exchanges if e.backward], weight_us)
+    for name, us in _exposed(job, rates, prices, repeated, 0.0).items():
+        late[name] = late.get(name, 0.0) + us
+    recompute_us = _compute(again, rates).total_us
+    comm_us: dict[str, float] = {}
+    for exchange in (*exchanges, *repeated):
+        comm_us[exchange.axis] = comm_us.get(exchange.axis, 0.0) + exchange.us(prices)
+    return MicroBatchTime(
+        forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0))),
+        backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
+        weight_us=weight_us,
+        comm_us=comm_us,
+    )
+
+
+def _end_time(job: Job, rates: GpuRates, *, embedding: bool) -> MicroBatchTime:
+    local = LocalShape.of(job.parallel, job.training)
+    work = embedding_work(job.model, local) if embedding else head_work(job.model, local)
+    return MicroBatchTime(
+        forward=_compute(work.forward, rates),
+        backward=_compute(work.backward, rates),
+        weight_us=_weight_us(work.backward, rates),
+    )
+
+
+def _weight_us(operations: Iterable[Operation], rates: GpuRates) -> float:
+    return sum(cost(op, rates).us for op in operations if isinstance(op, MatmulOp) and op.weight_gradient)
+
+
+def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:
+    us = {"matmul_us": 0.0, "attention_us": 0.0, "memory_bound_us": 0.0}
+    for operation in operations:
+        kind = "memory_bound_us"
+        if isinstance(operation, MatmulOp):
+            kind = "matmul_us"
+        elif isinstance(operation, FlashAttentionOp):
+            kind = "attention_us"
+        us[kind] += cost(operation, rates).us
+    return TimeByPart(**us)
+
+
+def _exposed(
+    job: Job, rates: GpuRates, prices: MeshTimes, exchanges: Iterable[Exchange], weight_us: float
+) -> dict[str, float]:
+    """Return exposed µs by part; the exchanges during the weight gradients share theirs by their time alone."""
+    exposed: dict[str, float] = {}
+    during_dw = []
+    for exchange in exchanges:
+        name = EXPOSED[exchange.axis]
+        if exchange.during_dw:
+            during_dw.append(exchange)
+        else:
+            exposed[name] = exposed.get(name, 0.0) + exchange.us(prices)
+    if during_dw:
+        comms = tuple((exchange.operation, exchange.us(prices)) for exchange in during_dw)
+        both = kept_us(weight_us, comms, job.disturbance, persistent=rates.efficiency.persistent)
+        for exchange, (_, us) in zip(during_dw, comms, strict=True):
+            part = us / sum(alone for _, alone in comms)
+            name = EXPOSED[exchange.axis]
+            exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
+    return exposed
+
+
+def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
+    """Return the kernel that adds gradients to those of earlier micro-batches, where no product does that."""
+    training, parallel = job.training, job.parallel
+    if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
+        return ()
+    count = layer_parameters(job.model, experts)
+    elements = count.shared / parallel.tp + count.experts / parallel.tp / parallel.ep
+    return (MemoryBoundOp(name="gradients added up", num_bytes=elements * (2 + 2 * training.grad_bytes)),)
+
+
+def _sharding_time(
+    job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
+) -> MicroBatchTime:
+    """Return what zero 3 adds to a part: copies and exposed communication. Both ends together are one unit more."""
+    mechanism, persistent = job.disturbance, rates.efficiency.persistent
+    count = max(part.layers, 1)
+    layers = part_parameters(job.model, job.parallel, StagePart(layers=part.layers, routed=part.routed))
+    ends = part_parameters(job.model, job.parallel, StagePart(layers=0, embedding=part.embedding, head=part.head))
+    layer = ParameterCount(shared=layers.shared / count, experts=layers.experts / count)
+    sent, copies = layer_collectives(job, prices, layer), layer_copies_us(job, rates, layers)
+    end_sent, end_copies = layer_collectives(job, prices, ends), layer_copies_us(job, rates, ends)
+    found, comm_us = [], 0.0
+    for turn, compute in enumerate((alone.forward, alone.backward)):
+        comms = [(name, us * part.layers) for name, us in sent[turn]]
+        # the ends stay whole from forward to backward, so they are gathered once, and nothing overlaps with them
+        end_us = sum(us for name, us in end_sent[turn] if turn == 0 or name != "all_gather")
+        exposed = sum(us for _, us in comms) + end_us
+        comm_us += exposed
+        copy_us = copies[turn] + end_copies[turn]
+        if job.parallel.overlap_dp:
+            compute_us = compute.total_us + copy_us
+            both = overlapped_in_pieces_us(compute_us, comms, count, mechanism, persistent=persistent)
+            exposed = both - compute_us + end_us
+        found.append(TimeByPart(shard_copies_us=copy_us, shards_us=exposed))
+    return MicroBatchTime(forward=found[0], backward=found[1], comm_us={"shards": comm_us})

@@ -1,0 +1,222 @@
+"""One training step: the time of the critical rank, part by part, and how long it waits.
+
+    step = slots + bubble + ends of the replicas + optimizer + stragglers
+
+    slots        m micro-batches · (forward + backward) of the busiest stage (`layer_time.py`)
+    bubble       critical path of the schedule - slots: fill, drain, sends, and waiting for stages (`schedule.py`)
+    gradients    exposed part of what replicas exchange once a step (`data_parallel.py`)
+    optimizer    its traffic: OPTIMIZER_BYTES per parameter, sharded with zero
+    stragglers   (E[slowest of n ranks] - 1) · compute, or that of one rank known to be slow: a step ends with the last
+                 rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's relative time, here normal, of
+                 independent ranks. Asynchronous replicas go on at the mean of their paces; n is one replica's ranks
+
+and its frame, with the same compute, bubble and optimizer:
+
+    serial = compute + all communication alone            nothing overlaps
+    ideal  = max(compute, communication of each axis)     everything overlaps, also the axes: their links differ
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from msgspec.structs import asdict
+
+from counterpoint.plan.compute.memory import Memory, memory, sharded_parameters
+from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.model import model_flops, positive
+from counterpoint.plan.job.parallel import StagePart, deal_layers, part_parameters, whole_stage
+from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
+from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.step.data_parallel import NOTE, CommTime, replica_exchange
+from counterpoint.plan.step.exchanges import stage_exchanges
+from counterpoint.plan.step.layer_time import MicroBatchTime, TimeByPart, layer_time, part_time
+from counterpoint.plan.step.schedule import StageTimes, pipeline_us
+from counterpoint.plan.step.validation import validated
+from counterpoint.records.base import Record
+
+__all__ = ["PredictedStep", "expected_slowest", "predict_step"]
+
+Stage = tuple[StagePart, ...]
+PartTimes = dict[StagePart, MicroBatchTime]
+OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unscale or clip 8, cast 6, set to zero 4
+    "adam": 28 + 22,  # gradient, master, two moments read, three of them written: float32
+    "adam8bit": 16 + 22,
+    "sgd": 20 + 22,
+}
+QUANTILES = 2048  # of the distribution of the slowest rank
+CAST_HALF_GRADIENTS = 6  # where gradients are kept in two bytes, they are copied to float32 first
+
+
+class PredictedStep(Record, frozen=True, kw_only=True):
+    """Holds a predicted step; `parts` add up to `step_us`."""
+
+    step_us: float  # of the whole job
+    parts: dict[str, float]  # µs by name, of the critical rank; of communication the exposed part
+    comm_us: dict[str, float]  # communication alone, by axis
+    serial_us: float  # if nothing overlapped
+    ideal_us: float  # if everything did
+    micro_batches: int  # of each replica
+    tokens_per_s: float  # of the job
+    model_tflops: float  # per GPU; 6 · parameters and attention in full, without recomputation
+    mfu: float  # of the data sheet's peak
+    memory: Memory  # of the fullest GPU
+    times: StageTimes  # of the parts of the pipeline, for `schedule.scheduled`
+    validated: str  # the error on measured steps like it, or how it differs from them
+    notes: tuple[str, ...] = ()  # sources of the constants
+
+    @property
+    def exposed_comm_us(self) -> float:
+        """The exposed communication of all axes; sends between stages are in the bubble."""
+        names = ("tensor_us", "context_us", "expert_us", "shards_us", "gradients_us")
+        return sum(self.parts[name] for name in names)
+
+    @property
+    def comm_to_compute(self) -> float:
+        """Communication alone over compute alone."""
+        return sum(self.comm_us.values()) / (self.serial_us - sum(self.comm_us.values()))
+
+
+def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuRates | None = None) -> PredictedStep:
+    """Predict one step, at the rates of its GPU and NCCL's prices; give the same `prices` to every job of a search."""
+    rates = rates or GpuRates.of(job.cluster.gpu, job.training.precision)
+    mesh = MeshTimes(prices or CollectiveTimes(network_of(job.cluster)), job.parallel)
+    stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
+    part_times = _part_times(job, rates, mesh, stages)
+    sends = stage_exchanges(job.model, job.parallel, job.training) if job.parallel.pp > 1 else ()
+    times = _stage_times(job, part_times, stages, sum(exchange.us(mesh) for exchange in sends))
+    path_us = pipeline_us(job.parallel.schedule, times, micro)
+    busiest = max(range(len(stages)), key=lambda s: sum(times.forward[s]) + sum(times.backward[s]))
+    mine = [part_times[part] for part in stages[busiest]]
+    spent = TimeByPart()
+    for part in mine:
+        spent = spent.plus(part.forward, micro).plus(part.backward, micro)
+    parts = asdict(spent)
+    parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
+    ends = _ends(job, rates, mesh, stages[0], part_times)
+    parts["gradients_us"] = ends.exposed_us
+    parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
+    parts["stragglers_us"] = (_slowest(job, rates) - 1.0) * (spent.compute_us + parts["optimizer_us"])
+    comm_us = _comm_us(mine, micro, ends)
+    return _summary(job, rates, parts, comm_us, spent, times)
+
+
+def _summary(
+    job: Job, rates: GpuRates, parts: dict[str, float], comm_us: dict[str, float], spent: TimeByPart, times: StageTimes,
+) -> PredictedStep:  # fmt: skip
+    step_us = sum(parts.values())
+    compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us"))
+    comm = sum(comm_us.values())
+    tokens = float(job.training.global_batch) * job.training.sequence
+    flops = model_flops(job.model, job.training.sequence) * tokens / job.parallel.world_size
+    return PredictedStep(
+        step_us=step_us,
+        parts=parts,
+        comm_us=comm_us,
+        serial_us=compute + comm,
+        ideal_us=max(compute, *comm_us.values()) if comm_us else compute,
+        micro_batches=job.training.micro_batches(job.parallel),
+        tokens_per_s=tokens / step_us * 1e6,
+        model_tflops=flops / step_us / 1e6,
+        mfu=flops / step_us / rates.peak,
+        memory=memory(job),
+        times=times,
+        validated=validated(job),
+        notes=_notes(job, rates),
+    )
+
+
+def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
+    training = job.training
+    loses = job.compression is not None or training.local_steps > 1 or training.asynchronous
+    figures = (f"GPU: {rates.efficiency.source}", f"overlap: {job.disturbance.source}")
+    assumed = job.profile.note(("mechanisms", "efficiency"))
+    return (*figures, *([f"figures {assumed}"] if assumed else []), *((NOTE,) if loses else ()))
+
+
+def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...]) -> PartTimes:
+    """Return the time of each kind of part once: stages inside a pipeline are alike."""
+    kinds = {part for stage in stages for part in stage}
+    dense = layer_time(job, rates, mesh)
+    routed = layer_time(job, rates, mesh, job.model.experts) if any(part.routed for part in kinds) else dense
+    return {part: part_time(job, rates, mesh, part, (dense, routed)) for part in kinds}
+
+
+def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], send_us: float) -> StageTimes:
+    """Return the times of all parts; without overlap sender and receiver wait, so a send becomes part of both."""
+    waits = 0.0 if job.parallel.overlap_pp else send_us
+    bubble_free = job.parallel.schedule == "zero_bubble"
+    return StageTimes(
+        forward=tuple(tuple(part_times[part].forward.total_us + waits for part in stage) for stage in stages),
+        backward=tuple(tuple(part_times[part].backward.total_us + waits for part in stage) for stage in stages),
+        weight=tuple(tuple(part_times[part].weight_us for part in stage) for stage in stages) if bubble_free else (),
+        send_us=send_us - waits,
+    )
+
+
+def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
+    """Return what replicas exchange once a step, after the first stage, which ends last."""
+    found = CommTime()
+    apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
+    if job.parallel.zero < 3 or apart:
+        found = replica_exchange(
+            job, rates, mesh, part_parameters(job.model, job.parallel, whole_stage(stage)),
+            forward_us=sum(part_times[part].forward.total_us for part in stage),
+            backward_us=sum(part_times[part].backward.total_us for part in stage),
+        )  # fmt: skip
+    if job.model.tied and job.parallel.pp > 1:  # first and last stage add up the gradients of the table they share
+        size = job.model.vocab * job.model.hidden / job.parallel.tp * job.training.grad_bytes
+        stride = mesh.groups["pp"].stride * (job.parallel.pp - 1)
+        us = mesh.between(2, stride, "all_reduce", size)
+        found = CommTime(alone_us=found.alone_us + us, exposed_us=found.exposed_us + us)
+    return found
+
+
+def _slowest(job: Job, rates: GpuRates) -> float:
+    """Return the time of the slowest rank over the mean; a job says how ranks differ, or its GPUs do."""
+    spread = rates.efficiency.spread if job.ranks.jitter is None else job.ranks.jitter
+    slow, parallel = job.ranks.slow, job.parallel
+    if not job.training.asynchronous:
+        return max(expected_slowest(spread, parallel.world_size), slow)
+    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
+    return expected_slowest(spread, parallel.world_size // parallel.dp) / pace
+
+
+def expected_slowest(spread: float, ranks: int) -> float:
+    """Return the expected time of the slowest of so many ranks over the mean of one, at least 1."""
+    positive("ranks", ranks)
+    if not spread or ranks == 1:
+        return 1.0
+    return 1.0 + spread * _expected_deviations(ranks)
+
+
+@cache
+def _expected_deviations(ranks: int) -> float:
+    """Return E[max] in standard deviations, by the midpoint rule over the distribution of the maximum."""
+    normal = NormalDist()
+    middle = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    return float(np.mean([normal.inv_cdf(u) for u in np.minimum(middle ** (1.0 / ranks), 1.0 - 1e-15)]))
+
+
+def _optimizer_us(job: Job, rates: GpuRates, stage: Stage) -> float:
+    whole = whole_stage(stage)
+    mine = (
+        sharded_parameters(job, whole) if job.parallel.zero else part_parameters(job.model, job.parallel, whole).total
+    )
+    each = OPTIMIZER_BYTES[job.training.optimizer]
+    each += CAST_HALF_GRADIENTS if job.training.grad_bytes == 2 and job.parallel.zero < 3 else 0
+    return mine * each / rates.bandwidth
+
+
+def _comm_us(parts: list[MicroBatchTime], micro: int, ends: CommTime) -> dict[str, float]:
+    """Return communication of the busiest stage, by axis; sends count in the bubble, where the schedule puts them."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for axis, us in part.comm_us.items():
+            total[axis] = total.get(axis, 0.0) + micro * us
+    if ends.alone_us:
+        total["gradients"] = ends.alone_us
+    return total

@@ -1,1 +1,0 @@
-"""Choose for a pair of operations: how many SMs for whom, and which mechanism."""

@@ -1,0 +1,214 @@
+"""Write a diagnosis as one self-contained page: no network, no script but its own, nothing of a trace interpreted.
+
+Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`,
+and the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.
+The spans of the timeline are packed: sorted, quantised, base64, so that a number takes four bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from counterpoint.records.diagnosis import Account, Diagnosis, TimelineLane
+from counterpoint.report import formatting as say
+from counterpoint.report.safe_html import clean, write_page
+
+__all__ = ["LaneTotal", "PackedTimeline", "pack_timeline", "write_html"]
+
+MAX_RANKS = 32  # of the timeline
+MAX_SPANS = 200_000
+MAX_LABEL = 200  # characters
+MAX_BARS = 64  # ranks drawn
+MAX_ROWS = 512  # ranks in tables
+MAX_COLLECTIVES = 300
+MAX_KERNELS = 100
+MAX_HEAT = 16  # ranks whose wait gets a column of its own
+F64 = npt.NDArray[np.float64]
+
+
+def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
+    """Write the page; `path` appears whole or not at all (about 5 MB, most of it plotly.js).
+
+    Raises:
+        OSError: the folder is missing or may not be written to.
+    """
+    packed = pack_timeline(diagnosis, lanes)
+    write_page(
+        path,
+        "diagnosis",
+        data=_data(diagnosis, packed),
+        own="diagnosis",
+        plot=bool(packed.drawn),
+        filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size},
+        d=diagnosis,
+        say=say,
+        timeline=packed,
+        kinds=_kinds(packed),
+        **_context(diagnosis),
+    )
+
+
+def _context(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what the template shows, as numbers that it only formats; sums become means per step."""
+    steps = say.steps_in(diagnosis)
+    bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS)
+    slowed = sorted((k for k in diagnosis.kernels if k.cause != "none"), key=lambda kernel: -kernel.cost_us)
+    collectives = say.by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
+    return {
+        "steps": steps,
+        "accounts": [(account, say.budget(account)) for account in say.worst_ranks(diagnosis.per_rank, MAX_ROWS)],
+        "bars": [(account, _bar(account, max(a.duration_us for a in bars))) for account in bars],
+        "total": say.budget(diagnosis.totals),
+        "collectives": collectives,
+        "heat": list(diagnosis.ranks) if len(diagnosis.ranks) <= MAX_HEAT else [],
+        "longest_wait": max((us for c in collectives for us in c.wait_us.values()), default=0.0) or 1.0,
+        "waits": lambda one: (fmean(one.wait_us.values() or [0.0]), max(one.wait_us.values(), default=0.0)),
+        "slowed": slowed[:MAX_KERNELS],
+        "all_slowed": len(slowed),
+        "undisturbed": len(diagnosis.kernels) - len(slowed),
+        "blocks": lambda kernel: math.prod(kernel.grid),
+        "late": {straggler.rank for straggler in diagnosis.stragglers},
+        "notes": say.notes(diagnosis),
+        "longest_step": _longest_step(diagnosis),
+    }
+
+
+def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
+    """Return the legend of the timeline: lane, colour, name; a lane of an unknown name is drawn as the host's."""
+    kinds = [
+        ("compute", "compute", "compute"),
+        ("communication", "transfer", "communication"),
+        ("wait", "wait", "of it waiting"),
+        ("memcpy", "memcpy", "copies"),
+    ]
+    names = {lane.name for lane in packed.drawn}
+    shown = [kind for kind in kinds if kind[0] in names]
+    return shown + [("host", "host", "host")] * bool(names - {kind[0] for kind in kinds})
+
+
+def _bar(account: Account, longest_us: float) -> list[tuple[say.AccountPart, float, float]]:
+    """Return the parts of a bar that are not empty, with their µs and per cent of the longest bar."""
+    scale = 100 / longest_us if longest_us > 0 else 0.0
+    us = say.budget(account)
+    return [(part, us[part.key], us[part.key] * scale) for part in say.PARTS if us[part.key] > 0]
+
+
+def _longest_step(diagnosis: Diagnosis) -> float:
+    if diagnosis.replay is None:
+        return 1.0
+    cases = (case.step_us for case in diagnosis.replay.what_if)
+    return max(diagnosis.replay.measured_us, diagnosis.replay.replayed_us, *cases) or 1.0
+
+
+def _data(diagnosis: Diagnosis, packed: PackedTimeline) -> dict[str, Any]:
+    marks = [
+        {"number": number, "title": clean(f.title), "rank": f.rank, "start": f.start_us, "end": f.end_us}
+        for number, f in enumerate(diagnosis.findings, start=1)
+        if f.start_us is not None and f.end_us is not None
+    ]
+    steps = [{"name": clean(step.name, 40), "start": step.start_us} for step in diagnosis.steps]
+    labels = [clean(label) for label in packed.data["labels"]]
+    return {**packed.data, "labels": labels, "marks": marks, "steps": steps}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneTotal:
+    """Holds what one lane contains, for the table that says the same as the picture."""
+
+    rank: int
+    name: str
+    spans: int
+    total_us: float
+    longest_us: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedTimeline:
+    """Holds the `data` of the page's script; `notes` say what the caps left out."""
+
+    data: dict[str, Any]
+    drawn: tuple[LaneTotal, ...]
+    notes: tuple[str, ...]
+
+
+def pack_timeline(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> PackedTimeline:
+    """Return spans as uint32 ticks since the first start, sorted by start; labels as indices into one table.
+
+    A tick is 1 / (2^32 - 1) of the whole window: 2.3 ns in 10 s. Above `MAX_RANKS` ranks those with the most exposed
+    communication stay; above `MAX_SPANS` spans the longest stay.
+    """
+    ranks = _ranks(diagnosis, lanes)
+    arrays = [(lane, *_finite(lane)) for lane in lanes if lane.rank in ranks]
+    total = sum(len(kept) for *_, kept in arrays)
+    shortest = _cut([end - start for _, start, end, _ in arrays], total)
+    origin, tick = _window(diagnosis, [(start, end) for _, start, end, _ in arrays])
+    labels: dict[str, int] = {}
+    packed, drawn, shown = [], [], 0
+    for lane, start, end, index in arrays:
+        length = end - start
+        longest_us = float(length.max(initial=0.0))
+        drawn.append(
+            LaneTotal(
+                rank=lane.rank, name=lane.name, spans=len(length), total_us=float(length.sum()), longest_us=longest_us
+            )
+        )
+        keep = length >= shortest
+        names = [lane.labels[i][:MAX_LABEL] for i in index[keep].tolist()]
+        numbers = np.fromiter((labels.setdefault(name, len(labels)) for name in names), np.uint32, len(names))
+        times = (((edge[keep] - origin) / tick).astype(np.uint32) for edge in (start, end))
+        columns = [base64.b64encode(column.astype("<u4").tobytes()).decode() for column in (*times, numbers)]
+        packed.append({"rank": lane.rank, "name": lane.name, "spans": columns})
+        shown += len(names)
+    notes = _left_out(len(ranks), len({lane.rank for lane in lanes}), shown, total)
+    data = {"origin": origin, "tick": tick, "lanes": packed, "labels": list(labels), "ranks": sorted(ranks)}
+    return PackedTimeline(data=data, drawn=tuple(drawn), notes=notes)
+
+
+def _finite(lane: TimelineLane) -> tuple[F64, F64, npt.NDArray[np.int64]]:
+    """Return starts and ends in order of start, and their places in the lane, without spans of infinite times."""
+    start = np.asarray(lane.start_us, np.float64)
+    end = start + np.asarray(lane.duration_us, np.float64)
+    kept = np.flatnonzero(np.isfinite(start) & np.isfinite(end) & (end >= start))
+    kept = kept[np.argsort(start[kept], kind="stable")]
+    return start[kept], end[kept], kept
+
+
+def _window(diagnosis: Diagnosis, spans: Sequence[tuple[F64, F64]]) -> tuple[float, float]:
+    """Return where the picture begins and the length of a tick, µs, so that all spans and steps lie in it."""
+    begins = [float(start.min()) for start, _ in spans if len(start)] + [step.start_us for step in diagnosis.steps]
+    ends = [float(end.max()) for _, end in spans if len(end)]
+    ends += [step.start_us + step.duration_us for step in diagnosis.steps]
+    origin = min(begins, default=0.0)
+    return origin, max(max(ends, default=origin) - origin, 1e-3) / (2**32 - 1)
+
+
+def _ranks(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> set[int]:
+    exposed = {account.rank: account.exposed_comm_us for account in diagnosis.per_rank}
+    worst = [straggler.rank for straggler in diagnosis.stragglers]
+    order = sorted({lane.rank for lane in lanes}, key=lambda rank: (rank not in worst, -exposed.get(rank, 0.0), rank))
+    return set(order[:MAX_RANKS])
+
+
+def _cut(durations: Sequence[F64], total: int) -> float:
+    """Return the duration below which spans are left out, so that at most `MAX_SPANS` stay (ties: a few more)."""
+    if total <= MAX_SPANS:
+        return 0.0
+    return float(np.partition(np.concatenate(durations), total - MAX_SPANS)[total - MAX_SPANS])
+
+
+def _left_out(ranks: int, all_ranks: int, spans: int, all_spans: int) -> tuple[str, ...]:
+    notes = []
+    if ranks < all_ranks:
+        notes.append(f"{ranks} of {all_ranks} ranks are drawn: stragglers, then the most exposed communication.")
+    if spans < all_spans:
+        notes.append(f"{spans:,} of {all_spans:,} spans are drawn: the longest.")
+    return tuple(notes)

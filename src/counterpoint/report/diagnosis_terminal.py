@@ -1,0 +1,178 @@
+"""Print a diagnosis on a terminal: the verdict first, then what it rests on.
+
+Names come from traces and are hostile: they are printed as `rich.text.Text`, never as markup, with control characters
+escaped. Everything is readable at 80 columns, without colour, and piped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.errors import printable
+from counterpoint.records.diagnosis import Collective, Diagnosis, Finding, RankAccount, Replay
+from counterpoint.report import formatting as say
+
+__all__ = ["render"]
+
+MAX_RANKS = 16
+MAX_COLLECTIVES = 8
+MAX_KERNELS = 8
+MAX_STRAGGLERS = 8
+BAR_WIDTH = 24
+SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": say.QUIET}
+
+
+def render(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the summary of a diagnosis; its first line is the verdict. Totals are milliseconds per step."""
+    console.print(say.text(diagnosis.verdict, "bold"), soft_wrap=True)
+    console.print(say.text(_scope(diagnosis), say.QUIET))
+    _findings(diagnosis.findings, console)
+    _budget(diagnosis, console)
+    _collectives(diagnosis, console)
+    _stragglers(diagnosis, console)
+    _kernels(diagnosis, console)
+    if diagnosis.replay is not None:
+        _replay(diagnosis.replay, console)
+    _notes(diagnosis, console)
+
+
+def _below(console: Console, value: str, style: str = "") -> None:
+    """Print text indented by three, wrapped, without spaces at the ends of lines."""
+    for line in say.text(value, style).wrap(console, max(20, console.width - 3)):
+        line.rstrip()
+        console.print(Text("   ").append_text(line), soft_wrap=True)
+
+
+def _scope(diagnosis: Diagnosis) -> str:
+    steps, ranks = len(diagnosis.steps), len(diagnosis.ranks)
+    parts = [f"{ranks} of {diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"]
+    mean = f"{say.milliseconds(diagnosis.totals.duration_us / max(1, steps))} ms"
+    parts.append(f"{steps} step{'s' * (steps != 1)} of {mean}" if steps else f"no steps found, {mean} in all")
+    parts += [printable(diagnosis.gpu, 60)] if diagnosis.gpu else []
+    return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])
+
+
+def _findings(findings: Sequence[Finding], console: Console) -> None:
+    say.heading(console, "What to do", "cost of step time")
+    if not findings:
+        console.print(say.text("Nothing found that is worth acting on."))
+    for number, finding in enumerate(findings, start=1):
+        cost = f"{say.milliseconds(finding.cost_us)} ms"
+        costs = (cost, SEVERITY_STYLE[finding.severity])
+        console.print(Text.assemble(f"{number}. ", costs, "  ", say.text(finding.title, "bold", 200)))
+        _below(console, finding.evidence, say.QUIET)
+        _below(console, "→ " + finding.advice)
+
+
+def _bar(parts: dict[str, float], longest_us: float) -> Text:
+    """A bar of one glyph per part, so that it reads without colour; its length is the duration."""
+    bar, drawn, reached = Text(), 0, 0.0
+    for part in say.PARTS:
+        reached += parts[part.key]
+        end = round(BAR_WIDTH * reached / longest_us) if longest_us > 0 else 0
+        bar.append(part.glyph * (end - drawn), part.colour)
+        drawn = max(drawn, end)
+    return bar
+
+
+def _budget(diagnosis: Diagnosis, console: Console) -> None:
+    if not diagnosis.per_rank:
+        return
+    say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.steps else "ms, the whole trace")
+    shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS), say.steps_in(diagnosis)
+    longest = max(account.duration_us for account in shown)
+
+    def row(account: RankAccount) -> list[str | Text]:
+        parts = say.budget(account)
+        compute = parts["compute"] + parts["overlapped"]
+        cells = [compute, parts["wait"], parts["transfer"], parts["memcpy"], parts["idle"]]
+        numbers = [say.milliseconds(us / steps, 1) for us in cells]
+        return [str(account.rank), _bar(parts, longest), *numbers, say.percent(account.hidden)]
+
+    columns = ("rank", "", "compute", "wait", "transfer", "copies", "idle", "hidden")
+    say.print_table(console, columns, map(row, shown), left=("",))
+    keys = (Text.assemble((part.glyph, part.colour), " ", part.name.removeprefix("exposed ")) for part in say.PARTS)
+    console.print(Text("  ").join(keys))
+    if len(shown) < len(diagnosis.per_rank):
+        console.print(
+            f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."
+        )
+
+
+def _mean_wait(collective: Collective) -> float:
+    return sum(collective.wait_us.values()) / len(collective.wait_us) if collective.wait_us else 0.0
+
+
+def _collectives(diagnosis: Diagnosis, console: Console) -> None:
+    if not diagnosis.collectives:
+        return
+    shown = say.by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
+    unit = f"ms each; {len(shown)} of {len(diagnosis.collectives)}, by exposed time; wait: mean / longest"
+    say.heading(console, "Collectives", unit)
+    rows = (
+        (
+            f"{c.op} #{c.index}", say.text(c.group, limit=16), say.size(c.bytes), say.milliseconds(c.exposed_us),
+            f"{say.milliseconds(_mean_wait(c))} / {say.milliseconds(max(c.wait_us.values(), default=0.0))}",
+            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), str(c.last_rank),
+        )
+        for c in shown
+    )  # fmt: skip
+    columns = ("collective", "group", "size", "exposed", "wait", "transfer", "GB/s", "last")
+    say.print_table(console, columns, rows, left=("collective", "group"))
+
+
+def _stragglers(diagnosis: Diagnosis, console: Console) -> None:
+    if not diagnosis.stragglers:
+        return
+    say.heading(console, "Ranks that make others wait", "ms per step")
+    steps = say.steps_in(diagnosis)
+    for straggler in diagnosis.stragglers[:MAX_STRAGGLERS]:
+        detail = f" ({straggler.detail})" if straggler.detail else ""
+        cause = say.CAUSES[straggler.cause] + detail
+        delay = f"{say.milliseconds(straggler.delay_us / steps)} ms late, last {straggler.times_last} times: "
+        console.print(Text.assemble((f"rank {straggler.rank}  ", "bold"), delay, say.text(cause, "bold")))
+        _below(console, straggler.evidence, say.QUIET)
+    if len(diagnosis.stragglers) > MAX_STRAGGLERS:
+        console.print(f"   and {len(diagnosis.stragglers) - MAX_STRAGGLERS} more")
+
+
+def _kernels(diagnosis: Diagnosis, console: Console) -> None:
+    slowed = [kernel for kernel in diagnosis.kernels if kernel.cause != "none"]
+    if not slowed:
+        return
+    slowed.sort(key=lambda kernel: -kernel.cost_us)
+    say.heading(console, "Kernels slowed by communication", "median ms, cost in ms per step")
+    steps = say.steps_in(diagnosis)
+    rows = (
+        (
+            say.text(k.name, limit=60), say.milliseconds(k.alone_us, 3), say.milliseconds(k.overlapped_us, 3),
+            say.factor(k.slowdown), say.waves(k), say.milliseconds(k.cost_us / steps), say.KERNEL_CAUSES[k.cause],
+        )
+        for k in slowed[:MAX_KERNELS]
+    )  # fmt: skip
+    columns = ("kernel", "alone", "beside", "slower", "waves", "cost", "cause")
+    say.print_table(console, columns, rows, left=("kernel", "cause"))
+    if len(slowed) > MAX_KERNELS:
+        console.print(f"   and {len(slowed) - MAX_KERNELS} more")
+
+
+def _replay(replay: Replay, console: Console) -> None:
+    say.heading(console, "What it is worth", "step replayed, ms")
+    error = f"measured {say.milliseconds(replay.measured_us)}, error {say.percent(replay.error, digits=1, sign=True)}"
+    cases = (
+        (case.name, say.milliseconds(case.step_us), say.speed_up(replay.replayed_us, case.step_us))
+        for case in replay.what_if
+    )
+    unchanged = ("unchanged", say.milliseconds(replay.replayed_us), error)
+    say.print_table(console, ("replay", "step", ""), [unchanged, *cases], left=("replay", ""))
+
+
+def _notes(diagnosis: Diagnosis, console: Console) -> None:
+    notes = say.notes(diagnosis)
+    if notes:
+        say.heading(console, "Notes")
+    for note in notes:
+        console.print(Text.assemble("· ", say.text(note)))

@@ -1,0 +1,91 @@
+"""Print a checkup on a terminal: what is wrong first, each with what it means and the fix; then what is in order.
+
+Texts come from drivers, /sys and the environment: printed as `rich.text.Text`, with control characters escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.records.machine import Check, Checkup
+from counterpoint.report import formatting as say
+
+__all__ = ["render_checkup", "verdict"]
+
+STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": say.QUIET}
+MARKS = {"problem": "✗", "warning": "!", "ok": "✓", "not_seen": "?"}
+WORDS = {"problem": "In the way of overlap", "warning": "Worth a look", "ok": "In order", "not_seen": "Not seen"}
+NAME_WIDTH = 19
+
+
+def verdict(checkup: Checkup) -> str:
+    """Return one line: how many checks found what."""
+    count = {status: sum(check.status == status for check in checkup.checks) for status in MARKS}
+    problems, warnings = count["problem"], count["warning"]
+    if problems:
+        first = f"{problems} {'thing keeps' if problems == 1 else 'things keep'} this machine from overlapping"
+    elif not checkup.gpus:
+        first = "No GPU seen: most of what decides about overlap could not be looked at"
+    else:
+        first = "Nothing keeps this machine from overlapping"
+    also = f", {warnings} worth a look" if warnings else ""
+    return f"{first}{also} ({count['ok']} in order, {count['not_seen']} not seen)."
+
+
+def render_checkup(checkup: Checkup, console: Console) -> None:
+    """Print a checkup, its verdict first. Readable at 80 columns, without colour, and piped."""
+    console.print(say.text(verdict(checkup), "bold"), soft_wrap=True)
+    driver = [f"driver {checkup.driver}"] if checkup.driver else []
+    models = [f"{checkup.gpus.count(name)} × {name}" for name in dict.fromkeys(checkup.gpus)]
+    console.print(say.text(" · ".join([checkup.host, *models, *driver]), say.QUIET), soft_wrap=True)
+    for status, render in RENDERERS.items():
+        found = [check for check in checkup.checks if check.status == status]
+        if found:
+            console.print()
+            console.print(Text(WORDS[status], "bold underline"))
+            render(found, console)
+
+
+def _advise(checks: Sequence[Check], console: Console) -> None:
+    """Print what was seen, what it means and what to do."""
+    for check in checks:
+        _print(console, _mark(check), check.name, "bold")
+        for value, style in ((check.seen, ""), (check.means, say.QUIET), ("→ " + check.fix, "")):
+            _print(console, Text("   "), value, style)
+
+
+def _list(checks: Sequence[Check], console: Console) -> None:
+    """Print a line for each check."""
+    for check in checks:
+        head = Text.assemble(_mark(check), say.text(f"{check.name:{NAME_WIDTH}}", "bold"))
+        _print(console, head, check.seen)
+
+
+def _gather(checks: Sequence[Check], console: Console) -> None:
+    """Print one entry for all that could not be seen for the same reason."""
+    for reason in dict.fromkeys(check.seen for check in checks):
+        _print(console, _mark(checks[0]), reason)
+        _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), say.QUIET)
+
+
+RENDERERS: dict[str, Callable[[Sequence[Check], Console], None]] = {
+    "problem": _advise,
+    "warning": _advise,
+    "ok": _list,
+    "not_seen": _gather,
+}
+
+
+def _mark(check: Check) -> Text:
+    return Text(MARKS[check.status] + " ", STYLES[check.status])
+
+
+def _print(console: Console, head: Text, value: str, style: str = "") -> None:
+    """Print `head`, then text wrapped to its right, without spaces at the ends of lines."""
+    for line in say.text(value, style).wrap(console, max(20, console.width - head.cell_len)) or [Text()]:
+        line.rstrip()
+        console.print(Text.assemble(head, line), soft_wrap=True)
+        head = Text(" " * head.cell_len)

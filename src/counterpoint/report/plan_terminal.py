@@ -1,0 +1,147 @@
+"""Print a prediction on a terminal: the step, where it goes, whether it fits, curves, what a search has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, SearchResult
+from counterpoint.report import formatting as say
+
+__all__ = ["headline", "render_prediction"]
+
+BAR = 24  # characters
+
+
+def headline(found: Prediction) -> str:
+    """Return one line: how long, how much of the machine it uses, what is exposed."""
+    exposed = say.percent(found.exposed_comm_us / found.step_us)
+    mfu = "" if found.mfu is None else f"MFU {say.percent(found.mfu, digits=1)}, "
+    return (
+        f"{found.model} on {found.gpus:,} × {found.gpu}: {say.milliseconds(found.step_us, 1)} ms a step, "
+        f"{mfu}{exposed} of it exposed communication"
+    )
+
+
+def render_prediction(found: Prediction, console: Console) -> None:
+    """Print a prediction. Readable at 80 columns, without colour, and piped."""
+    console.print(say.text(headline(found), "bold"), soft_wrap=True)
+    if found.asked:
+        asked = ", ".join(f"{name} = {value}" for name, value in found.asked.items())
+        console.print(say.text(f"what if: {asked}"), soft_wrap=True)
+    console.print(say.text(found.verdict, "bold red" if found.fits is False else ""), soft_wrap=True)
+    console.print(say.text(f"error of the model: {found.validated}", say.QUIET), soft_wrap=True)
+    _parts(found, console)
+    _frame(found, console)
+    for curve in found.curves:
+        _curve(curve, console)
+    if found.sensitivities:
+        _heading(console, "What would change it")
+        changes = (
+            (each.name, say.milliseconds(each.step_us, 1), say.percent(each.change, digits=1, sign=True))
+            for each in found.sensitivities
+        )
+        _table(console, ("", "step, ms", "change"), changes)
+    if found.search is not None:
+        _search(found.search, console)
+    if found.placement is not None:
+        _placement(found.placement, console)
+    for note in found.notes:
+        console.print(say.text(f"· {note}", say.QUIET), soft_wrap=True)
+
+
+def _parts(found: Prediction, console: Console) -> None:
+    _heading(console, "Where the step goes")
+    rows = (
+        (
+            part.name, say.milliseconds(part.us, 1), say.percent(share, digits=1), "█" * round(share * BAR),
+            say.text(part.means, say.QUIET),
+        )
+        for part in found.parts
+        for share in [part.us / found.step_us]
+    )  # fmt: skip
+    _table(console, ("", "ms", "share", "", ""), rows)
+
+
+def _frame(found: Prediction, console: Console) -> None:
+    alone = ", ".join(f"{part.name} {say.milliseconds(part.us, 1)}" for part in found.comm)
+    comm = sum(part.us for part in found.comm)
+    lines = [
+        f"{say.milliseconds(found.ideal_us, 1)} ms if everything overlapped undisturbed, "
+        f"{say.milliseconds(found.serial_us, 1)} ms if nothing did",
+        f"communication alone {say.milliseconds(comm, 1)} ms{f' ({alone})' if alone else ''}, "
+        f"communication / compute {found.comm_to_compute:.2f}",
+    ]
+    if found.tokens_per_s is not None:
+        lines.append(
+            f"{found.tokens_per_s:,.0f} tokens/s, {found.model_tflops:.0f} TFLOP/s per GPU, "
+            f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
+        )
+    for line in lines:
+        console.print(say.text(line), soft_wrap=True)
+
+
+def _curve(curve: Curve, console: Console) -> None:
+    _heading(console, f"{curve.name}{f': {curve.unit}' if curve.unit else ''}")
+    _table(console, ("value", "step, ms", "MFU", "exposed", "tokens/s", "GiB", ""), map(_point, curve.points))
+
+
+def _point(point: Point) -> tuple[str | Text, ...]:
+    if point.step_us is None:
+        return (point.value, "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
+    return (
+        point.value, say.milliseconds(point.step_us, 1), say.percent(point.mfu, digits=1),
+        say.percent((point.exposed_comm_us or 0.0) / point.step_us), f"{point.tokens_per_s:,.0f}",
+        f"{point.memory_gib:.1f}", "" if point.fits else "does not fit",
+    )  # fmt: skip
+
+
+def _search(search: SearchResult, console: Console) -> None:
+    _heading(
+        console,
+        f"The fastest of {search.considered:,} ways ({search.too_large:,} do not fit, {search.impossible:,} cannot be)",
+    )
+    names = _varying(search)
+    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB")
+    rows = (
+        (
+            *(choice.settings[name] for name in names), say.milliseconds(choice.step_us, 1),
+            say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}",
+        )
+        for choice in search.choices
+    )  # fmt: skip
+    _table(console, columns, rows)
+
+
+def _placement(placement: PlacementResult, console: Console) -> None:
+    """Print the cost of each order by level, and what would set the first one up."""
+    best = placement.orders[0]
+    _heading(console, "Where the ranks should be: distance · bytes, the order found first")
+    columns = ("order", *(level.level for level in best.levels), "cost", "over found", "longest, ms")
+    rows = (
+        (
+            order.name, *(f"{level.cost:.3g}" for level in order.levels), f"{order.cost:.3g}",
+            say.factor(order.cost / best.cost if best.cost else 1.0), say.milliseconds(order.time_us, 1),
+        )
+        for order in placement.orders
+    )  # fmt: skip
+    _table(console, columns, rows)
+    for name, use in placement.files.items():
+        console.print(say.text(f"{name}: {use}"), soft_wrap=True)
+
+
+def _varying(search: SearchResult) -> Sequence[str]:
+    """Return the fields that are not everywhere 1: the others would be columns of ones."""
+    fields = search.choices[0].settings
+    return [name for name in fields if any(choice.settings[name] != 1 for choice in search.choices)]
+
+
+def _table(console: Console, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    say.print_table(console, columns, rows, left=(columns[0], ""), padding=2)
+
+
+def _heading(console: Console, title: str) -> None:
+    console.print()
+    console.print(say.text(title, "bold"), soft_wrap=True)

@@ -1,0 +1,128 @@
+"""Write pages on which nothing of a trace or a result is interpreted; three locks keep a hostile name inert.
+
+The template escapes everything, data for scripts is JSON without `<`, and the page's own Content-Security-Policy lets
+run only the scripts whose SHA-256 it names and forbids every request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from counterpoint.errors import printable
+from counterpoint.report.files import replacing
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["clean", "policy", "script", "script_json", "write_page"]
+
+PAGE = Path(__file__).parent / "page"
+
+
+def write_page(
+    path: Path,
+    name: str,
+    *,
+    data: object,
+    own: str,
+    plot: bool,
+    filters: Mapping[str, Callable[..., str]],
+    **shown: Any,
+) -> None:
+    """Fill in `page/NAME.html`; `path` appears whole or not at all.
+
+    Args:
+        path: of the page, about 5 MB with plotly.js and 0.1 MB without.
+        name: of the template.
+        data: for the script, in the element `data`.
+        own: name of the script.
+        plot: bring plotly.js.
+        filters: of the template, besides `clean`.
+        shown: what the template shows, by name.
+
+    Raises:
+        OSError: the folder is missing or may not be written to.
+    """
+    from markupsafe import Markup
+
+    plotly, mine = "", script((PAGE / f"{own}.js").read_text("utf-8"))
+    if plot:
+        from plotly.offline.offline import get_plotlyjs
+
+        plotly = script(get_plotlyjs())
+    pages = _environment()
+    pages.filters |= filters
+    page = pages.get_template(f"{name}.html").render(
+        policy=policy([plotly, mine]),
+        version=_version(),
+        css=Markup((PAGE / "page.css").read_text("utf-8")),
+        data=Markup(script_json(data)),
+        plotly=Markup(plotly),
+        own=Markup(mine),
+        **shown,
+    )
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the page
+
+
+def _environment() -> jinja2.Environment:
+    """Return templates that escape what they show and refuse names they do not know; filter `clean`."""
+    import jinja2
+
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["clean"] = clean
+    return pages
+
+
+def policy(scripts: Iterable[str]) -> str:
+    """Return the Content-Security-Policy: these scripts, inline styles, no request at all."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "script-src " + " ".join(f"'sha256-{each}'" for each in hashes),
+            "style-src 'unsafe-inline'",  # plotly writes style rules; text of a trace never reaches them
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+
+
+def clean(text: object, limit: int = 600) -> str:
+    """Return one line of text without control characters, cut at `limit`."""
+    return printable(str(text), limit)
+
+
+def script_json(value: object) -> str:
+    """Return JSON that may stand inside a script element: nothing in it can end the element or a line of script."""
+    text = msgspec.json.encode(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def script(text: str) -> str:
+    """Return a script as the browser will see it (line ends normalised), so that its hash agrees."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
+
+
+def _version() -> str:
+    """Return the version of the installed package."""
+    try:
+        return metadata.version("counterpoint")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,36 @@
+"""Pools of ranks: one for each world size, started when a test first asks for it and used by all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two gloo ranks, started once for the whole run."""
+    yield from _ranks(2)
+
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """An odd number: rotations and shards have no symmetry to hide behind."""
+    yield from _ranks(3)
+
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Two axes of two."""
+    yield from _ranks(4)
+
+
+
+def _ranks(world_size: int) -> Iterator[Ranks]:
+    ranks = Ranks(world_size)
+    yield ranks
+    ranks.close()

@@ -1,0 +1,69 @@
+"""Modules whose parameters lie on several meshes, beside stock FSDP2: ours communicate for each group of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterpoint.parallel.overlap import OverlapOptions
+from tests.dist import fsdp_groups_programs as programs
+from tests.dist.fsdp_groups_programs import BY_COLUMNS, Case
+from tests.dist.fsdp_places_programs import ORDERS, PREPARED
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.needs("several-groups")
+WAYS = [("the same", prepared) for prepared in PREPARED] + [(orders, "as they come") for orders in ORDERS]
+
+
+@pytest.mark.parametrize(("orders", "prepared"), WAYS)
+def test_training_on_two_meshes_is_that_of_stock(four_ranks: Ranks, orders: str, prepared: str) -> None:
+    """Weights over one axis, biases over the other: the same bits."""
+    assert four_ranks.run(programs.beside_stock, Case(orders=orders, prepared=prepared)) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "options", [OverlapOptions(prefetch=1), OverlapOptions(prefetch=2), OverlapOptions(direct=False)], ids=str
+)
+def test_options_hold_for_each_group(four_ranks: Ranks, options: OverlapOptions) -> None:
+    """Gathered ahead, or copied: the same bits."""
+    assert four_ranks.run(programs.beside_stock, Case(options=options)) == [[]] * 4
+
+
+def test_a_group_may_be_sharded_along_another_axis(four_ranks: Ranks) -> None:
+    """Weights by columns, which FSDP2 copies; biases are gathered to where they are used."""
+    case = Case(placement=BY_COLUMNS)
+    assert four_ranks.run(programs.beside_stock, case) == [[]] * 4
+    for rows in four_ranks.run(programs.reported, case):
+        assert {direct for _, _, direct, _ in rows} == {False, True}
+
+
+def test_each_group_is_reported(four_ranks: Ranks) -> None:
+    """By its number and its own ranks; both gather and scatter without a copy."""
+    for rank, rows in enumerate(four_ranks.run(programs.reported, Case())):
+        weights, biases = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert rows == [
+            ("layers.0 (group 1 of 2)", weights, True, True),
+            ("layers.0 (group 2 of 2)", biases, True, True),
+        ]
+
+
+def test_a_group_of_one_rank_stays_with_torch(two_ranks: Ranks) -> None:
+    """It has nothing to gather; the other group is ours."""
+    assert two_ranks.run(programs.beside_stock, Case(mesh=(1, 2))) == [[], []]
+    for rows in two_ranks.run(programs.reported, Case(mesh=(1, 2))):
+        assert [direct for _, _, direct, _ in rows] == [False, True]
+
+
+def test_modules_are_prefetched_once(four_ranks: Ranks) -> None:
+    """FSDP2 gathers all groups of a module that is named to it: each module is named once."""
+    said = "2 ahead, 6 of 6 modules, in the order in which they ran"
+    assert four_ranks.run(programs.prefetched) == [(said, [2, 2, 2, 2, 1, 0])] * 4
+
+
+def test_each_group_has_places_of_its_own(four_ranks: Ranks) -> None:
+    """Two for each: the layer that computes, and the one that is gathered ahead."""
+    assert four_ranks.run(programs.places, (2, 2)) == [4] * 4
+
+
+def test_restore_gives_torch_back_in_each_group(four_ranks: Ranks) -> None:
+    """Both hooks of both groups of all layers."""
+    assert four_ranks.run(programs.restored) == [[True] * 24] * 4

@@ -1,0 +1,59 @@
+"""examples/train_fsdp.py, as docs/tutorial.md runs it: two ranks on a CPU, with torch's collectives and with ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.dist import train_fsdp_programs as programs
+from tests.support.ranks import Ranks
+
+import counterpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "examples" / "train_fsdp.py")
+LOSSES = re.compile(r"loss (\d+\.\d+)")
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def stock(traces: Path) -> str:
+    """Return what a run by torchrun prints: torch's collectives, a trace, and late input on the last rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--steps", "6", "--trace", str(traces), "--slow-input-ms", "600"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_speed_is_printed(stock: str) -> None:
+    """The script prints loss and tokens per second."""
+    assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", stock)
+
+
+def test_overlap_does_not_change_the_loss(stock: str, two_ranks: Ranks) -> None:
+    """The loss after six steps is the same to the last digit printed."""
+    overlapped = two_ranks.run(programs.printed, "--steps", "6", "--overlap")
+    assert LOSSES.findall(overlapped[0]) == LOSSES.findall(stock) != []
+
+
+@pytest.mark.usefixtures("stock")
+def test_diagnose_finds_the_rank_with_late_input(traces: Path) -> None:
+    """Of the three recorded steps, rank 1 is named first of the ranks that make others wait."""
+    diagnosis = counterpoint.diagnose(str(traces)).diagnosis
+    late = sorted(diagnosis.stragglers, key=lambda straggler: straggler.delay_us)
+    assert (len(diagnosis.steps), [straggler.rank for straggler in late[-1:]]) == (3, [1])

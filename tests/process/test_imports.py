@@ -1,0 +1,62 @@
+"""What an import leaves out: each statement runs in an interpreter of its own, which says what it has loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "polars", "plotly", "jinja2", "numpy")
+HELP = "import sys; sys.argv = ['counterpoint', '--help']; from counterpoint.cli import main; main()"
+PROGRAMS = (
+    "from counterpoint.collectives import program; from counterpoint.collectives.program import build, clock; "
+    "from counterpoint.collectives.proof import check"
+)
+REFUSED = (
+    "import counterpoint\n"
+    "try:\n    counterpoint.measure('nonsense', device='cpu')\n"
+    "except counterpoint.Misconfigured:\n    pass"
+)
+STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "the package": ("import counterpoint", HEAVY),
+    "--help": (HELP, HEAVY),
+    "programs and proofs": (PROGRAMS, ("torch", "numpy")),
+    "overlap": ("import counterpoint.parallel.overlap", ("torch",)),
+    "a bad suite": (REFUSED, ("torch",)),
+    "the report on a terminal": ("import counterpoint.report.diagnosis_terminal", ("plotly", "polars")),
+    "the report as a page": ("import counterpoint.report.diagnosis_html", ("plotly", "polars")),
+    "the report for Perfetto": ("import counterpoint.report.diagnosis_perfetto", ("plotly", "polars")),
+    "data frames": ("import counterpoint.diagnosis.frames", ("plotly", "polars")),
+}
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in os.environ.items() if key != "RANK"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(("statement", "absent"), STATEMENTS.values(), ids=STATEMENTS)
+def test_heavy_packages_stay_out(statement: str, absent: tuple[str, ...]) -> None:
+    """The statement runs and loads none of the packages that this part must do without."""
+    probe = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('LOADED', [name for name in {absent!r} if name in sys.modules]))\n"
+        f"{statement}\n"
+    )
+    done = run(probe)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["LOADED []"]), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "measure"])
+def test_a_verb_stays_a_function_when_its_package_is_imported(verb: str) -> None:
+    """Imports of the verb's own modules and of its command leave `counterpoint.<verb>` the function."""
+    package = {"diagnose": "diagnosis", "measure": "measurement"}[verb]
+    done = run(
+        f"import counterpoint, counterpoint.{package}.api, counterpoint.commands.{verb}, types\n"
+        f"assert isinstance(counterpoint.{verb}, types.FunctionType), counterpoint.{verb}\n"
+        f"assert counterpoint.{verb} is counterpoint.{package}.api.{verb}\n"
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,209 @@
+"""`counterpoint plan`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plan" / "llama3-8b-one-node.toml"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "counterpoint", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_table_by_default() -> None:
+    """Headline, whether it fits, parts, error of the model."""
+    done = run(EXAMPLE)
+    assert done.returncode == 0
+    assert done.stdout.startswith("llama3-8b on 8 × H200: ")
+    assert "Where the step goes" in done.stdout
+    assert "error of the model: " in done.stdout
+
+
+def test_json_and_nothing_else() -> None:
+    """One object, with the contract's name and what was asked."""
+    done = run(EXAMPLE, "--json", "-", "--mechanism", "zero_sm", "--set", "training.recompute=full")
+    found = json.loads(done.stdout)
+    assert found["schema"] == "counterpoint.plan/1"
+    assert found["asked"] == {"mechanism": "zero_sm", "training.recompute": "full"}
+
+
+def test_a_sweep_and_a_search_are_tables() -> None:
+    """Below the step."""
+    done = run(EXAMPLE, "--sweep", "training.micro_batch=1,2", "--search", "--global-batch", "16")
+    assert "training.micro_batch" in done.stdout
+    assert "The fastest of" in done.stdout
+
+
+def test_explain_prints_the_formula() -> None:
+    """With the numbers in it."""
+    assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
+        (["--set", "parallel.tp"], "--set parallel.tp: give FIELD=VALUE"),
+        (["--sweep", "nodes="], "--sweep nodes=: give FIELD=VALUE"),
+        (["--json", ""], "--json without a name"),
+        (["--explain", "colour"], "nothing has that name"),
+        (["--explain", "step", "--json", "-"], "give one of them"),
+        (["--html", "/nowhere/page.html"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_ends_with_2_and_one_line(arguments: list[str], said: str) -> None:
+    """On standard error; nothing is printed."""
+    done = run(EXAMPLE, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_no_job_writes_no_page(tmp_path: Path) -> None:
+    """Nothing half-written."""
+    (tmp_path / "job.toml").write_text("[model]\nlayers = 2\n")
+    done = run(tmp_path / "job.toml", "--html", tmp_path / "page.html")
+    assert done.returncode == 2
+    assert not (tmp_path / "page.html").exists()
+
+
+TRACE = Path(__file__).parents[2] / "samples" / "fsdp-healthy"
+
+
+def test_a_trace_as_it_was_measured() -> None:
+    """156.1 ms, as diagnose has it."""
+    done = run("--from-trace", TRACE)
+    assert done.stdout.startswith("trace on 8 × H200: 156.1 ms a step")
+
+
+def test_a_trace_on_more_nodes() -> None:
+    """Collectives take longer over the network; what goes over shards, a quarter of the time."""
+    one, four = (
+        json.loads(run("--from-trace", TRACE, "--network", "h200-ndr-400", *more, "--json", "-").stdout)
+        for more in ((), ("--weak-nodes", "4"))
+    )
+    assert (four["gpus"], four["fits"]) == (32, None)
+    home, away = ([sum(part["us"] for part in found["comm"]), found["parts"][0]["us"]] for found in (one, four))
+    assert (away[0] > home[0], away[1] < home[1]) == (True, True)
+
+
+def test_a_page_of_a_trace(tmp_path: Path) -> None:
+    """Without what a trace does not say."""
+    done = run("--from-trace", TRACE, "--html", tmp_path / "page.html")
+    assert done.returncode == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "None" not in text[text.index("<main") : text.index("</main>")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from-trace", TRACE, "--mechanism", "zero_sm"], "a trace can answer weak_nodes"),
+        (["--from-trace", TRACE, "--weak-nodes", "4"], "give a network that has levels above"),
+        (["--from-trace", TRACE, "--search"], "--search with --from-trace"),
+        (["--from-trace", TRACE, "--recorded-on", "token-ring"], "token-ring"),
+        (["--recorded-on", "nvlink-h100"], "--recorded-on is about --from-trace"),
+        ([], "there is nothing to plan"),
+        ([EXAMPLE, "--from-trace", TRACE], "a job with --from-trace"),
+    ],
+)
+def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> None:
+    """One line, exit code 2."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+TOPOLOGY = """SwitchName=leaf1 Nodes=n[1-4]
+SwitchName=leaf2 Nodes=n[5-8]
+SwitchName=spine Switches=leaf[1-2]
+"""
+PIPELINE: list[str | Path] = [
+    EXAMPLE.with_name("llama3-70b-64-gpus.toml"),
+    *("--set", "parallel.pp=4", "--set", "parallel.dp=2", "--set", "parallel.zero=1"),
+]
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Path:
+    path = tmp_path / "topology.conf"
+    path.write_text(TOPOLOGY)
+    return path
+
+
+def test_a_placement_costs_less_than_hosts_in_a_bad_order(topology: Path) -> None:
+    """Neighbouring stages under one leaf, where the launcher's order has them under two."""
+    done = run(*PIPELINE, "--topology", topology, "--hosts", "n1,n5,n2,n6,n3,n7,n4,n8", "--json", "-")
+    orders = {order["name"]: order["cost"] for order in json.loads(done.stdout)["placement"]["orders"]}
+    assert orders["found"] < 0.99 * orders["in order"]
+    assert orders["found"] < 0.7 * orders["random"]
+
+
+def test_launch_files_are_written(topology: Path, tmp_path: Path) -> None:
+    """As many lines as ranks, and how each is used is printed."""
+    done = run(*PIPELINE, "--topology", topology, "--launch-files", tmp_path)
+    assert done.returncode == 0
+    assert len((tmp_path / "slurm_hostfile").read_text().splitlines()) == 64
+    assert "SLURM_HOSTFILE=slurm_hostfile srun" in done.stdout
+
+
+def test_a_page_with_a_placement(topology: Path, tmp_path: Path) -> None:
+    """Has its table."""
+    assert run(*PIPELINE, "--topology", topology, "--html", tmp_path / "page.html").returncode == 0
+    assert "Where the ranks should be" in (tmp_path / "page.html").read_text()
+
+
+def test_a_yaml_bomb_ends_in_one_line(tmp_path: Path) -> None:
+    """Aliases of aliases are refused before they are expanded: exit code 2, no traceback."""
+    lines = ["- &a0 [lol]", *(f"- &a{k} [{', '.join(9 * [f'*a{k - 1}'])}]" for k in range(1, 10))]
+    (tmp_path / "topology.yaml").write_text("\n".join(lines))
+    done = run(*PIPELINE, "--topology", tmp_path / "topology.yaml")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "anchors, aliases and tags are not read" in done.stderr
+
+
+def test_one_of_several_topologies_is_chosen(tmp_path: Path) -> None:
+    """Without a default, the file's topologies have names to choose from."""
+    text = "".join(
+        f"- topology: {name}\n  block:\n    blocks:\n    - block: b\n      nodes: {name}[1-8]\n" for name in "ab"
+    )
+    (tmp_path / "topology.yaml").write_text(text)
+    done = run(*PIPELINE, "--topology", tmp_path / "topology.yaml", "--topology-name", "b", "--json", "-")
+    assert set(json.loads(done.stdout)["placement"]["host_of"]) == {f"b{k}" for k in range(1, 9)}
+
+
+def test_placement_without_its_extra_says_what_to_install() -> None:
+    """One line of a core install: Unsupported, with the command."""
+    probe = (
+        "import importlib.util as util; real = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'scipy' else real(name, *more)\n"
+        "from counterpoint.errors import Unsupported\n"
+        "try:\n    import counterpoint.plan.placement\nexcept Unsupported as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "placement needs scipy, which is not installed: pip install 'counterpoint[plan]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "n[1-8]"], "--topology-name, --hosts and --launch-files are about --topology"),
+        (["--topology", "TOPOLOGY", "--hosts", "n[1-3]"], "64 ranks on 3 hosts of 8 GPUs: give 8 hosts"),
+        (["--topology", "TOPOLOGY", "--hosts", "n[1-7],m1"], "m1"),
+        (["--topology", "TOPOLOGY", "--launch-files", "/nowhere"], "there is no such folder"),
+        (["--topology", "/nowhere.conf"], "/nowhere.conf"),
+        (["--topology", "TOPOLOGY", "--topology-name", "a"], "only topology.yaml has several topologies"),
+    ],
+)
+def test_a_placement_that_cannot_be(topology: Path, arguments: list[str], said: str) -> None:
+    """One line, exit code 2, and nothing written."""
+    done = run(*PIPELINE, *(str(topology) if each == "TOPOLOGY" else each for each in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr

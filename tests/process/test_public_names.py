@@ -1,0 +1,28 @@
+"""What `import counterpoint` offers: names that stay what they are, whatever else was imported."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import pytest
+
+import counterpoint
+import counterpoint.collectives
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    """`from counterpoint import *` finds every name of `__all__`."""
+    missing = [name for name in counterpoint.__all__ if not hasattr(counterpoint, name)]
+    assert missing == []
+
+
+def test_no_public_name_is_a_module() -> None:
+    """A package of the same name would take the function's place as soon as it is imported."""
+    modules = {module.name for module in pkgutil.iter_modules(counterpoint.__path__)}
+    assert modules & set(counterpoint.__all__) == set()
+
+
+def test_a_room_that_loads_lazily_refuses_unknown_names() -> None:
+    """`counterpoint.collectives` has a `__getattr__` of its own, which answers as any module does."""
+    with pytest.raises(AttributeError, match="no attribute 'Conductor'"):
+        counterpoint.collectives.Conductor  # noqa: B018

@@ -1,0 +1,63 @@
+"""Measurements made up for the tests of their reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Timing
+
+HOSTILE = "</script><script>alert(1)</script><b>|`\x1b[31m"
+
+
+def timing(us: float) -> Timing:
+    return Timing(us=us, p10_us=us * 0.9, p90_us=us * 1.1, rank=0, per_rank_us=(us, us))
+
+
+def row(
+    mechanism: str = "nccl", order: Order = "together", *, together: float = 1500.0, comm: float = 1000.0, **other: Any
+) -> Row:
+    """T_g 1000 µs, T_c 1000 µs: `hidden` is 0.5 unless told."""
+    serial = 1000.0 + comm
+    fields: dict[str, Any] = {
+        "scenario": "one", "workload": "gemm 8192x8192x8192", "collective": "all_gather", "size_bytes": 1 << 30,
+        "ratio": 1.0, "mechanism": mechanism, "order": order, "compute_alone": timing(1000.0),
+        "compute_controlled": timing(1050.0),
+        "comm_alone": timing(comm), "best_comm_alone_us": comm, "best_mechanism": mechanism, "serial": timing(serial),
+        "together": timing(together), "compute_together": timing(1100.0), "comm_together": timing(1200.0),
+        "head_start_us": 0.0, "hidden": (serial - together) / min(1000.0, comm), "ideal_fraction": 0.3,
+        "compute_kept": 0.91, "comm_kept": 0.83, "pair_class": "GC-equal",
+    }  # fmt: skip
+    return Row(**(fields | other))
+
+
+def measurement(*rows: Row, **other: Any) -> Measurement:
+    where = Environment(
+        device="cuda", gpu="NVIDIA H200", world_size=8, driver="580.1", torch="2.11.0", nccl="2.28.9",
+        counterpoint="0.1.0", commit="abc", command=("counterpoint", "measure"), date="2026-11-21T03:00:00+00:00",
+        variables={"NCCL_NVLS_ENABLE": "0"},
+    )  # fmt: skip
+    fields: dict[str, Any] = {"suite": "quick", "environment": where, "rounds": 12, "dropped_rounds": 2, "rows": rows}
+    return Measurement(**(fields | other))
+
+
+def usual() -> Measurement:
+    """Two mechanisms, two orders, one marked row; nccl hides 0.5 together and -0.1 compute first."""
+    return measurement(
+        row("nccl"),
+        row("nccl", "compute_first", together=2100.0),
+        row("nccl+max_ctas=8"),
+        row("nccl+max_ctas=8", "compute_first", together=1000.0, marked="max_ctas=8 had no effect: 24 CTAs ran"),
+        unavailable={"nccl+green=108": "the driver is too old"},
+    )
+
+
+def hostile() -> Measurement:
+    bad = row(HOSTILE, workload=HOSTILE, collective=HOSTILE, scenario=HOSTILE, marked=HOSTILE)
+    return measurement(bad, suite=HOSTILE, unavailable={HOSTILE: HOSTILE})
+
+
+def blocks() -> Measurement:
+    block = BlockRow(
+        what="all_gather", mechanism="nccl+max_ctas=8", size_bytes=1 << 20, num_ctas=8, time=timing(22.0), gb_per_s=47.7
+    )
+    return measurement(suite="blocks", blocks=(block,))

@@ -1,0 +1,78 @@
+"""Predictions for the tests of the report: usual, of one stage, hostile."""
+
+from __future__ import annotations
+
+import msgspec
+
+from counterpoint.records.prediction import Bar, Choice, Curve, Point, Prediction, SearchResult, Sensitivity, TimePart
+
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
+
+
+def bare() -> Prediction:
+    """Nothing but the step."""
+    return Prediction(
+        model="small",
+        gpu="H100",
+        gpus=16,
+        step_us=10_000.0,
+        parts=(
+            TimePart(name="matmul", us=7_000.0, means="matrix products"),
+            TimePart(name="gradients", us=3_000.0, means="exposed: gradients between replicas"),
+        ),
+        comm=(TimePart(name="gradients", us=5_000.0, means="replicas"),),
+        exposed_comm_us=3_000.0,
+        comm_to_compute=5 / 7,
+        serial_us=12_000.0,
+        ideal_us=7_000.0,
+        micro_batches=2,
+        tokens_per_s=1e6,
+        model_tflops=400.0,
+        mfu=0.4,
+        memory={"parameters": 20.0, "activations": 10.0},
+        memory_available_gib=80.0,
+        fits=True,
+        verdict="fits: 30.0 of 80 GiB",
+        validated="not validated",
+        notes=("figures: made up",),
+        job={},
+    )
+
+
+def usual() -> Prediction:
+    """Two stages, a curve, sensitivities, a search."""
+    bars = tuple(
+        Bar(stage=stage, kind=kind, micro=micro, part=0, start_us=start, end_us=start + 900.0)
+        for micro in range(2)
+        for stage, kind, start in ((0, "F", 1000.0 * micro), (1, "F", 1000.0 * (micro + 1)), (1, "B", 4000.0 + micro))
+    )
+    points = (
+        Point(value="2", step_us=1e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6, memory_gib=30.0, fits=True),
+        Point(value="3", why_not="3 does not divide 16"),
+        Point(value="4", step_us=6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6, memory_gib=90.0, fits=False),
+    )
+    choice = Choice(settings={"parallel.dp": 8, "parallel.zero": 1}, step_us=9e3, mfu=0.45, memory_gib=40.0)
+    return msgspec.structs.replace(
+        bare(),
+        timeline=bars,
+        curves=(Curve(name="nodes", unit="a number of nodes", points=points),),
+        sensitivities=(Sensitivity(name="NVLink, twice", step_us=9e3, change=-0.1),),
+        search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=(choice,)),
+        asked={"nodes": "2"},
+    )
+
+
+def hostile() -> Prediction:
+    """Names from a job's file that would end a script or colour a terminal."""
+    whole = usual()
+    return msgspec.structs.replace(
+        whole,
+        model=HOSTILE,
+        gpu=HOSTILE,
+        notes=(HOSTILE,),
+        verdict=HOSTILE,
+        asked={HOSTILE: HOSTILE},
+        curves=(
+            Curve(name=HOSTILE, unit=HOSTILE, points=(*whole.curves[0].points, Point(value=HOSTILE, why_not=HOSTILE))),
+        ),
+    )

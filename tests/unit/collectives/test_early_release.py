@@ -1,0 +1,118 @@
+"""Blocks that are released early: whole for ever, and their peers are told once for each use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from counterpoint.collectives.host.shared_memory import SharedMemory
+from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS
+from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
+from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location
+from counterpoint.errors import Unsupported
+
+
+class Heap:
+    """A pool over the memory of a group of one, and what it released."""
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory(world_size=1, rank=0, channels=1, max_bytes=1 << 24)
+        self.released, self.not_now = list[int](), False
+        self.pool = EarlyPool(self.memory, region_bytes=16 * BLOCK_BYTES, release=self._release)
+
+    def _release(self, block: EarlyBlock) -> bool:
+        if self.not_now:
+            return False
+        self.released.append(block.number)
+        block.ready = True
+        return True
+
+    def make(self, num_bytes: int) -> Any:
+        return self.pool.empty(num_bytes, dtype=torch.uint8)
+
+    def block(self, tensor: Any) -> EarlyBlock:
+        use = self.pool.use(self.memory.locate(tensor.data_ptr(), tensor.nbytes))
+        assert use is not None
+        return use.block
+
+
+@pytest.fixture
+def heap() -> Iterator[Heap]:
+    heap = Heap()
+    yield heap
+    heap.memory.close()
+
+
+def test_a_dead_tensor_is_released_by_the_next_call(heap: Heap) -> None:
+    """Not in its finalizer, which runs in any thread; by `collect`, once."""
+    tensor = heap.make(100)
+    number = heap.block(tensor).number
+    del tensor
+    before = list(heap.released)
+    heap.pool.collect()
+    heap.pool.collect()
+    assert (before, heap.released) == ([], [number])
+
+
+def test_what_cannot_be_released_now_is_released_later(heap: Heap) -> None:
+    """And is not used again before."""
+    tensor = heap.make(100)
+    del tensor
+    heap.not_now = True
+    other = heap.make(100)
+    before = list(heap.released)
+    heap.not_now = False
+    heap.pool.collect()
+    assert (before, heap.released, heap.block(other).number) == ([], [0], 1)
+
+
+def test_a_block_is_used_again_by_its_like(heap: Heap) -> None:
+    """Of the same size, or down to half of it."""
+    tensor = heap.make(2000)
+    block = heap.block(tensor)
+    del tensor
+    assert heap.block(heap.make(1100)) is block
+
+
+@pytest.mark.parametrize("num_bytes", [500, 3000])
+def test_a_block_is_neither_cut_nor_joined(heap: Heap, num_bytes: int) -> None:
+    """What is much smaller, or larger than it, gets a block of its own: a peer may write the old one at any time."""
+    tensors = [heap.make(2000) for _ in range(2)]
+    blocks = {heap.block(tensor).number for tensor in tensors}
+    tensors.clear()
+    assert heap.block(heap.make(num_bytes)).number not in blocks
+
+
+def test_the_second_use_begins_with_the_handshake(heap: Heap) -> None:
+    """Until it was released again."""
+    tensor = heap.make(100)
+    at = heap.memory.locate(tensor.data_ptr(), tensor.nbytes)
+    seen = []
+    for ready in (True, False):
+        heap.block(tensor).ready = ready
+        use = heap.pool.use(at)
+        seen.append(None if use is None else use.handshake)
+    assert seen == [False, True]
+
+
+def test_a_view_says_where_in_its_block_it_is(heap: Heap) -> None:
+    """By block and offset, in the words that ranks compare."""
+    tensors = [heap.make(10), heap.make(100)]
+    view = tensors[1][30:]
+    assert str(heap.pool.use(heap.memory.locate(view.data_ptr(), 70))) == " into early-release block 1 + 30"
+
+
+def test_other_memory_has_no_early_release(heap: Heap) -> None:
+    """Neither another region nor none."""
+    heap.make(10)
+    assert [heap.pool.use(at) for at in (None, Location(7, 0))] == [None, None]
+
+
+def test_there_are_no_more_blocks_than_words(heap: Heap) -> None:
+    """The next one is refused, with what to do."""
+    held = [heap.make(1) for _ in range(MAX_EARLY_BLOCKS)]
+    with pytest.raises(Unsupported, match="use fewer sizes"):
+        heap.make(len(held))

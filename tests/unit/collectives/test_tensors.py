@@ -1,0 +1,125 @@
+"""Tensors that do not fit a call are refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from counterpoint.collectives.submit.tensors import (
+    block_bytes,
+    check,
+    described,
+    even_blocks,
+    overlap,
+    overlap_elsewhere,
+    reduction_of,
+    sendable,
+    splits,
+)
+from counterpoint.errors import Misconfigured
+
+FOUR, EIGHT = torch.zeros(4), torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: block_bytes(FOUR, FOUR, outputs=2), "output of 4 and input of 4 elements: output has to be 2 times"),
+        (lambda: block_bytes(EIGHT, FOUR, inputs=2), "output of 8 and input of 4 elements: input has to be 2 times"),
+        (lambda: block_bytes(FOUR, FOUR.int()), "output of torch.float32, input of torch.int32"),
+        (lambda: block_bytes(EIGHT[::2]), "give a contiguous one"),
+        (lambda: block_bytes(torch.zeros(4, device="meta")), "a tensor on meta"),
+        (lambda: block_bytes(FOUR, EIGHT.to_sparse()), "torch.sparse_coo: allowed are strided ones"),
+        (lambda: block_bytes(torch.zeros(4, dtype=torch.complex64).conj()), "give a contiguous one"),
+        (lambda: even_blocks(FOUR, FOUR, 3), "all_to_all of 4 rows: give a multiple of 3"),
+        (lambda: splits(FOUR, [1, 2], 2), r"split sizes \[1, 2\] of 4 rows"),
+        (lambda: splits(FOUR, [4], 2), "give 2 that add up to these"),
+        (lambda: splits(FOUR, [5, -1], 2), "give 2 that add up to these"),
+        (lambda: reduction_of("mean", 1.0, FOUR), "allowed are"),
+        (lambda: reduction_of("avg", 1.0, FOUR.int()), "avg of int32"),
+        (lambda: reduction_of("sum", 2.0, FOUR), "factor=2.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], object], said: str) -> None:
+    """The text says what came and what is allowed."""
+    with pytest.raises(Misconfigured, match=said):
+        call()
+
+
+def test_a_block_is_the_output_over_the_ranks() -> None:
+    """In bytes."""
+    assert block_bytes(EIGHT, FOUR, outputs=2) == 16
+
+
+def test_a_missing_tensor_fits() -> None:
+    """Ranks that only send, or only receive."""
+    assert [block_bytes(None, FOUR, outputs=2), block_bytes(EIGHT, None, inputs=2)] == [16, 32]
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    """They are copied then."""
+    check(FOUR, EIGHT[::2])
+    assert sendable(torch.arange(8.0)[::2]).tolist() == [0, 2, 4, 6]
+
+
+def test_a_conjugate_is_sent_as_what_it_means() -> None:
+    """Its bytes lie there unconjugated."""
+    lazy = torch.tensor([1 + 2j]).conj()
+    assert torch.view_as_real(sendable(lazy)).tolist() == [[1, -2]]
+
+
+def test_what_is_contiguous_is_sent_as_it_is() -> None:
+    """No copy."""
+    assert sendable(FOUR).data_ptr() == FOUR.data_ptr()
+
+
+def test_splits_are_rows_in_bytes() -> None:
+    """Of dim 0."""
+    assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
+
+
+@pytest.mark.parametrize(("one", "other", "expected"), [(EIGHT[:5], EIGHT[4:], True), (EIGHT[:4], EIGHT[4:], False)])
+def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
+    """Neighbours do not overlap."""
+    assert overlap(one, other) is expected
+
+
+def test_reductions_of_torch_are_known() -> None:
+    """By their names."""
+    assert reduction_of(torch.distributed.ReduceOp.AVG, 1.0, FOUR) == reduction_of("avg", 1.0, FOUR)
+
+
+def test_the_factor_is_part_of_what_ranks_compare() -> None:
+    """Two of them are two calls."""
+    two, three = (described(FOUR, reduction_of("premul_sum", factor, FOUR)) for factor in (2.0, 3.0))
+    assert two != three
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "in_place", "wanted"),
+    [
+        ([(0, 8)], [(8, 4)], [False], False),
+        ([(0, 8)], [(4, 4)], [True], False),
+        ([(0, 8)], [(4, 4)], [False], True),
+        ([(0, 8), (8, 8)], [(12, 4), (16, 4)], [True, False], True),
+        ([(8, 4), (0, 4)], [(4, 4), (12, 4)], [False, False], False),
+        ([(0, 8), (8, 8)], [(0, 4), (6, 4)], [True, True], True),
+        ([(0, 8), (4, 0)], [(8, 8), (2, 0)], [False, False], False),
+    ],
+)
+def test_inputs_within_outputs_are_seen(
+    outputs: list[tuple[int, int]], inputs: list[tuple[int, int]], in_place: list[bool], wanted: bool
+) -> None:
+    """(start, size) of each: bytes are shared only where one is in place in its own output."""
+    whole = torch.zeros(32, dtype=torch.uint8)
+    given = [[whole[start : start + size] for start, size in places] for places in (outputs, inputs)]
+    assert overlap_elsewhere(given[0], given[1], in_place) is wanted
+
+
+def test_outputs_that_share_bytes_are_refused() -> None:
+    """What one of them holds in the end would be chance."""
+    with pytest.raises(Misconfigured, match="outputs 1 and 0 share bytes"):
+        overlap_elsewhere([EIGHT[3:], EIGHT[:4]], [FOUR, FOUR], [False, False])

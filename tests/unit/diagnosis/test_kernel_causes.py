@@ -1,0 +1,86 @@
+"""Why a kernel is slower beside communication, told apart by grid, CTAs and kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterpoint.diagnosis.accounts import activity
+from counterpoint.diagnosis.kernels import compare_overlap
+from counterpoint.records.diagnosis import KernelComparison
+from counterpoint.trace.timeline import Kind
+from tests.support.job_builder import Op, comm, job, op, rank
+
+PEER = {"name": "Memcpy PtoP (Device -> Device)", "info": None, "bytes": 1 << 20}
+
+
+def kernel(
+    *, beside_us: float, name: str = "nvjet", blocks: int = 132, ctas: int = 24, copies: bool = False
+) -> KernelComparison:
+    """A kernel of 100 µs alone, four times, and four times beside communication of its own length."""
+    ops: list[Op] = []
+    for i in range(4):
+        ops.append(op(name, 1000.0 * i, 1000.0 * i + 100 + i, grid=(blocks, 1, 1)))
+        at = 1000.0 * i + 500
+        ops.append(op(name, at, at + beside_us + i, grid=(blocks, 1, 1)))
+        if copies:
+            ops.append(Op(name="Memcpy PtoP (Device -> Device)", start=at - 5, end=at + 400, kind=Kind.COMM, stream=24,
+                          grid=(0, 0, 0), bytes=1 << 20))  # fmt: skip
+        else:
+            ops.append(comm("all_gather", at - 5, at + 400, ctas=ctas))
+    j = job(rank(*ops))
+    return next(k for k in compare_overlap(j, [activity(j, 0)]).kernels if k.name == name)
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        pytest.param({"beside_us": 150.0}, "tail_effect", id="1-wave-to-2"),
+        pytest.param({"beside_us": 150.0, "blocks": 264}, "tail_effect", id="2-waves-to-3"),
+        pytest.param({"beside_us": 115.0, "blocks": 132 * 40}, "sm_contention", id="40-waves-to-49"),
+        pytest.param({"beside_us": 115.0, "blocks": 100}, "sm_contention", id="fits-beside-24-CTAs"),
+        pytest.param({"beside_us": 115.0, "copies": True}, "bandwidth", id="copy-engines-take-no-SM"),
+        pytest.param({"beside_us": 115.0, "name": "void vectorized_elementwise_kernel<4>"}, "bandwidth", id="memory"),
+        pytest.param({"beside_us": 103.0}, "none", id="3-per-cent"),
+        pytest.param({"beside_us": 90.0}, "none", id="faster"),
+    ],
+)
+def test_cause(facts: dict[str, object], cause: str) -> None:
+    """Tail effect, SM contention, bandwidth, or nothing."""
+    assert kernel(**facts).cause == cause  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("alone_count", 4),
+        ("overlapped_count", 4),
+        ("alone_us", 101.5),
+        ("overlapped_us", 151.5),
+        ("slowdown", 151.5 / 101.5),
+        ("waves_alone", 1),
+        ("waves_overlapped", 2),
+        ("comm_ctas", 24),
+        ("comm_ctas_without_extra_wave", 12),
+        ("cost_us", 4 * 50.0),
+    ],
+)
+def test_numbers(key: str, expected: float) -> None:
+    """120 blocks on 132 SMs, 24 of which communication takes: 12 CTAs would fit."""
+    assert getattr(kernel(beside_us=150.0, blocks=120), key) == pytest.approx(expected)
+
+
+def test_sizes_of_one_kernel_without_shapes_are_told_apart() -> None:
+    """A GEMM kernel of 100 µs and of 600 µs, the longer one beside communication in half the steps: 1.5 x, not 9 x."""
+    ops: list[Op] = []
+    for step in range(4):
+        at, beside = 2000.0 * step, step >= 2
+        ops.append(op("nvjet", at + 50, at + 150 + step, grid=(132, 1, 1)))
+        ops.append(op("nvjet", at + 500, at + 500 + (900 if beside else 600) + step, grid=(132, 1, 1)))
+        if beside:
+            ops.append(comm("all_gather", at + 490, at + 1450))
+    j = job(rank(*ops, steps=[(2000.0 * step, 2000.0 * step + 1900) for step in range(4)]))
+    kernels = [k for k in compare_overlap(j, [activity(j, 0)]).kernels if k.name == "nvjet"]
+    assert [(k.alone_count, k.overlapped_count, k.slowdown) for k in kernels] == [
+        (2, 2, pytest.approx(902.5 / 600.5)),
+        (4, 0, None),
+    ]

@@ -1,0 +1,281 @@
+"""The replay against step times worked out by hand. A launch reaches the GPU after 10 µs in all of these jobs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.replay import replay
+from counterpoint.records.diagnosis import Replay
+from tests.support.job_builder import Rank, comm, host, job, op, rank
+
+NAN = float("nan")
+
+
+def step_us(played: Replay | None, name: str) -> float:
+    """What the step would take."""
+    assert played is not None
+    return {w.name: w.step_us for w in played.what_if}[name]
+
+
+def replayed_us(played: Replay | None) -> float:
+    assert played is not None
+    return played.replayed_us
+
+
+def worker(late_us: float) -> Rank:
+    """A kernel of 100 µs, launched `late_us` into the step; an all-reduce waits for it, both ranks leave it at 260."""
+    return rank(
+        op("matmul", late_us + 10, late_us + 110, launch=late_us),
+        host("cudaStreamWaitEvent", late_us + 2, late_us + 3),
+        comm("all_reduce", late_us + 110, 260, launch=late_us + 5),
+    )
+
+
+LATE_RANK = (worker(0), worker(50))  # the last rank arrives at 160; 100 µs of transfer
+
+
+def test_unchanged_replay_gives_the_measured_step() -> None:
+    """The late rank's arrival at 160 and 100 µs of transfer make the step of 260 µs again."""
+    assert replayed_us(replay(job(*LATE_RANK))) == pytest.approx(260)
+
+
+def test_measured_step_spans_all_ranks() -> None:
+    """From the first rank's begin to the last rank's end."""
+    played = replay(job(*LATE_RANK))
+    assert played is not None
+    assert played.measured_us == pytest.approx(260)
+
+
+def test_communication_twice_as_fast_halves_the_transfer_only() -> None:
+    """160 until the last rank is there, then 50 instead of 100."""
+    assert step_us(replay(job(*LATE_RANK)), "communication twice as fast") == pytest.approx(210)
+
+
+def test_free_communication_still_waits_for_the_late_rank() -> None:
+    """Nothing to transfer, but nobody leaves before the late rank arrives."""
+    assert step_us(replay(job(*LATE_RANK)), "communication free") == pytest.approx(160)
+
+
+def test_no_straggler_gives_the_late_host_the_pace_of_the_typical_one() -> None:
+    """Both arrive at 110, then 100 of transfer."""
+    assert step_us(replay(job(*LATE_RANK), typical={1: 0}), "no straggler") == pytest.approx(210)
+
+
+def test_no_straggler_gives_slow_kernels_the_time_of_the_typical_ones() -> None:
+    """The slow rank needs two kernels of 100 where the typical one needs one of 100: scaled to arrive at 110 too."""
+    slow = rank(
+        op("matmul a", 10, 110, launch=0),
+        op("matmul b", 110, 210, launch=2),
+        host("cudaStreamWaitEvent", 3, 4),
+        comm("all_reduce", 210, 260, launch=5),
+    )
+    assert step_us(replay(job(worker(0), slow), typical={1: 0}), "no straggler") == pytest.approx(160)
+
+
+def test_no_straggler_takes_kernels_one_by_one_where_both_ranks_have_as_many() -> None:
+    """The collective waits for the first kernel only: 50 as on the typical rank. It ends before the second does."""
+    asks = host("cudaStreamWaitEvent", 0.5, 1)
+    typical = rank(op("a", 10, 60, launch=0), op("b", 60, 260, launch=2), asks, comm("all_reduce", 60, 410, launch=5))
+    slow = rank(op("a", 10, 310, launch=0), op("b", 310, 360, launch=2), asks, comm("all_reduce", 310, 410, launch=5))
+    assert step_us(replay(job(typical, slow), typical={1: 0}), "no straggler") == pytest.approx(260)
+
+
+def test_no_straggler_never_makes_a_rank_slower() -> None:
+    """The rank's kernel of 100 stays although the typical one takes 200: only then its own 300 µs begin."""
+    alone = rank(
+        op("matmul", 10, 110, launch=0), host("cudaStreamWaitEvent", 1, 2), comm("send", 110, 410, launch=3, seq=9)
+    )
+    typical = rank(op("matmul", 10, 210, launch=0))
+    assert step_us(replay(job(typical, alone), typical={1: 0}), "no straggler") == pytest.approx(410)
+
+
+def test_scenarios_without_a_cause_are_not_replayed() -> None:
+    """No straggler, no contention, no blocked collective: only the two questions about communication."""
+    played = replay(job(*LATE_RANK), blocked=[np.zeros(2, bool)] * 2)
+    assert played is not None
+    assert [w.name for w in played.what_if] == ["communication twice as fast", "communication free"]
+
+
+DEPENDENT = rank(  # the second kernel begins 2 µs after the collective, long after the first kernel
+    op("matmul", 10, 110, launch=0),
+    comm("all_gather", 11, 211, launch=1),
+    op("matmul", 213, 313, launch=2),
+)
+
+
+def test_kernel_follows_the_collective_it_began_after() -> None:
+    """Half of 200: it ends at 111, the kernel runs from 113."""
+    assert step_us(replay(job(DEPENDENT)), "communication twice as fast") == pytest.approx(213)
+
+
+def test_kernel_follows_its_stream_once_the_collective_is_free() -> None:
+    """The first kernel ends at 110, the second runs from 112."""
+    assert step_us(replay(job(DEPENDENT)), "communication free") == pytest.approx(212)
+
+
+def test_free_communication_does_not_help_a_step_that_waits_for_launches() -> None:
+    """A launch every 50 µs: the last kernel ends at 115, however fast the collective (a subtraction would say 105)."""
+    bound = rank(
+        op("copy", 10, 15, launch=0),
+        comm("all_reduce", 60, 70, launch=50),
+        op("copy", 110, 115, launch=100),
+    )
+    assert step_us(replay(job(bound)), "communication free") == pytest.approx(115)
+
+
+SYNCHRONISED = rank(  # the host waits from 20 to 215 for the collective, and works for 10 µs before the next launch
+    comm("all_reduce", 10, 210, launch=0),
+    host("cudaStreamSynchronize", 20, 215),
+    op("matmul", 235, 335, launch=225),
+)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("communication twice as fast", 235), ("communication free", 145)])
+def test_host_that_waits_for_the_gpu_returns_earlier(name: str, expected: float) -> None:
+    """It returns 5 µs after the collective, or after its own call at 20; then 10 + 10 + 100."""
+    assert step_us(replay(job(SYNCHRONISED)), name) == pytest.approx(expected)
+
+
+def test_launch_that_met_a_full_queue_returns_earlier() -> None:
+    """It returned 2 µs after the long kernel; if that takes 500 instead of 1000 µs, all that follows is 500 earlier."""
+    full = rank(
+        op("long", 10, 1010, launch=0),
+        op("short", 1010, 1020, launch=20, call_us=992),
+        op("last", 1030, 3030, launch=1020, stream=9),
+    )
+    played = replay(job(full), alone_us=[np.array([500.0, NAN, NAN])])
+    assert step_us(played, "no contention") == pytest.approx(2530)
+
+
+BLOCKED = rank(  # the collective begins as the kernel's last blocks leave
+    op("nvjet", 10, 210, launch=0),
+    comm("all_gather", 200, 300, launch=20),
+)
+
+
+def test_launch_order_fixed_frees_a_blocked_collective() -> None:
+    """It runs from 30 to 130 beside the kernel that ends at 210."""
+    played = replay(job(BLOCKED), blocked=[np.array([False, True])])
+    assert step_us(played, "launch order fixed") == pytest.approx(210)
+
+
+def test_collective_behind_a_kernel_stays_there_in_other_scenarios() -> None:
+    """Twice as fast, it still begins at 200."""
+    assert step_us(replay(job(BLOCKED)), "communication twice as fast") == pytest.approx(250)
+
+
+def test_collective_behind_a_kernel_follows_its_end() -> None:
+    """The kernel takes 100 instead of 200: the collective begins 10 µs before its end, at 100."""
+    assert step_us(replay(job(BLOCKED), alone_us=[np.array([100.0, NAN])]), "no contention") == pytest.approx(200)
+
+
+def test_launch_order_fixed_drops_a_wait_that_nothing_explains() -> None:
+    """It begins 40 µs after the kernel, 220 after its launch came through; fixed, at most 20: it ends at 150."""
+    late = rank(op("nvjet", 10, 210, launch=0), comm("all_gather", 250, 350, launch=20))
+    played = replay(job(late), blocked=[np.array([False, True])])
+    assert step_us(played, "launch order fixed") == pytest.approx(210)
+
+
+def test_launch_order_fixed_keeps_true_dependencies() -> None:
+    """The collective waits for a copy that ends at 110, which the trace shows by a stream wait: 110 to 210, not 30."""
+    blocked = rank(
+        op("copy", 10, 110, launch=0, stream=9),
+        host("cudaStreamWaitEvent", 3, 4),
+        comm("all_gather", 300, 400, launch=20),
+        op("nvjet", 105, 305, launch=25),
+    )
+    played = replay(job(blocked), blocked=[np.array([False, False, True])])
+    assert step_us(played, "launch order fixed") == pytest.approx(305)
+
+
+def test_no_contention_takes_the_time_alone_where_it_is_known() -> None:
+    """60 instead of 100 for the first kernel, the second as measured."""
+    busy = rank(op("matmul", 10, 110, launch=0), op("norm", 112, 152, launch=1))
+    assert step_us(replay(job(busy), alone_us=[np.array([60.0, NAN])]), "no contention") == pytest.approx(112)
+
+
+def test_wait_that_did_not_bind_holds_once_it_would() -> None:
+    """The second kernel asked for the collective that ends at 111; a shorter first kernel lets it begin there."""
+    slack = rank(
+        op("matmul", 10, 160, launch=0),
+        comm("all_gather", 11, 111, launch=1),
+        host("cudaStreamWaitEvent", 2, 3),
+        op("matmul", 160, 260, launch=5),
+    )
+    played = replay(job(slack), alone_us=[np.array([50.0, NAN, NAN])])
+    assert step_us(played, "no contention") == pytest.approx(211)
+
+
+def test_root_of_a_broadcast_does_not_wait_for_the_last_rank() -> None:
+    """The root works 300 µs after sending, the other comes at 100. Free: launched at 3, it works from 13 to 313."""
+    root = rank(comm("broadcast", 10, 60, launch=0), host("cudaStreamWaitEvent", 1, 2), op("m", 60, 360, launch=3))
+    other = rank(comm("broadcast", 100, 150, launch=90))
+    assert step_us(replay(job(root, other)), "communication free") == pytest.approx(313)
+
+
+def test_collective_that_one_trace_lacks_joins_the_others() -> None:
+    """Ranks 0 and 2 arrive at 110 and 160; rank 1 has no such kernel and only its own work."""
+    absent = rank(op("matmul", 10, 110, launch=0))
+    assert step_us(replay(job(worker(0), absent, worker(50))), "communication free") == pytest.approx(160)
+
+
+def test_host_that_outlasts_the_gpu_ends_the_step() -> None:
+    """The host works until 500 whatever the GPU does."""
+    assert (
+        step_us(replay(job(rank(comm("all_reduce", 10, 210, launch=0), steps=[(0, 500)]))), "communication free") == 500
+    )
+
+
+def three_steps() -> TracedJob:
+    """Steps of 100, 300 and 100 µs, each one collective between two synchronisations."""
+    begins, lengths = (0, 100, 400), (100, 300, 100)
+    parts = [comm("all_reduce", a + 10, a + n - 5, launch=a) for a, n in zip(begins, lengths, strict=True)]
+    syncs = [host("cudaDeviceSynchronize", a + 6, a + n - 2) for a, n in zip(begins, lengths, strict=True)]
+    return job(rank(*parts, *syncs, steps=[(a, a + n) for a, n in zip(begins, lengths, strict=True)]))
+
+
+@pytest.mark.parametrize(("limit", "steps", "mean_us"), [(0, 1, 300), (1, 1, 300), (2, 2, 200), (3, 3, 500 / 3)])
+def test_as_many_steps_are_replayed_as_fit(limit: int, steps: int, mean_us: float) -> None:
+    """From the middle one, always at least that, and the mean over them."""
+    played = replay(three_steps(), limit=limit)
+    assert played is not None
+    assert played.steps == steps
+    assert [played.measured_us, played.replayed_us] == pytest.approx([mean_us, mean_us])
+
+
+def test_time_before_the_window_does_not_count() -> None:
+    """The host is a step ahead: the middle step's kernel, launched at 11, runs from 111 to 211."""
+    parts = [op("matmul", 11 + 100 * i, 111 + 100 * i, launch=1 + 10 * i) for i in range(3)]
+    played = replay(job(rank(*parts, steps=[(0, 10), (10, 20), (20, 30)])), limit=1)
+    assert replayed_us(played) == pytest.approx(100)
+
+
+def test_steps_follow_one_another_in_the_simulation() -> None:
+    """With free collectives a step is 10 µs to the collective, 3 to the return and 2 to the next launch."""
+    assert step_us(replay(three_steps()), "communication free") == pytest.approx(15)
+
+
+def test_unexplained_wait_is_left_out_and_shows_in_the_error() -> None:
+    """50 µs after all that is known, of which 20 pass for a gap: 30 of 10 060 µs."""
+    late = rank(op("long", 10, 10_000, launch=0), op("short", 10_050, 10_060, launch=1))
+    played = replay(job(late))
+    assert played is not None
+    assert played.error == pytest.approx(-30 / 10_060)
+
+
+def test_trace_that_the_graph_cannot_explain_keeps_its_waits() -> None:
+    """A wait of 500 in a step of 700 µs is kept as measured."""
+    assert replayed_us(replay(job(rank(op("a", 10, 100, launch=0), op("b", 600, 700, launch=1))))) == pytest.approx(700)
+
+
+def test_operations_without_launches_follow_their_streams() -> None:
+    """Launches unknown: the kernel follows the collective that it began after, the end of the step the last kernel."""
+    unknown = rank(comm("all_gather", 10, 210, launch=NAN), op("matmul", 212, 312, launch=NAN), steps=[(0, 330)])
+    assert step_us(replay(job(unknown)), "communication twice as fast") == pytest.approx(230)
+
+
+def test_job_without_gpu_operations_is_not_replayed() -> None:
+    """There is nothing to simulate."""
+    assert replay(job(rank(host("aten::mm", 0, 10)))) is None

@@ -1,0 +1,114 @@
+"""Who is blamed, and who is not, in jobs of a few operations."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterpoint.diagnosis.accounts import activity, waits
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
+from counterpoint.records.diagnosis import Straggler
+from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
+from tests.support.job_builder import Host, Op, Rank, host, job, op, rank
+
+
+def stragglers(j: TracedJob) -> tuple[Straggler, ...]:
+    busy = [activity(j, column) for column in range(len(j.ranks))]
+    w = waits(j, busy)
+    return find_stragglers(j, busy, w, find_delays(j, w))
+
+
+def blamed(*ranks: Rank) -> list[tuple[int, str]]:
+    return [(s.rank, s.cause) for s in stragglers(job(*ranks))]
+
+
+def reduce(start: float, end: float, *, members: str = "[0, 1, 2, 3]", group: str = "dp", **more: object) -> Op:
+    info = CollectiveInfo(
+        op="all_reduce", group=group, group_ranks=members, in_nelems=1024, out_nelems=1024, dtype="Float"
+    )
+    return Op(name="ncclDevKernel_AllReduce", start=start, end=end, kind=Kind.COMM, stream=20, info=info, **more)  # type: ignore[arg-type]
+
+
+def worker(matmul: float, *, stall: float = 0.0, until: float, shape: str | None = None, grid: int = 132) -> Rank:
+    """A kernel from 0, a pause of the host, a kernel of 100 µs, and the all-reduce, which ends for all at `until`."""
+    first = op("matmul", 10, 10 + matmul, launch=0.0, shape=shape, grid=(grid, 1, 1))
+    second = op("matmul", 10 + matmul + stall, 110 + matmul + stall, launch=matmul + stall, shape=shape)
+    hosts: tuple[Host, ...] = ()
+    if stall:
+        hosts = (host("tokenizer.encode", 20, matmul + stall - 5, HostKind.ANNOTATION),)
+    arrives = 110 + matmul + stall
+    return rank(first, second, *hosts, reduce(arrives, until, launch=arrives - 20))
+
+
+def test_named_stall() -> None:
+    """Rank 2's host sits 600 µs in the tokenizer while its GPU has nothing."""
+    ranks = [worker(200, stall=600.0 * (r == 2), until=1000) for r in range(4)]
+    found = stragglers(job(*ranks))
+    assert [(s.rank, s.cause, s.detail, s.delay_us) for s in found] == [(2, "host_stall", "tokenizer.encode", 600.0)]
+
+
+def test_slow_kernels() -> None:
+    """The same kernel takes 800 instead of 200 µs."""
+    assert blamed(*[worker(800 if r == 1 else 200, until=1000) for r in range(4)]) == [(1, "slow_kernels")]
+
+
+def test_more_work_by_grid() -> None:
+    """Four times the blocks, four times the time."""
+    ranks = [worker(800, grid=528, until=1000) if r == 1 else worker(200, until=1000) for r in range(4)]
+    assert blamed(*ranks) == [(1, "more_work")]
+
+
+def test_more_work_by_shape_alone() -> None:
+    """A persistent kernel's grid is always the device; its input is larger."""
+    large, small = "[[8192, 4096], [4096, 4096]]", "[[2048, 4096], [4096, 4096]]"
+    ranks = [worker(800, shape=large, until=1000) if r == 1 else worker(200, shape=small, until=1000) for r in range(4)]
+    assert blamed(*ranks) == [(1, "more_work")]
+
+
+def test_equal_ranks() -> None:
+    """Nobody is late."""
+    assert blamed(*[worker(200, until=400) for _ in range(4)]) == []
+
+
+def test_one_rank_alone() -> None:
+    """There is nobody to wait for."""
+    assert blamed(worker(200, until=400)) == []
+
+
+def test_wait_that_compute_hides_blames_nobody() -> None:
+    """The others compute for as long as they wait."""
+    late = rank(op("matmul", 10, 510, launch=0.0), reduce(510, 600), op("matmul", 600, 700))
+    busy = rank(op("matmul", 10, 110, launch=0.0), reduce(110, 600), op("matmul", 110, 600, stream=9),
+                op("matmul", 600, 700))  # fmt: skip
+    assert blamed(late, busy, busy, busy) == []
+
+
+def test_inherited_delay_is_not_blamed() -> None:
+    """Rank 0 stalls; rank 1 waits for it in their group and is late for rank 3 in the other: only rank 0 is blamed."""
+
+    def member(r: int, stall: float) -> Rank:
+        tp, dp = ("[0, 1]", "[2, 3]")[r // 2], ("[0, 2]", "[1, 3]")[r % 2]
+        hosts = (host("tokenizer.encode", 20, 790, HostKind.ANNOTATION),) if stall else ()
+        begin = 10 + stall
+        together = 950 if r < 2 else 350
+        return rank(
+            op("warm", 0, 10, launch=-10.0),
+            op("matmul", begin, begin + 100, launch=begin - 10), *hosts,
+            reduce(begin + 100, together, members=tp, group="tp", launch=begin),
+            op("matmul", together, together + 50, launch=begin + 1),
+            reduce(together + 50, 1100, members=dp, group="dp", launch=begin + 2),
+        )  # fmt: skip
+
+    assert [b[0] for b in blamed(*[member(r, 790.0 if r == 0 else 0.0) for r in range(4)])] == [0]
+
+
+@pytest.mark.parametrize("name", ["send", "recv"])
+def test_pipeline_waits_by_design(name: str) -> None:
+    """A stage that receives late is no straggler."""
+
+    def stage(at: float) -> Rank:
+        info = CollectiveInfo(op=name, group="pp", in_nelems=8, out_nelems=8, dtype="Float")
+        p2p = Op(name="ncclDevKernel_SendRecv", start=at, end=1000, kind=Kind.COMM, stream=20, info=info)
+        return rank(op("matmul", 10, at, launch=0.0), p2p)
+
+    assert blamed(stage(200), stage(900)) == []

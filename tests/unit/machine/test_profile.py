@@ -1,0 +1,181 @@
+"""Machine facts: where a profile comes from, what it says of figures that are another GPU's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine import profile
+from counterpoint.machine.profile import GROUPS, VARIABLE, default_profile, profile_of, read_profile, shipped_profile
+
+SHIPPED = Path(profile.__file__).with_name("profiles")
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """Write the profile of H200, changed, to a file."""
+
+    def write(*changes: Change) -> Path:
+        content = json.loads((SHIPPED / "h200.json").read_text())
+        for change in changes:
+            change(content)
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_files_are_profiles(path: Path) -> None:
+    """Each is named after the GPU that it is of."""
+    assert read_profile(path).gpu.lower() == path.stem
+
+
+def test_a_measured_gpu_assumes_nothing() -> None:
+    assert (shipped_profile("NVIDIA H200").note(), str(shipped_profile("NVIDIA H200"))) == (
+        "",
+        "measured on H200, 2026-11-21",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "note"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3",
+            "not measured on H100, assumed: sums, efficiency of H200 (docs/reference/profile.md)",
+        ),
+        ("NVIDIA A100-SXM4-80GB", "not measured on A100, assumed: sums of H200 (docs/reference/profile.md)"),
+        ("A800", "not measured on A800, assumed: sums of H200; efficiency of A100 (docs/reference/profile.md)"),
+        ("NVIDIA H20", "not measured on H20, assumed: sums, efficiency of H200 (docs/reference/profile.md)"),
+        (
+            "some\x1b[31mthing",
+            "not measured on some\\x1b[31mthing, assumed: sums, efficiency of H200 (docs/reference/profile.md)",
+        ),
+        (None, "not measured on this device, assumed: sums, efficiency of H200 (docs/reference/profile.md)"),
+    ],
+)
+def test_what_was_not_measured_is_said(gpu: str | None, note: str) -> None:
+    """By group, with the GPU that the figures are of."""
+    assert shipped_profile(gpu).note(("sums", "efficiency")) == note
+
+
+def test_a_file_of_ones_own_comes_first(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By argument, or by the variable; the argument wins."""
+    mine = written(lambda content: content["rates"].update(copy_us=9.0))
+    assert profile_of("NVIDIA H200", mine).rates.copy_us == 9.0
+    monkeypatch.setenv(VARIABLE, str(mine))
+    assert profile_of("NVIDIA H200").rates.copy_us == 9.0
+    assert profile_of("NVIDIA H200", SHIPPED / "h200.json").rates.copy_us == 6.7
+
+
+def test_groups_that_a_file_leaves_out_are_assumed(written: Callable[..., Path]) -> None:
+    mine = read_profile(written(lambda content: [content.pop(each) for each in ("sums", "same_chip")], of("B200")))
+    assert (mine.sums, mine.note()) == (
+        default_profile().sums,
+        "not measured on B200, assumed: sums of H200 (docs/reference/profile.md)",
+    )
+
+
+def test_a_file_of_another_gpu_is_refused(written: Callable[..., Path]) -> None:
+    with pytest.raises(Misconfigured, match=r"mine\.json is a profile of H200, and this GPU is NVIDIA B200: give"):
+        profile_of("NVIDIA B200", written())
+
+
+def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
+    """Not of the GPU, nor of where they are from; every figure counts."""
+    digest = default_profile().digest
+    same = written(of("B200"), lambda content: content["rates"].update(source="mine", date="2026-12-01"))
+    assert read_profile(same).digest == digest
+    changes: list[Change] = [
+        lambda content: content["mechanisms"]["nccl"]["hidden"].update(all_gather=0.4),
+        lambda content: content["nccl"]["crossover_bytes"].update(all_gather=1),
+        lambda content: content["rates"].update(signal_us=4.2),
+    ]
+    others = {read_profile(written(change)).digest for change in changes}
+    assert (len(others), digest in others) == (len(changes), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: content["rates"].update(copy_us=-1), r"Expected `float` >= 0(.0)? - at `\$.rates.copy_us`"),
+        (lambda content: content["rates"].update(push_gb_per_s=0), r"`float` > 0(.0)? - at `\$.rates.push_gb_per_s`"),
+        (lambda content: content["rates"].update(copy_us="6"), r"Expected `float`, got `str` - at `\$.rates.copy_us`"),
+        (lambda content: content["rates"].pop("copy_us"), "missing required field `copy_us`"),
+        (lambda content: content["rates"].update(copy_ms=1), "unknown field `copy_ms`"),
+        (lambda content: content.update(rate={}), "unknown field `rate`"),
+        (lambda content: content.update(measured_on={}), "unknown field `measured_on`"),
+        (lambda content: content["nccl"]["crossover_bytes"].update(a2a=1), "Invalid enum value 'a2a'"),
+        (lambda content: content["chip"].update(date=""), "chip has no source or no date: give both"),
+        (lambda content: content["efficiency"].update(tiles=[]), "Expected `array` of length >= 1"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(written: Callable[..., Path], change: Change, said: str) -> None:
+    """In one line that names the file and the field."""
+    with pytest.raises(Misconfigured, match=f"mine.json is no profile: .*{said}") as raised:
+        read_profile(written(change))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is no profile: Input data was truncated"),
+        (b"[1]", "is no profile: Expected `object`, got `array`"),
+        (b"\xff\xfe", "is no profile: "),
+        (b'{"gpu": "\x1b[2J"}', "is no profile: "),
+        (b"[" * 100_000, "is no profile: "),
+        (b" " * (profile.MAX_BYTES + 1), "larger than 262144 bytes"),
+        (b'{"gpu": "H200", "rates": {"push_gb_per_s": 1e999}}', "is no profile: "),
+    ],
+    ids=["empty", "a list", "bytes", "control characters", "deep", "large", "infinite"],
+)
+def test_hostile_files_are_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "hostile.json"
+    path.write_bytes(content)
+    with pytest.raises(Misconfigured, match=said) as raised:
+        read_profile(path)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", ".", "a\0b"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Misconfigured, match="give a profile as JSON") as raised:
+        read_profile(tmp_path / name)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_crossovers_are_what_was_measured(operation: str) -> None:
+    """Below the crossover NCCL is faster alone, or within 2 %; from it on the library is, or within 1 %."""
+    at = default_profile().nccl.crossover_bytes[operation]  # type: ignore[index]
+    for size, (nccl_us, own_us) in alone(operation).items():
+        assert nccl_us < 1.02 * own_us if size < at else own_us < 1.01 * nccl_us, size
+
+
+def alone(operation: str) -> dict[int, tuple[float, float]]:
+    """Return the times by NCCL and by the fastest of the library's programs, by size."""
+    results = Path(__file__).resolve().parents[3] / "results" / "collectives-alone-4xh200.json"
+    times: dict[int, dict[bool, list[float]]] = {}
+    for row in json.loads(results.read_text())["rows"]:
+        name, size, mechanism, us = row[:4]
+        if name == operation and mechanism.startswith(("nccl", "own, graph")) and mechanism != "nccl zero-CTA":
+            scale = 1 << (10 if size.endswith("KiB") else 20)
+            times.setdefault(int(size.split()[0]) * scale, {}).setdefault(mechanism == "nccl", []).append(float(us))
+    return {size: (min(by[True]), min(by[False])) for size, by in times.items()}
+
+
+def of(gpu: str) -> Change:
+    return lambda content: content.update(gpu=gpu)
+
+
+def test_every_group_is_in_the_default() -> None:
+    assert set(GROUPS) <= json.loads((SHIPPED / "h200.json").read_text()).keys()

@@ -1,0 +1,65 @@
+"""Which of several ranks' endings is the cause: pure functions, no process."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterpoint.errors import Misconfigured, PeerTimeout
+from counterpoint.measurement.launch import Remains, died, hung
+from counterpoint.records.measurement import RankFailure
+
+RUNS = Remains(rank=0, code=None)
+KILLED = Remains(rank=1, code=-9)
+ABORTED = Remains(rank=2, code=-6)
+
+
+def told(rank: int, kind: str, text: str = "t") -> Remains:
+    return Remains(rank=rank, code=1, failure=RankFailure(rank=rank, kind=kind, text=text, scenario="s"))
+
+
+LOST = told(0, "RuntimeError", "Connection closed by peer")
+CASES = {
+    "a peer's lost connection is not the cause": ((LOST, KILLED), "^rank 1 was killed by SIGKILL"),
+    "nor is a rank that runs": ((RUNS, KILLED), "^rank 1 was killed by SIGKILL"),
+    "all that were killed alike are named": ((KILLED, Remains(rank=3, code=-9)), "^ranks 1, 3 were killed by"),
+    "an exception is said where no signal came": ((RUNS, LOST), "^rank 0 failed in scenario 's': RuntimeError: Conn"),
+    "a signal without a name has its number": ((Remains(rank=0, code=-40),), "killed by signal 40"),
+    "a rank that left nothing": ((RUNS, Remains(rank=1, code=7)), "^rank 1 exited with 7 d: it left no word"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "text"), CASES.values(), ids=CASES)
+def test_the_cause_is_found(ranks: tuple[Remains, ...], text: str) -> None:
+    with pytest.raises(PeerTimeout, match=text):
+        raise died(ranks, during="d", logs="/logs")
+
+
+def test_our_own_error_comes_before_what_others_felt() -> None:
+    """A rank that said what is wrong is believed before one that NCCL aborted for it."""
+    with pytest.raises(Misconfigured, match=r"^too big \(rank 1 in scenario 's'\)$"):
+        raise died((LOST, told(1, "Misconfigured", "too big"), ABORTED), during="d", logs="/logs")
+
+
+def test_the_ranks_can_be_read_from_the_error() -> None:
+    error = died((LOST, KILLED), during="d", logs="/logs")
+    assert isinstance(error, PeerTimeout)
+    assert error.ranks == (1,)
+
+
+def test_control_characters_of_a_log_stay_out() -> None:
+    error = died((Remains(rank=0, code=1, log="a\x1b[31m\n\n"),), during="d", logs="/logs")
+    assert r"exited with 1 d: a\x1b[31m; log: /logs/rank0.log" in str(error)
+
+
+def test_a_rank_that_was_told_to_stop_is_not_the_cause() -> None:
+    """Whoever raised is named, though rank 0 raised as well."""
+    with pytest.raises(PeerTimeout, match=r"^rank 1 failed in scenario 's': WrongResult: t;"):
+        raise died((told(0, "PeerFailed", "rank 1: t"), told(1, "WrongResult")), during="d", logs="/l")
+
+
+def test_the_rank_that_did_not_answer_is_named_first() -> None:
+    """Among many that wait for it, whatever its number."""
+    stack = 'Fatal Python error: Aborted\n  File "counterpoint/x.py", line 3 in gather\n'
+    waiting = [Remains(rank=rank, code=-6, log=stack) for rank in range(7)]
+    error = hung([*waiting, Remains(rank=7, code=None)], during="d", logs="/logs", timeout_s=5.0)
+    assert str(error).startswith("no progress for 5 s d: rank 7 did not answer")

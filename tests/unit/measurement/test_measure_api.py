@@ -1,0 +1,198 @@
+"""`counterpoint.measure`: bad requests end before any rank is started, and a run's outcomes become one measurement."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import counterpoint
+from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
+from counterpoint.measurement import api
+from counterpoint.measurement.launch import STARTUP_S
+from counterpoint.records.measurement import Outcome, Plan
+from tests.support import fake_worker
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.fixture(name="never")
+def never_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two H200, and a launcher that must not be reached."""
+
+    def launch(plan: Plan, **options: Any) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(api, "launch", launch)
+    monkeypatch.setattr(api, "visible_gpus", lambda: ("NVIDIA H200", "NVIDIA H200"))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "suite": ({"suite": "nonsense"}, r"no suite 'nonsense'; choose from: quick"),
+    "mechanism": ({"mechanisms": ["nonsense"]}, r"no mechanism 'nonsense' on cuda; choose from: nccl"),
+    "device": ({"device": "tpu"}, r"device 'tpu'; allowed: cuda, cpu"),
+    "more ranks than GPUs": ({"world_size": 3}, r"3 ranks for 2 visible GPUs; .* at most 2"),
+    "one rank": ({"world_size": 1}, r"1 rank; a collective needs at least 2"),
+    "a thousand ranks": ({"world_size": 1000, "device": "cpu"}, r"1000 ranks; at most 64"),
+    "rounds": ({"rounds": 4}, r"rounds 4; at least 5: the first two are dropped"),
+    "timeout": ({"timeout_s": 0.0}, r"timeout 0 s; it must be more than 0"),
+    "folder": ({"partial": Path("/nowhere/x.jsonl")}, r"cannot write /nowhere/x.jsonl: No such file"),
+}
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize(("options", "text"), BAD.values(), ids=BAD)
+def test_a_bad_request_is_refused_before_ranks_start(options: dict[str, Any], text: str) -> None:
+    """One line that says what came and what is allowed."""
+    with pytest.raises(Misconfigured, match=text):
+        api.measure(**({"suite": "quick"} | options))
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize(("gpus", "seen"), [((), "no GPU"), (("NVIDIA H200",), "one GPU")])
+def test_two_gpus_are_needed(monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], seen: str) -> None:
+    """And the text names the way to try it without."""
+    monkeypatch.setattr(api, "visible_gpus", lambda: gpus)
+    with pytest.raises(Unsupported, match=f"^{seen} is visible; measure needs at least 2.*--device cpu"):
+        api.measure("quick")
+
+
+@pytest.mark.usefixtures("never")
+def test_a_driver_that_does_not_start_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken machine is not taken for one without GPUs."""
+
+    def broken() -> tuple[str, ...]:
+        raise Unsupported("cuInit failed: CUDA_ERROR_SYSTEM_NOT_READY (802)")
+
+    monkeypatch.setattr(api, "visible_gpus", broken)
+    with pytest.raises(Unsupported, match="no GPU can be used: cuInit failed: CUDA_ERROR_SYSTEM_NOT_READY"):
+        api.measure("quick")
+
+
+@pytest.mark.usefixtures("never")
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unsupported, match=r"pip install 'counterpoint\[torch\]'"):
+        api.measure("quick")
+
+
+@pytest.mark.usefixtures("never")
+def test_inside_torchrun_it_says_to_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(Misconfigured, match=r"RANK=3 is set.*without torchrun"):
+        api.measure("quick")
+
+
+def replay(*skip: int) -> Callable[..., None]:
+    """A launcher that measures all scenarios but those at these places."""
+
+    def launch(plan: Plan, **options: Any) -> None:
+        names = [part.name for place, part in enumerate(plan.scenarios) if place not in skip]
+        lines = [Outcome(scenario=name, environment=fake_worker.ENVIRONMENT) for name in reversed(names)]
+        with Path(plan.results).open("ab") as file:
+            file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
+
+    return launch
+
+
+def test_outcomes_become_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room is callable, and what ranks wrote comes back under the suite's name."""
+    monkeypatch.setattr(api, "launch", replay())
+    measured = counterpoint.measure("quick", device="cpu", rounds=5)
+    assert (measured.suite, measured.rounds, measured.environment.torch) == ("quick", 5, "none")
+
+
+def test_a_scenario_that_nobody_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that end well without results do not pass for a measurement."""
+    monkeypatch.setattr(api, "launch", replay(0))
+    with pytest.raises(CounterpointError, match="without having measured scenario"):
+        api.measure("quick", device="cpu")
+
+
+@pytest.mark.parametrize(("error", "stays"), [(PeerTimeout("x"), True), (Misconfigured("x"), False)])
+def test_logs_stay_only_where_the_error_names_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: CounterpointError, stays: bool
+) -> None:
+    """The folder of a run is left after ranks died, and after nothing else."""
+
+    def launch(plan: Plan, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "launch", launch)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(type(error)):
+        api.measure("quick", device="cpu")
+    assert bool(list(tmp_path.iterdir())) == stays
+
+
+def test_nothing_is_started_where_all_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The results of a run whose report could not be written are there at once."""
+    partial = tmp_path / "x.jsonl"
+    monkeypatch.setattr(api, "launch", replay())
+    first = api.measure("quick", device="cpu", partial=partial)
+    monkeypatch.setattr(api, "launch", lambda *a, **o: pytest.fail("ranks were started"))
+    assert api.measure("quick", device="cpu", partial=partial) == first
+
+
+def test_ranks_wait_longer_than_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the launcher says which rank is stuck, before another rank complains of its own wait."""
+    waits: list[tuple[float, float]] = []
+
+    def launch(plan: Plan, **options: Any) -> None:
+        waits.append((plan.timeout_s, options["timeout_s"] + STARTUP_S))
+        replay()(plan)
+
+    monkeypatch.setattr(api, "launch", launch)
+    for timeout_s in (0.5, 1e4, float("inf")):
+        api.measure("quick", device="cpu", timeout_s=timeout_s)
+    assert [rank > launcher for rank, launcher in waits] == [True, True, False]  # no clock waits for ever
+
+
+def lacking(*mechanisms: str) -> Callable[..., None]:
+    """A launcher whose ranks find that these mechanisms cannot run."""
+
+    def launch(plan: Plan, **options: Any) -> None:
+        with Path(plan.results).open("ab") as file:
+            for scenario in plan.scenarios:
+                missing = {name: f"no {scenario.collective}" if name == "a" else "too old" for name in mechanisms}
+                outcome = Outcome(scenario=scenario.name, environment=fake_worker.ENVIRONMENT, unavailable=missing)
+                file.write(msgspec.json.encode(outcome) + b"\n")
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "said"),
+    [("a", "a: all_gather: no all_gather; all_reduce: no all_reduce$"), ("b", "b: too old$")],
+)
+def test_every_reason_is_kept(monkeypatch: pytest.MonkeyPatch, mechanism: str, said: str) -> None:
+    """A mechanism that lacks two collectives says both; one reason stands alone."""
+    monkeypatch.setattr(api, "launch", lacking(mechanism))
+    with pytest.raises(Unsupported, match=said):
+        api.measure("quick", device="cpu")
+
+
+def test_where_nothing_could_be_measured_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is an error, and the next run asks again."""
+    monkeypatch.setattr(api, "launch", lacking("b"))
+    with pytest.raises(Unsupported, match="nothing could be measured here"):
+        api.measure("quick", device="cpu", partial=tmp_path / "x.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_under_other_nccl_variables_are_not_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was measured with NCCL_ALGO unset is refused with it set."""
+    partial = tmp_path / "x.jsonl"
+    monkeypatch.setattr(api, "launch", replay(0))
+    with pytest.raises(CounterpointError, match="without having measured"):
+        api.measure("quick", device="cpu", partial=partial)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with pytest.raises(Misconfigured, match=r"\(variables was .*, is .*NCCL_ALGO=Ring"):
+        api.measure("quick", device="cpu", partial=partial)

@@ -1,0 +1,127 @@
+"""What is opened is put back: buffers before each trial, registered memory at the end."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from counterpoint.controls.control import Lanes
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.measurement.collective import Comm
+from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.measurement.open_mechanisms import Opened, open_all, open_mechanism
+from counterpoint.measurement.trial import Case
+
+LANES = Lanes(compute_stream=None, comm_stream=None, compute=lambda: None, comm=lambda: None)
+
+
+@pytest.mark.parametrize("what", ["comm_alone", "serial", "together", "compute_alone"])
+def test_every_trial_starts_with_its_own_data(what: Case) -> None:
+    """An all_reduce in place would otherwise grow from trial to trial."""
+    did: list[str] = []
+    comm = SimpleNamespace(reset=lambda: did.append("reset"))
+    session = SimpleNamespace(stage=SimpleNamespace(run=lambda lanes, case: did.append(case)))
+    opened: Any = Opened(mechanism=None, comm=comm, lanes=LANES, alone=LANES)  # type: ignore[arg-type]
+    opened.trial(session, what)()
+    assert did == ["reset", what]
+
+
+class Windows:
+    """Plain memory that says when it was released."""
+
+    released = 0
+
+    def empty(self, numel: int, *, dtype: Any, device: Any, group: Any) -> Any:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.mark.parametrize(
+    ("error", "released"), [(None, 1), (Unsupported("another rank could not"), 1), (RuntimeError("NCCL error"), 0)]
+)
+def test_windows_are_released_unless_it_could_hang(error: Exception | None, released: int) -> None:
+    """To release waits for the GPU: after an unexpected error that would hide the error behind a timeout."""
+    windows = Windows()
+    mechanism: Any = SimpleNamespace(base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32
+    )
+    with suppress(Unsupported, RuntimeError), open_mechanism(session, mechanism, "all_gather", 256, LANES, {}):
+        if error:
+            raise error
+    assert windows.released == released
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_programs_are_a_mechanism_everywhere(device: str) -> None:
+    """By the same name."""
+    assert find_mechanism("zero_sm", device).base == "zero_sm"
+
+
+def test_controls_of_nccl_are_refused_where_nccl_is_not_used() -> None:
+    """They would do nothing."""
+    with pytest.raises(Misconfigured, match="max_ctas=8 is a control of NCCL, which zero_sm does not use"):
+        find_mechanism("zero_sm+max_ctas=8", "cuda")
+
+
+def test_controls_of_the_gemm_go_with_programs() -> None:
+    """They act on the other side of the pair."""
+    assert [control.name for control in find_mechanism("zero_sm+gemm_sms=124", "cuda").controls] == ["gemm_sms=124"]
+
+
+def test_a_limit_by_rule_is_of_zero_sm() -> None:
+    """NCCL has no sums that wait for SMs: its limit is a number."""
+    with pytest.raises(Misconfigured, match="gemm_sms=fit leaves SMs to the sums of zero_sm"):
+        find_mechanism("nccl+gemm_sms=fit", "cuda")
+
+
+@pytest.mark.parametrize(("found", "settings"), [(124, "zero_sm+gemm_sms=124"), (None, "zero_sm+gemm_sms=fit")])
+def test_what_the_rule_found_is_set(found: int | None, settings: str) -> None:
+    """Under the name that was asked for; another number is another thing to look at."""
+    mechanism = find_mechanism("zero_sm+gemm_sms=fit", "cuda").with_gemm_sms(found)
+    assert (mechanism.name, mechanism.settings) == ("zero_sm+gemm_sms=fit", settings)
+
+
+def test_mechanisms_of_one_memory_share_buffers() -> None:
+    """Five limits of zero_sm need no five arrays."""
+    mechanisms: Any = [
+        SimpleNamespace(
+            name=str(at), base="zero_sm", windows=None, controls=(), why_unavailable=lambda collective: None
+        )
+        for at in range(2)
+    ]
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32,
+        communicator=SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)),
+    )  # fmt: skip
+    shared: dict[Any, Any] = {}
+    with (
+        open_mechanism(session, mechanisms[0], "all_gather", 256, LANES, shared) as one,
+        open_mechanism(session, mechanisms[1], "all_gather", 256, LANES, shared) as other,
+    ):
+        assert one.comm.buffers is other.comm.buffers
+    assert list(shared) == ["symmetric"]
+
+
+def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in the group of the plain buffers are another path; two controls of one path are checked once."""
+    checked: list[int] = []
+    monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
+    names = {"plain": None, "also_plain": None, "windows": Windows()}
+    mechanisms: Any = [
+        SimpleNamespace(name=name, base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
+        for name, windows in names.items()
+    ]
+    session: Any = SimpleNamespace(
+        group=lambda controls: None, raise_together=lambda action: action(), rank=0, world_size=2,
+        device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
+    with open_all(session, mechanisms, "all_gather", 256, LANES) as opened:
+        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened.each))
+    assert len(checked) == 2

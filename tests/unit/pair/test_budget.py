@@ -1,0 +1,179 @@
+"""The rule against a machine whose truth is known, and against figures of a real one."""
+
+from __future__ import annotations
+
+import pytest
+from budget_rule import gemm_curve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.pair.choice import ORDERS, Objective, candidates_for, choose_split, predict
+from counterpoint.pair.curves import CommCurve, CommPoint, Curves
+from counterpoint.pair.sm_split import SmLayout, SmSplit
+from counterpoint.records.measurement import Order
+from tests.support.true_budget import CANDIDATES, ONE_GPC, UNDISTURBED, curves, pairs, true_us
+
+
+@given(pair=pairs, choice=st.sampled_from(CANDIDATES), order=st.sampled_from(ORDERS))
+def test_predictions_are_exact_where_the_model_is(pair: tuple[str, int], choice: SmSplit, order: Order) -> None:
+    """Without contention, every T is the one of the machine that was played block by block."""
+    budget = predict(curves(), pair[0], "all_gather", pair[1], choice, orders=(order,), contention=UNDISTURBED)
+    assert budget.objective_us == pytest.approx(true_us(*pair, choice, (order,)))
+
+
+# 8 x H200, NCCL 2.28.9 (24 CTAs), 2026-11-20, gemm 8192x8192x8192 beside an all_gather: bytes, T_c alone, and T
+# launched together, communication 100 µs first, computation 100 µs first; T_g = 1410.3 µs.
+MEASURED: tuple[tuple[int, float, dict[Order, float]], ...] = (
+    (127_336_448, 363.3, {"together": 1732.2, "comm_first": 1632.4, "compute_first": 1716.7}),
+    (254_672_896, 691.2, {"together": 2050.6, "comm_first": 1669.7, "compute_first": 2060.5}),
+    (509_345_792, 1330.8, {"together": 2754.8, "comm_first": 1763.3, "compute_first": 2745.9}),
+    (1_018_724_352, 2599.7, {"together": 4057.2, "comm_first": 2678.8, "compute_first": 4088.8}),
+)
+ON_8_H200 = Curves(
+    layout=SmLayout.even(132),
+    gemms={
+        "gemm 8192x8192x8192": gemm_curve(
+            "gemm 8192x8192x8192",
+            ((132, 1410.3),),
+        )
+    },
+    comms={
+        ("all_gather", None, None): CommCurve(
+            points=tuple(CommPoint(size_bytes=size, time_us=us, num_ctas=24) for size, us, _ in MEASURED)
+        )
+    },
+)
+
+
+@pytest.mark.parametrize(("size_bytes", "comm_us", "measured"), MEASURED)
+def test_stock_nccl_on_h200_is_predicted(size_bytes: int, comm_us: float, measured: dict[Order, float]) -> None:
+    """From T_g and T_c alone, T of plain NCCL in every order is within 5 % of what was measured."""
+    predicted = predict(ON_8_H200, "gemm 8192x8192x8192", "all_gather", size_bytes, SmSplit()).together_us
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_few_ctas_keep_the_waves() -> None:
+    """512 tiles need 4 waves on 132 or 128 SMs and 5 on 108: that is told before and after."""
+    both = [predict(curves(), "gemm 4096x4096x4096", "all_gather", 1 << 24, choice) for choice in CANDIDATES]
+    waves = {budget.split.mechanism: (budget.waves_alone, budget.waves_together) for budget in both}
+    assert (waves["nccl"], waves["nccl+max_ctas=4+cga_cluster=2+gemm_sms=128"]) == ((4, 5), (4, 4))
+
+
+def test_the_worst_order_can_decide() -> None:
+    """`worst` minimises the largest T: with SMs of its own no order has to wait."""
+    found = choose_split(
+        curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, objective="worst", candidates=CANDIDATES
+    )
+    assert (found.objective_us, found.fits) == (max(found.together_us.values()), True)
+
+
+@pytest.mark.parametrize("objective", ["mean", "worst"])
+def test_equal_choices_leave_things_as_they_are(objective: Objective) -> None:
+    """Of two candidates with equal times the first is taken."""
+    twins = (SmSplit(max_ctas=24), SmSplit())
+    table = curves()
+    same = Curves(
+        layout=table.layout,
+        gemms=table.gemms,
+        comms={**table.comms, ("all_gather", 24, None): table.comms["all_gather", None, None]},
+    )
+    found = choose_split(same, "gemm 8192x8192x8192", "all_gather", 1 << 28, candidates=twins, objective=objective)
+    assert found.split == twins[0]
+
+
+def test_hidden_is_one_where_nothing_waits() -> None:
+    """A collective that fits beside 128 tiles on 132 SMs and disturbs nobody is hidden wholly."""
+    gemm = "gemm 4096x1024x8192"
+    table = Curves(
+        layout=ONE_GPC,
+        gemms={gemm: gemm_curve(gemm, ((132, 1000.0),))},
+        comms={
+            ("all_gather", 4, None): CommCurve(
+                points=tuple(CommPoint(size_bytes=s, time_us=s, num_ctas=4) for s in (1, 99))
+            )
+        },
+    )
+    found = predict(table, gemm, "all_gather", 50, SmSplit(max_ctas=4), contention=UNDISTURBED, orders=("together",))
+    assert found.hidden == pytest.approx(1.0)
+
+
+def test_the_reason_names_the_limits_and_the_gain() -> None:
+    """One sentence with CTAs, SMs, waves and what plain NCCL would take."""
+    found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, contention=UNDISTURBED)
+    assert found.reason == (
+        "16 CTAs beside 116 SMs: the collective starts beside the GEMM, the GEMM takes 18 waves instead of 16, "
+        "1,644 µs, 29% less time than plain NCCL"
+    )
+
+
+def test_without_plain_nccl_the_reason_claims_no_gain() -> None:
+    """A gain is told only over a candidate that was looked at."""
+    found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, candidates=CANDIDATES[1:])
+    assert "plain NCCL" not in found.reason
+
+
+def test_candidates_of_a_machine_are_those_of_the_suite() -> None:
+    """What `choose` tries by itself on an H200 holds every division that the suite measures."""
+    assert set(CANDIDATES) <= set(candidates_for(SmLayout.even(132), 24, clusters=(2,)))
+
+
+def test_what_was_not_measured_is_no_candidate() -> None:
+    """Without curves of clusters of 2 none is proposed, though it would be faster."""
+    table = curves()
+    known = Curves(
+        layout=SmLayout.even(132),
+        gemms=table.gemms,
+        comms={key: curve for key, curve in table.comms.items() if key[2] is None},
+    )
+    assert choose_split(known, "gemm 8192x8192x8192", "all_gather", 1 << 28).split.cga_cluster is None
+
+
+def test_a_size_off_the_curves_is_an_error() -> None:
+    """Where not even plain NCCL was measured nothing is chosen."""
+    with pytest.raises(Misconfigured, match="too far from the measured sizes"):
+        choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 40)
+
+
+def test_the_cluster_of_a_choice_decides_whether_it_fits() -> None:
+    """16 CTAs beside 116 SMs start in clusters of 2, and not in NCCL's own of 4."""
+    table = curves()
+    clustered = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=table.comms)
+    names = ("nccl+max_ctas=16+gemm_sms=116", "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116")
+    found = [predict(clustered, "gemm 8192x8192x8192", "all_gather", 1 << 28, SmSplit.parse(name)) for name in names]
+    assert [budget.fits for budget in found] == [False, True]
+
+
+def test_waiting_ctas_have_their_share_left() -> None:
+    """24 CTAs in clusters of 4 beside 108 SMs: 8 start at once, 16 have 2/3 of the bytes to move when the GEMM ends."""
+    gemm, size = "gemm 8192x8192x8192", 1 << 30
+    table = curves()
+    clustered = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=table.comms)
+    choice = SmSplit.parse("nccl+gemm_sms=108")
+    found = predict(clustered, gemm, "all_gather", size, choice, orders=("together",), contention=UNDISTURBED)
+    left_us = table.comm("all_gather", size, SmSplit(max_ctas=16)).time_us * 16 / 24
+    assert found.objective_us == pytest.approx(table.gemms[gemm].time_us(108) + left_us)
+
+
+@pytest.mark.parametrize(
+    ("orders", "candidates", "message"),
+    [((), CANDIDATES, "choose from: together, comm_first"), (ORDERS, (), "no candidate is given")],
+)
+def test_nothing_to_choose_from_is_an_error(
+    orders: tuple[Order, ...], candidates: tuple[SmSplit, ...], message: str
+) -> None:
+    """Empty orders or candidates say what to give."""
+    with pytest.raises(Misconfigured, match=message):
+        choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, orders=orders, candidates=candidates)
+
+
+def test_a_choice_without_alternatives_says_so() -> None:
+    """Plain NCCL because nothing else was measured is not plain NCCL because it is best."""
+    alone, gemm = curves(), "gemm 8192x8192x8192"
+    plain = Curves(
+        layout=alone.layout,
+        gemms={gemm: gemm_curve(gemm, alone.gemms[gemm].points[-1:])},
+        comms={key: curve for key, curve in alone.comms.items() if key == ("all_gather", None, None)},
+    )
+    found = choose_split(plain, gemm, "all_gather", 100_000_000)
+    assert found.reason.endswith("nothing else could be compared, the curves cover no other division")

@@ -1,0 +1,65 @@
+"""Which SMs clusters take, and what is left."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.pair.sm_split import SmLayout
+
+H200 = SmLayout.even(132)
+
+
+def test_an_h200_has_six_gpcs_of_16_and_two_of_18() -> None:
+    """132 SMs in whole TPCs, no GPC larger than 18."""
+    assert sorted(H200.gpc_sms) == [16] * 6 + [18] * 2
+
+
+@pytest.mark.parametrize("num_sms", [0, 1, 131])
+def test_sms_come_in_pairs(num_sms: int) -> None:
+    """A number that no layout has is refused with what is allowed."""
+    with pytest.raises(Misconfigured, match="even number"):
+        SmLayout.even(num_sms)
+
+
+@pytest.mark.parametrize(
+    ("num_ctas", "comm_cluster", "left"),
+    [(24, 4, 108), (16, 4, 116), (8, 4, 124), (4, 4, 128), (1, 4, 130), (24, 1, 100)],
+)
+def test_a_gemm_loses_an_sm_where_a_pair_is_broken(num_ctas: int, comm_cluster: int, left: int) -> None:
+    """Clusters of 2 cannot use the odd SM of a GPC: one CTA costs two SMs."""
+    assert H200.gemm_sms_beside(num_ctas, comm_cluster=comm_cluster) == left
+
+
+@pytest.mark.parametrize("num_ctas", [131, 132, 133])
+def test_a_collective_that_leaves_nothing_is_refused(num_ctas: int) -> None:
+    """No SM, or none for a cluster of 2, is left for the GEMM."""
+    with pytest.raises(Misconfigured, match="leave a GEMM no SM"):
+        H200.gemm_sms_beside(num_ctas)
+
+
+@pytest.mark.parametrize(
+    ("gemm_sms", "num_ctas", "comm_cluster", "waiting"),
+    [(124, 8, 4, 0), (116, 16, 4, 8), (108, 24, 4, 16), (116, 16, 2, 0), (108, 24, 2, 0), (132, 24, 4, 24)],
+)
+def test_clusters_of_four_find_less_room_than_clusters_of_two(
+    gemm_sms: int, num_ctas: int, comm_cluster: int, waiting: int
+) -> None:
+    """As on 4 x H200 (2026-11-21): clusters of 4 start beside 124 SMs; beside 116 or 108 only those of 2 do."""
+    assert H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas, comm_cluster=comm_cluster) == waiting
+
+
+@given(gemm_sms=st.integers(1, 140), num_ctas=st.integers(1, 32), comm_cluster=st.sampled_from([1, 2, 4]))
+def test_what_fits_is_no_more_than_there_is(gemm_sms: int, num_ctas: int, comm_cluster: int) -> None:
+    """Both sides never take more SMs than the GPU has."""
+    waiting = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas, comm_cluster=comm_cluster)
+    assert waiting or gemm_sms + num_ctas <= H200.num_sms
+
+
+@given(gemm_sms=st.integers(1, 66).map(lambda n: 2 * n), num_ctas=st.integers(1, 32))
+def test_single_blocks_fit_wherever_there_is_room(gemm_sms: int, num_ctas: int) -> None:
+    """Without clusters on the collective's side, room is all that it needs."""
+    fits = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas) == 0
+    assert fits == (gemm_sms + num_ctas <= H200.num_sms)

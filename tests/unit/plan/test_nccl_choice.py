@@ -1,0 +1,92 @@
+"""NCCL takes what is fastest in its own model, with the time of other figures; and GPUs share oversubscribed links."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
+from counterpoint.plan.network.nccl_choice import Candidate, nccl_choice, shared_gb_per_s
+from counterpoint.plan.network.protocols import Fit, Protocol, levels, network_of
+
+FIT = Fit(source="made up", gpu="H200", rows=1, held_out="nothing", spans=())
+HOST = network_of(Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8)))
+
+
+def candidate(
+    name: str, base_us: float, bandwidth_us: float, *, latency: float, rate: float, most: float = inf
+) -> Candidate:
+    """Costs base_us + bandwidth_us; in NCCL's model latency + rate."""
+    return Candidate(
+        us=base_us + bandwidth_us,
+        hops_us=0.0,
+        bandwidth_us=bandwidth_us,
+        own_us=0.0,
+        nccl_latency_us=latency,
+        nccl_bandwidth_us=rate,
+        most=most,
+        algorithm="ring",
+        protocol=Protocol(name=name, base_us=base_us, hop_us={}, efficiency={}, fit=FIT),
+    )
+
+
+def test_what_nccl_believes_in_is_taken() -> None:
+    """The slower way, since NCCL believes it to be faster."""
+    found = nccl_choice(
+        [candidate("LL", 10.0, 5.0, latency=30.0, rate=20.0), candidate("Simple", 20.0, 2.0, latency=40.0, rate=2.0)]
+    )
+    assert (found.protocol.name, found.us) == ("Simple", 22.0)
+
+
+def test_nothing_is_faster_than_what_is_taken_for_fewer_bytes() -> None:
+    """LL is left at half of the bytes, where it costs 10 + 40 / 2: Simple, faster there, counts as 30."""
+    found = nccl_choice(
+        [candidate("LL", 10.0, 40.0, latency=1.0, rate=22.0), candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0)]
+    )
+    assert (found.protocol.name, found.us) == ("Simple", 30.0)
+
+
+def test_what_is_never_taken_does_not_count() -> None:
+    """LL128, slow in truth, is nowhere the fastest in NCCL's model: it raises nothing."""
+    ways = [
+        candidate("LL", 10.0, 4.0, latency=1.0, rate=22.0),
+        candidate("LL128", 90.0, 4.0, latency=20.0, rate=10.0),
+        candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0),
+    ]
+    assert nccl_choice(ways).us == 14.0
+
+
+def test_a_way_ends_where_nccl_stops_to_offer_it() -> None:
+    """Taken for a quarter of the bytes at most, LL is not taken for all of them, however fast."""
+    found = nccl_choice(
+        [
+            candidate("LL", 1.0, 4.0, latency=1.0, rate=1.0, most=0.25),
+            candidate("Simple", 12.0, 2.0, latency=11.0, rate=0.5),
+        ]
+    )
+    assert (found.protocol.name, found.us) == ("Simple", 14.0)
+
+
+def network_level(name: str, size: int, gb_per_s: float, oversubscription: float = 1.0) -> Level:
+    return Level(
+        name=name, kind="network", size=size, gb_per_s=gb_per_s, latency_us=1.0, oversubscription=oversubscription
+    )
+
+
+def test_a_spine_is_no_faster_than_the_way_to_it() -> None:
+    """What goes further up takes the links below: the least bandwidth on the way counts."""
+    assert shared_gb_per_s([network_level("rail", 8, 50.0, 2.0), network_level("spine", 64, 50.0)]) == (25.0, 25.0)
+
+
+def test_few_senders_fill_their_own_links() -> None:
+    """A seventh of the GPUs through 7 : 1 get their NICs' bandwidth."""
+    assert shared_gb_per_s([network_level("pod", 8, 50.0, 7.0)], 1 / 7) == (50.0,)
+
+
+@pytest.mark.parametrize("active", [0.0, -1.0, 1.5, float("nan")])
+def test_a_part_is_a_part(active: float) -> None:
+    """`active` outside of 0 to 1 is refused."""
+    with pytest.raises(Misconfigured, match="give the part of GPUs that send at once"):
+        shared_gb_per_s([network_level("pod", 8, 50.0)], active)

@@ -1,0 +1,107 @@
+"""The terminal summary: order, numbers, folding, and inert names."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from counterpoint.records.diagnosis import Diagnosis, TimelineLane
+from counterpoint.report.diagnosis_terminal import render
+from tests.support import example_diagnosis as example
+
+
+def printed(diagnosis: Diagnosis, *, width: int = 80, colour: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=colour, color_system="256" if colour else None)
+    render(diagnosis, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_first_line_is_the_verdict(training: Diagnosis) -> None:
+    assert printed(training).splitlines()[0] == training.verdict
+
+
+def test_piped_output_has_no_escape_sequences(training: Diagnosis) -> None:
+    assert "\x1b" not in printed(training)
+
+
+def test_no_line_ends_in_a_space_below_a_finding(training: Diagnosis) -> None:
+    findings = printed(training).split("What to do")[1].split("Where the time goes")[0]
+    assert not [line for line in findings.splitlines() if line.endswith(" ")]
+
+
+def test_all_but_the_verdict_fits_80_columns(training: Diagnosis) -> None:
+    assert max(map(len, printed(training).splitlines()[1:])) <= 80
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_control_characters_of_a_name_never_reach_the_terminal(
+    hostile: tuple[Diagnosis, list[TimelineLane]], colour: bool
+) -> None:
+    assert "\x1b[31m\"quoted'" not in printed(hostile[0], width=300, colour=colour)
+
+
+def test_markup_in_a_name_is_printed_as_it_is(hostile: tuple[Diagnosis, list[TimelineLane]]) -> None:
+    assert "[bold]" in printed(hostile[0], width=300)
+
+
+def test_budget_row_holds_milliseconds_per_step(training: Diagnosis) -> None:
+    row = next(line for line in printed(training).splitlines() if line.startswith("   5 █"))
+    assert row.split()[2:] == ["68.9", "1.1", "9.8", "0.4", "10.4", "73%"]
+
+
+def test_legend_is_one_line_at_80_columns(training: Diagnosis) -> None:
+    legend = "█ compute alone  ▓ compute + communication  ▒ transfer  ░ wait  = copies  · idle"
+    assert legend in printed(training).splitlines()
+
+
+def test_bars_of_equal_durations_have_equal_length(training: Diagnosis) -> None:
+    rows = [line for line in printed(training).splitlines() if "█▓" in line]
+    assert {len(row.split()[1]) for row in rows} == {24}
+
+
+def test_more_ranks_than_fit_are_folded_to_the_worst(training: Diagnosis) -> None:
+    busy = [msgspec.structs.replace(example.account(rank), compute_us=250_000.0) for rank in range(1, 40)]
+    lazy = msgspec.structs.replace(example.account(40), compute_us=100_000.0)
+    text = printed(msgspec.structs.replace(training, per_rank=(*busy, lazy)))
+    assert "16 of 40 ranks" in text
+    assert "\n  40 █" in text
+
+
+def test_collectives_are_ranked_by_exposed_time(training: Diagnosis) -> None:
+    worst = max(training.collectives, key=lambda c: c.exposed_us)
+    lines = printed(training).splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("collective "))
+    assert lines[header + 1].startswith(f"{worst.op} #{worst.index} ")
+
+
+def test_unchanged_replay_comes_first_with_its_error(training: Diagnosis) -> None:
+    lines = printed(training).splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("replay "))
+    assert lines[header + 1].split() == ["unchanged", "91.30", "measured", "90.60,", "error", "+0.8%"]
+
+
+def test_what_if_speed_up_is_against_the_unchanged_replay(training: Diagnosis) -> None:
+    line = next(line for line in printed(training).splitlines() if line.startswith("communication free"))
+    assert line.split()[-2:] == ["71.20", "1.28×"]
+
+
+def test_findings_are_numbered_with_cost_and_advice(training: Diagnosis) -> None:
+    text = printed(training, width=200)
+    assert "2. 4.20 ms  GEMMs need a second wave beside NCCL" in text
+    assert "→ Give the GEMM 108 SMs" in text
+
+
+def test_missing_ranks_are_said(training: Diagnosis) -> None:
+    assert "No trace of rank 3, 6" in printed(msgspec.structs.replace(training, missing_ranks=(3, 6)))
+
+
+def test_clock_offset_is_said_with_its_uncertainty(training: Diagnosis) -> None:
+    assert "rank 7's: -9.8 ± 0.6 µs" in printed(training)
+
+
+def test_diagnosis_without_communication_renders(empty: Diagnosis) -> None:
+    assert "no steps found, 1.00 ms in all" in printed(empty)

@@ -1,0 +1,68 @@
+"""Numbers as they are said, and the parts of an account."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.report import formatting as say
+from tests.support import example_diagnosis as example
+
+
+def test_parts_of_a_budget_add_up_to_the_duration() -> None:
+    account = example.account(3)
+    assert sum(say.budget(account).values()) == pytest.approx(account.duration_us)
+
+
+def test_exposed_time_is_split_into_its_waiting_and_the_rest() -> None:
+    account = msgspec.structs.replace(example.account(0), exposed_comm_us=40.0, exposed_wait_us=10.0)
+    assert (say.budget(account)["wait"], say.budget(account)["transfer"]) == (10.0, 30.0)
+
+
+def test_exposed_time_that_was_not_joined_counts_as_transfer() -> None:
+    account = msgspec.structs.replace(example.account(0), exposed_comm_us=40.0, exposed_wait_us=None)
+    assert say.budget(account)["transfer"] == 40.0
+
+
+def test_worst_ranks_are_those_with_the_least_compute_in_order_of_rank() -> None:
+    shares = [0.9, 0.2, 0.8, 0.1]
+    accounts = [
+        msgspec.structs.replace(example.account(rank), duration_us=1.0, compute_us=share)
+        for rank, share in enumerate(shares)
+    ]
+    assert [account.rank for account in say.worst_ranks(accounts, 2)] == [1, 3]
+
+
+@pytest.mark.parametrize(("us", "said"), [(1234.5, "1.23"), (0.0, "0.00"), (1e9, "1,000,000.00"), (None, "–")])
+def test_milliseconds(us: float | None, said: str) -> None:
+    assert say.milliseconds(us) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (436_224_000, "416.0 MiB"), (1 << 50, "1024.0 TiB")],
+)
+def test_size(count: int, said: str) -> None:
+    assert say.size(count) == said
+
+
+@pytest.mark.parametrize("say_it", [say.milliseconds, say.percent, say.factor, say.bandwidth])
+@pytest.mark.parametrize("unknown", [None, math.nan, math.inf])
+def test_what_is_not_known_is_a_dash(say_it: object, unknown: float | None) -> None:
+    assert callable(say_it)
+    assert say_it(unknown) == "–"
+
+
+def test_a_step_that_takes_no_time_has_no_speed_up() -> None:
+    assert say.speed_up(10.0, 0.0) == "–"
+
+
+def test_sums_are_divided_by_one_where_no_step_was_found(empty: Diagnosis) -> None:
+    assert say.steps_in(empty) == 1
+
+
+def test_a_clock_without_offset_is_not_worth_a_note(empty: Diagnosis) -> None:
+    assert say.notes(empty) == []
