@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0  # a hang; machines may be busy
 
 
 class Ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -34,6 +35,12 @@ GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel"}
 ANALYSIS_PACKAGES = {"polars", "plotly", "jinja2", "scipy", "yaml"}
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return every node of a module's syntax tree."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def sources() -> dict[Path, str]:
     """The text of every module."""
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -53,7 +60,7 @@ def dotted(path: Path) -> str:
 def imported(source: str, path: Path) -> Iterator[str]:
     """Dotted names of everything that `source` imports at any depth, relative imports made absolute."""
     package = ["counterpoint", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +106,7 @@ def shared_class_names(modules: Mapping[Path, str]) -> dict[str, list[str]]:
     """Public names of classes that are defined in several modules, with these modules."""
     places = defaultdict(list)
     for path, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(dotted(path))
     return {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -31,7 +31,8 @@ _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collec
 _WORTH_IN_JITTER = 0.03
 _WORTH_ONCE = 0.035  # of one step
 _WORTH_UNEXPLAINED = 0.05  # where no cause can be shown
-_OUTSTANDING = 3.0  # times the delay of the median rank
+_OUTSTANDING = 3.0  # times the delay of the median rank ...
+_OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
 _CONCENTRATED = 0.25  # steps in which it was felt this much of the worst step's are looked into
 _ENOUGH = 0.3  # of what was felt: less explains nothing
 _STRUCTURAL = ("send_recv", "recv", "send")  # a pipeline waits by design
@@ -90,8 +91,9 @@ def _stands_out(job: TracedJob, w: Waits, delays: Delays, column: int, total: F6
     per_step = _felt_per_step(job, w, delays, column)
     share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
     enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
-    others = np.delete(total, column)
-    return bool(enough and total[column] > _OUTSTANDING * float(np.median(others)))
+    typical = float(np.median(np.delete(total, column)))
+    outstanding = total[column] > min(_OUTSTANDING * typical, typical + _OUTSTANDING_SHARE * duration.sum())
+    return bool(enough and outstanding)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,6 +65,27 @@ def test_more_work_by_shape_alone() -> None:
     assert blamed(*ranks) == [(1, "more_work")]
 
 
+def two_ranks_in_turn(first_us: float, then_us: float) -> list[tuple[int, str]]:
+    """Return who is blamed where rank 1 is late for one all_reduce and then rank 0 for another."""
+    middle, end = 200 + first_us, 400 + first_us + then_us
+
+    def turn(before_us: float, after_us: float) -> Rank:
+        early, late = op("matmul", 10, 110, launch=0.0), op("matmul", middle, middle + 100, launch=middle - 5)
+        return rank(early, reduce(110 + before_us, middle), late, reduce(middle + 100 + after_us, end))
+
+    return blamed(turn(0.0, then_us), turn(first_us, 0.0))
+
+
+def test_of_two_ranks_that_are_both_late_the_later_one() -> None:
+    """With one other rank, that rank's own lateness does not hide a rank which costs a quarter of the steps more."""
+    assert two_ranks_in_turn(600.0, 250.0) == [(1, "host_stall")]
+
+
+def test_two_ranks_that_take_turns() -> None:
+    """Nobody stands out."""
+    assert two_ranks_in_turn(300.0, 250.0) == []
+
+
 def test_equal_ranks() -> None:
     """Nobody is late."""
     assert blamed(*[worker(200, until=400) for _ in range(4)]) == []
