@@ -9,19 +9,22 @@ from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_collectives_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
     """Every bit is right: any operation, dtype, size, alignment, channel and memory, in place or not, ranks delayed."""
     assert two_ranks.run(programs.random_collectives, seed, 1000, 1 << 20) == [1000] * 2
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> None:
     """The same where nothing is symmetric."""
     assert three_ranks.run(programs.random_collectives, seed, 600, 1 << 18) == [600] * 3
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(1, 200), (4, 200), (5, 100), (6, 80), (7, 60), (8, 60)])
+@pytest.mark.parametrize(
+    ("world_size", "count"),
+    [(1, 200), (4, 200), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((5, 100), (6, 80), (7, 60), (8, 60)))],
+)
 def test_random_collectives_on_more_and_fewer_ranks(world_size: int, count: int) -> None:
     """The same on other numbers of ranks, one alone among them."""
     assert run_once(world_size, programs.random_collectives, 4, count, 1 << 18) == [count] * world_size

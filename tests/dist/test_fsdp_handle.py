@@ -56,6 +56,7 @@ def test_a_forked_child_leaves_the_model_alone(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.forks) == [True] * 2
 
 
+@pytest.mark.long
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
     """1,000 steps map no more shared memory than the first 100 did."""
     for seen in two_ranks.run(programs.mapped_bytes, 1000):
