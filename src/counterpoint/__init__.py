@@ -6,7 +6,7 @@
     >>> counterpoint.measure("quick").rows[0].hidden
     >>> counterpoint.overlap(model)  # an FSDP2 model: its collectives then need no SMs
 
-Names are loaded when they are first used: `import counterpoint` costs next to nothing and never imports torch.
+Names are loaded when they are first used (errors at once): `import counterpoint` costs next to nothing and no torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, NoEffect, PeerTimeout, Unsupported
 from counterpoint.version import VERSION
 
 if TYPE_CHECKING:
     from counterpoint.diagnosis.api import Result, diagnose
-    from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, NoEffect, PeerTimeout, Unsupported
     from counterpoint.measurement.api import measure
     from counterpoint.parallel.overlap import overlap
     from counterpoint.records.measurement import Measurement
@@ -41,14 +41,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BadTrace": "counterpoint.errors",
-    "CounterpointError": "counterpoint.errors",
     "Measurement": "counterpoint.records.measurement",
-    "Misconfigured": "counterpoint.errors",
-    "NoEffect": "counterpoint.errors",
-    "PeerTimeout": "counterpoint.errors",
     "Result": "counterpoint.diagnosis.api",
-    "Unsupported": "counterpoint.errors",
     "diagnose": "counterpoint.diagnosis.api",
     "measure": "counterpoint.measurement.api",
     "overlap": "counterpoint.parallel.overlap",

@@ -24,13 +24,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run a verb; turn every expected error into one line on stderr and exit code 2.
-
-    A reader that ends early, such as `head`, ends the command by SIGPIPE and without a word, as it does other programs.
-
-    Raises:
-        SystemExit: with the exit code.
-    """
+    """Run a verb; turn every expected error into one line on stderr and exit code 2."""
     open_stdout()
     try:
         try:
@@ -38,7 +32,7 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except ReaderGone:
+    except ReaderGone:  # a reader that ends early, such as `head`, ends us without a word, as it does other programs
         end_by_sigpipe()
     except CounterpointError as error:
         print(f"counterpoint: {error}", file=sys.stderr)

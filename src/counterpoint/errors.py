@@ -51,10 +51,7 @@ class Misconfigured(CounterpointError, ValueError):
 class BadTrace(CounterpointError):
     """Says that a trace cannot be read, or that ranks cannot belong together.
 
-    Args:
-        reason: what is wrong and what to do about it.
-        path: the file (or `archive!member`) at fault, if one is.
-        offset: byte offset in the (decompressed) file at which reading failed, if known.
+    `path` is the file (or `archive!member`) at fault, `offset` the byte in it, decompressed, at which reading failed.
     """
 
     def __init__(self, reason: str, *, path: str | None = None, offset: int | None = None) -> None:

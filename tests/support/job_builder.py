@@ -38,7 +38,6 @@ COMPUTE_STREAM, COMM_STREAM = 7, 20
 LATENCY_US = 10.0
 H200 = Device(
     name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
-    compute_capability=(9, 0),
 )  # fmt: skip
 
 

@@ -62,11 +62,7 @@ def end_by_sigpipe() -> NoReturn:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Refuse output files that could not be written, before any work is done.
-
-    Raises:
-        Misconfigured: names the folder that is missing or closed, or what lies in the way.
-    """
+    """Refuse output files that could not be written, by `Misconfigured` that says why, before any work is done."""
     for path in filter(None, paths):
         try:
             reason = _why_not(path)
@@ -88,12 +84,7 @@ def _why_not(path: Path) -> str | None:
 
 @contextmanager
 def writing(where: object) -> Iterator[None]:
-    """Say in one line what could not be written.
-
-    Raises:
-        ReaderGone: `where` is a pipe, and its reader has ended.
-        CounterpointError: it could not be written.
-    """
+    """Turn an error of the system into `CounterpointError`, or `ReaderGone` where the reader of a pipe has ended."""
     try:
         yield
     except BrokenPipeError:
@@ -103,11 +94,7 @@ def writing(where: object) -> Iterator[None]:
 
 
 def json_file(json: str | None) -> Path | None:
-    """Return the file that `--json` names; None for -, which prints.
-
-    Raises:
-        Misconfigured: the name is empty, or standard output is closed.
-    """
+    """Return the file that `--json` names; None for -, which prints, or raises `Misconfigured` if it cannot."""
     if json == "":
         raise Misconfigured("--json without a name; give a file, or - to print it")
     if json == "-" and sys.stdout is None:
@@ -130,11 +117,7 @@ def write_json(record: object, path: Path | None) -> None:
 
 @contextmanager
 def progress(quiet: bool, first: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a line on stderr that moves as `tell(done, total, what)` is called; nothing where stderr is no terminal.
-
-    Yields:
-        The function `tell`.
-    """
+    """Yield `tell(done, total, what)`, which moves a line on stderr, or does nothing where stderr is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, what: None
         return

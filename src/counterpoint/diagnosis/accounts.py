@@ -33,12 +33,12 @@ class Waits:
 
     arrival: F64  # own start; of copies, which begin when all are ready: when launched and next on their stream
     last_start: F64  # [J]
-    last_column: np.typing.NDArray[np.int64]  # [J]
+    last_column: I64  # [J]
     wait: F64
     transfer: F64
     exposed: F64  # of the whole collective: no compute runs
     exposed_wait: F64  # of its waiting
-    step: np.typing.NDArray[np.int64]  # [J] index of the step, -1: outside
+    step: I64  # [J] index of the step, -1: outside
 
 
 def activity(job: TracedJob, column: int) -> Activity:
@@ -50,12 +50,6 @@ def activity(job: TracedJob, column: int) -> Activity:
 def waits(job: TracedJob, busy: list[Activity]) -> Waits:
     """Split every collective into waiting for the last rank and transfer after it."""
     start, end = job.joined.start, job.joined.end
-    count = len(job.joined)
-    if not count:
-        empty = np.empty((0, len(job.ranks)))
-        none = np.empty(0, np.int64)
-        return Waits(arrival=empty, last_start=np.empty(0), last_column=none, wait=empty, transfer=empty,
-                     exposed=empty, exposed_wait=empty, step=none)  # fmt: skip
     arrival, copies = _arrivals(job)
     last = np.nanmax(start, axis=1)
     until = np.where(copies, np.nanmax(arrival, axis=1), last)
@@ -125,7 +119,7 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
     overlapped = float((busy.compute & busy.comm).within(start, end).sum())
     there = (w.step >= 0) & np.isfinite(w.wait[:, column])
     d = job.digests[column]
-    flops = float(np.nansum(d.flops[_inside(job, column)]))
+    flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
     return RankAccount(
         rank=d.rank,
@@ -152,12 +146,6 @@ def _single_tensor(job: TracedJob, column: int) -> Intervals:
     return job.runs(column, (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
 
 
-def _inside(job: TracedJob, column: int) -> np.typing.NDArray[np.bool_]:
-    """Return which operations start inside a step."""
-    at = np.searchsorted(job.step_start[:, column], job.op_start[column], side="right") - 1
-    return np.asarray((at >= 0) & (job.op_start[column] < job.step_end[np.maximum(at, 0), column]))
-
-
 def totals(accounts: tuple[RankAccount, ...]) -> Account:
     """Return means over ranks, and ratios of those means."""
     fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f != "exposed_wait_us"]
@@ -177,8 +165,6 @@ def totals(accounts: tuple[RankAccount, ...]) -> Account:
 def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     """Return every collective, in order of time."""
     joined, ranks = job.joined, job.ranks
-    if not len(joined):
-        return ()
     first, end = np.nanmin(joined.start, axis=1), np.nanmax(joined.end, axis=1)
     transfer = np.maximum(end - w.last_start, 0.0)
     exposed = np.nanmean(w.exposed, axis=1)

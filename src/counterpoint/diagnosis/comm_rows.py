@@ -48,7 +48,7 @@ def comm_rows(timeline: Timeline) -> CommRows:
     names = [timeline.names[i] for i in gpu.name[first].tolist()]
     runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
     copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
-    size = np.array([_size(info, timeline) for info in infos], np.int32)
+    size = np.array([(info and info.group_size) or timeline.world_size or 0 for info in infos], np.int32)
     ops = tuple(_op(info, name) for info, name in zip(infos, names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
     return CommRows(
@@ -57,10 +57,7 @@ def comm_rows(timeline: Timeline) -> CommRows:
         group_ranks=tuple(_ranks(info) for info in infos),
         seq=np.array([-1 if info is None or info.seq is None else info.seq for info in infos], np.int64),
         comms_id=tuple(info.comms_id if info else None for info in infos),
-        bytes=np.array(
-            [_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)],
-            np.int64,
-        ),
+        bytes=np.array([_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)], np.int64),
         size=size,
         ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
         first=first.astype(np.int32),
@@ -110,12 +107,6 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
 def _op(info: CollectiveInfo | None, name: str) -> str:
     op = info.op if info and info.op and info.op != "unknown" else classify.collective_op(name)
     return "send_recv" if op in ("send", "recv") else op
-
-
-def _size(info: CollectiveInfo | None, timeline: Timeline) -> int:
-    if info and info.group_size:
-        return info.group_size
-    return timeline.world_size or 0
 
 
 def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:

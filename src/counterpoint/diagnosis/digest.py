@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from counterpoint.diagnosis.comm_rows import CommRows, comm_rows
 from counterpoint.diagnosis.gaps import Gap, find_gaps
 from counterpoint.diagnosis.steps import StepWindows, find_steps
-from counterpoint.trace.timeline import F64, I32, I64, Device, GpuOps, HostKind, Kind, Timeline
+from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
 __all__ = ["HostWaits", "RankDigest", "digest"]
 
@@ -38,18 +37,9 @@ class HostWaits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankDigest:
+class RankDigest(RankFacts):
     """Holds what is kept of one rank; times in µs since `origin_ns` on its own clock."""
 
-    rank: int
-    rank_known: bool
-    world_size: int | None
-    job: dict[str, Any]
-    path: str
-    format: str
-    events: int
-    origin_ns: int
-    device: Device
     names: tuple[str, ...]
     shapes: tuple[str, ...]
     gpu: GpuOps
@@ -66,20 +56,11 @@ def digest(timeline: Timeline) -> RankDigest:
     used = np.unique(gpu.name)
     renumber = np.zeros(len(timeline.names) + 1, np.int32)
     renumber[used] = np.arange(len(used), dtype=np.int32)
-    columns = {name: getattr(gpu, name) for name in GpuOps.__dataclass_fields__}
     return RankDigest(
-        rank=timeline.rank,
-        rank_known=timeline.rank_known,
-        world_size=timeline.world_size,
-        job=timeline.job,
-        path=timeline.path,
-        format=timeline.format,
-        events=timeline.events,
-        origin_ns=timeline.origin_ns,
-        device=timeline.device,
+        **{name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__},
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
-        gpu=GpuOps(**{**columns, "name": renumber[gpu.name]}),
+        gpu=replace(gpu, name=renumber[gpu.name]),
         comm=comm_rows(timeline),
         steps=find_steps(timeline),
         gaps=tuple(find_gaps(timeline)),

@@ -30,20 +30,11 @@ _SMALL_BYTES = 4 << 20  # below this, starting processes takes longer than readi
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Says how ranks are read.
+    """Says how ranks are read; a combination that cannot take effect raises `Misconfigured`."""
 
-    Args:
-        name: "local" (processes of this machine) or "dask".
-        workers: processes; None: one per core that this process may use. Local only.
-        scheduler: address of the Dask scheduler, as in `tcp://host:8786`. Dask only, and needed there.
-
-    Raises:
-        Misconfigured: a combination that cannot take effect.
-    """
-
-    name: str = "local"
-    workers: int | None = None
-    scheduler: str | None = None
+    name: str = "local"  # "local" (processes of this machine) or "dask"
+    workers: int | None = None  # local only: processes; None: one per core that this process may use
+    scheduler: str | None = None  # dask only, and needed there: its address, as in `tcp://host:8786`
 
     def __post_init__(self) -> None:
         if self.name not in ("local", "dask"):

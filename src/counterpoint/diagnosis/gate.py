@@ -54,11 +54,7 @@ class GateResult:
 
 
 def parse_gate(text: str) -> Gate:
-    """Return the gate that `METRIC OP NUMBER[UNIT]` describes.
-
-    Raises:
-        Misconfigured: with the forms that are allowed.
-    """
+    """Return the gate that `METRIC OP NUMBER[UNIT]` describes, or raise `Misconfigured` with the allowed forms."""
     found = _FORM.match(text)
     if found is None or found.group(1) not in METRICS:
         raise Misconfigured(

@@ -6,6 +6,7 @@ Ranks that cannot belong to one run are refused, by what can be seen before and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
-from counterpoint.trace.timeline import F64, Kind
+from counterpoint.trace.timeline import F64, I64, Kind
 
 __all__ = ["TracedJob", "assemble"]
 
@@ -56,6 +57,12 @@ class TracedJob:
     def busy(self, column: int, *kinds: Kind) -> Intervals:
         """Return when at least one operation of these kinds runs on a rank."""
         return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
+
+    def in_steps(self, column: int, steps: I64) -> np.typing.NDArray[np.bool_]:
+        """Return which operations of a rank start inside these steps, given in order."""
+        start, end = self.step_start[steps, column], self.step_end[steps, column]
+        at = np.searchsorted(start, self.op_start[column], side="right") - 1
+        return np.asarray((at >= 0) & (self.op_start[column] < end[np.maximum(at, 0)]))
 
     def runs(self, column: int, rows: np.typing.NDArray[np.bool_]) -> Intervals:
         """Return when at least one of these operations runs on a rank."""
@@ -213,19 +220,13 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
             notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
 
 
-def _reordered(joined: Joined, order: np.typing.NDArray[np.int64]) -> Joined:
-    pick = order.tolist()
-    return replace(
-        joined,
-        op=tuple(joined.op[i] for i in pick),
-        group=tuple(joined.group[i] for i in pick),
-        by=tuple(joined.by[i] for i in pick),
-        index=joined.index[order],
-        expected=joined.expected[order],
-        row=joined.row[order],
-        start=joined.start[order],
-        end=joined.end[order],
-    )
+def _reordered(joined: Joined, order: I64) -> Joined:
+    columns: dict[str, Any] = {}
+    for name in ("op", "group", "by"):
+        columns[name] = tuple(getattr(joined, name)[i] for i in order.tolist())
+    for name in ("index", "expected", "row", "start", "end"):
+        columns[name] = getattr(joined, name)[order]
+    return replace(joined, **columns)
 
 
 def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:

@@ -47,13 +47,7 @@ class Joined:
 
 
 def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> Joined:
-    """Return the collectives of all ranks, joined.
-
-    Args:
-        ranks: rank numbers, ascending.
-        rows: one table per rank.
-        base_us: what to add to each rank's times to put them on one base.
-    """
+    """Return the collectives of all ranks (ascending), joined; `base_us` puts the times of each rank on one base."""
     groups: dict[_Key, dict[int, I64]] = {}
     for column, table in enumerate(rows):
         for key, members in _by_group(table).items():

@@ -151,8 +151,6 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
     for c, d in enumerate(job.digests):
         gpu = d.gpu
         rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
-        if not len(rows):
-            continue
         start, end = job.op_start[c][rows], job.op_end[c][rows]
         facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.regs[rows], gpu.smem[rows],
                                  gpu.grid[rows], gpu.block[rows]])  # fmt: skip
@@ -167,10 +165,6 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
         share.append(busy[c].comm.within(start, end) / np.maximum(end - start, 1e-9))
         ctas.append(_ctas_during(job, c, start, end))
         kinds.append(np.array(number, np.int64)[which.ravel()])
-    if not column:
-        none = np.empty(0, np.int64)
-        zero = np.empty(0)
-        return _ComputeRows(column=none, op=none, duration=zero, share=zero, ctas=none, kind=none, facts=[])
     return _ComputeRows(
         column=np.concatenate(column),
         op=np.concatenate(op),
@@ -197,12 +191,7 @@ def _ctas_during(job: TracedJob, column: int, start: F64, end: F64) -> I64:
 
 
 def _kernel(
-    fact: _Fact,
-    rows: _ComputeRows,
-    alone: I64,
-    beside: I64,
-    limits: SmLimits | None,
-    ranks: int,
+    fact: _Fact, rows: _ComputeRows, alone: I64, beside: I64, limits: SmLimits | None, ranks: int
 ) -> KernelComparison:
     name, dims, shapes, regs, smem = fact
     grid, block = dims[:3], dims[3:]

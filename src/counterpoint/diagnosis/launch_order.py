@@ -10,7 +10,7 @@ another round. Without such proof nothing is said.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,8 +52,7 @@ def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
         if s.proof:
             proven.append(s)
         elif (d.comm.op[s.row], d.names[d.gpu.name[s.by]]) in free:
-            proven.append(Blocked(column=s.column, row=s.row, op=s.op, by=s.by, lost_us=s.lost_us,
-                                  proof="the same collective starts beside the same kernel elsewhere"))  # fmt: skip
+            proven.append(replace(s, proof="the same collective starts beside the same kernel elsewhere"))
     return tuple(proven)
 
 
@@ -101,7 +100,7 @@ def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
     return op
 
 
-def _holds_every_sm(job: TracedJob, column: int, rows: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.bool_]:
+def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> np.typing.NDArray[np.bool_]:
     """Return whether each grid fills the device: as many blocks as fit at once, or more."""
     gpu, limits = job.digests[column].gpu, sm_limits(job.digests[column].device)
     assert limits is not None

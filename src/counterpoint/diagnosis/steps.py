@@ -40,11 +40,8 @@ def find_steps(timeline: Timeline) -> StepWindows:
         return _from_profiler(timeline, rows)
     if len(gpu) and (repeated := _from_repetition(timeline)):
         return repeated
-    parts = [t for t in (gpu, host) if len(t)]
-    if len(gpu):
-        parts = [gpu]
-    start = np.array([min(float(t.start.min()) for t in parts)])
-    end = np.array([max(float(t.end.max()) for t in parts)])
+    ran = gpu if len(gpu) else host
+    start, end = np.array([ran.start.min()]), np.array([ran.end.max()])
     return StepWindows(names=("whole trace",), start=start, end=end, found_by="whole")
 
 

@@ -298,11 +298,7 @@ def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifferen
 def _signatures(job: TracedJob, column: int, steps: I64) -> dict[tuple[str, tuple[int, ...], str], F64]:
     """Return durations per (name, grid + block, shapes) of the compute kernels of some steps."""
     d, gpu = job.digests[column], job.digests[column].gpu
-    start = job.op_start[column]
-    low, high = job.step_start[steps, column], job.step_end[steps, column]
-    at = np.searchsorted(low, start, side="right") - 1
-    inside = (at >= 0) & (start < high[np.maximum(at, 0)])
-    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & inside)
+    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
     if not len(rows):
         return {}
     facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.grid[rows], gpu.block[rows]])

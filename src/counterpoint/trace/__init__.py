@@ -1,7 +1,7 @@
 """Read the traces of every rank into columns: Kineto JSON and Nsight Systems exports.
 
 timeline.py has the columns that every reader makes, source.py finds and opens files. kineto.py reads Kineto JSON (cut
-into events by chunks.py, decoded by kineto_events.py and kineto_columns.py, a large file by kineto_processes.py).
-nsys.py reads Nsight exports (tables, NVTX ranges and ranks in nsys_*.py). classify.py says which operations are
-communication, clocks.py puts all ranks on one clock. Other rooms use those of these files that have no prefix.
+into events by chunks.py, decoded by kineto_columns.py). nsys.py reads Nsight exports (tables, NVTX ranges and ranks in
+nsys_*.py). classify.py says which operations are communication, clocks.py puts all ranks on one clock. Other rooms use
+those of these files that have no prefix.
 """

@@ -43,11 +43,7 @@ class Clocks:
 
 
 def align_clocks(end: F64) -> Clocks:
-    """Fit clocks to `end` [collectives, ranks], the ends of synchronising collectives, NaN where a rank took no part.
-
-    Returns:
-        Offsets relative to the first column that others are connected to.
-    """
+    """Return clocks fitted to `end` [collectives, ranks], the ends of synchronising collectives, NaN: took no part."""
     ranks = end.shape[1]
     offset = _first_guess(end)
     known = np.isfinite(offset)

@@ -7,7 +7,13 @@ Of a rank without a GPU (Gloo), operations of the host take the place of GPU ope
 
 from __future__ import annotations
 
+import gc
+import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +21,9 @@ import numpy as np
 
 from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
-from counterpoint.trace.kineto_columns import Columns
-from counterpoint.trace.kineto_processes import read_by_two_processes, read_events
-from counterpoint.trace.source import Limits, TraceFile, rank_from_name
+from counterpoint.trace.chunks import EventRuns
+from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
+from counterpoint.trace.source import Limits, TraceFile, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     CollectiveInfo,
     Device,
@@ -31,7 +37,10 @@ from counterpoint.trace.timeline import (
     sorted_host,
 )
 
-__all__ = ["read_kineto"]
+__all__ = ["read_by_two_processes", "read_events", "read_kineto"]
+
+_LARGE_BYTES = 64 << 20  # below, starting a process takes longer than it saves
+_EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
 
 
 def read_kineto(
@@ -53,6 +62,83 @@ def read_kineto(
     read = read_by_two_processes(file, limits, progress) if processes > 1 else None
     columns, header = read or read_events(file, limits, progress=progress)
     return _timeline(file, header, columns)
+
+
+def read_events(
+    file: TraceFile,
+    limits: Limits,
+    *,
+    begin: int | None = None,
+    stop: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Columns, dict[str, Any]]:
+    """Return the events of a file as columns, and the other keys of the file.
+
+    Args:
+        file: where it is.
+        limits: caps on what it may expand to.
+        begin: byte from which on events are read; None: the file's beginning.
+        stop: byte before which reading stops; None: the file's end.
+        progress: called with the number of events read so far.
+    """
+    columns = Columns()
+    collecting = gc.isenabled()
+    gc.disable()  # millions of short-lived structs that cannot form cycles
+    try:
+        with open_bytes(file, limits, begin=begin or 0, stop=stop) as stream:
+            runs = EventRuns(stream, file.label, KinetoEvent, begins_at=begin, open_ended=stop is not None)
+            for run, events in runs:
+                absorb(columns, runs, run, events)
+                if progress:
+                    progress(columns.count)
+    finally:
+        if collecting:
+            gc.enable()
+    return columns, runs.header
+
+
+def read_by_two_processes(
+    file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
+) -> tuple[Columns, dict[str, Any]] | None:
+    """Return what `read_events` does, read by two processes; None where that cannot be done, for whatever reason.
+
+    Where the second half begins is guessed, at something in the middle that looks like the beginning of an event. The
+    guess is proved by reading: JSON is read from left to right, so if the first half decodes as whole events up to
+    there, it is one. If it does not, or if either half is bad, the file has to be read in one go, which also words the
+    error.
+    """
+    middle = _middle(file, limits)
+    if middle is None:
+        return None
+    command = [sys.executable, "-m", "counterpoint.trace.kineto", str(file.path), file.label, str(middle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        try:
+            assert other.stdout is not None
+            columns, header = read_events(file, limits, stop=middle, progress=progress)
+            message = other.stdout.read()
+        except BaseException as error:
+            other.kill()
+            if isinstance(error, BadTrace):
+                return None
+            raise
+    if other.returncode != 0:
+        return None
+    later, trailer = pickle.loads(message)  # what our own process made, never bytes of the trace
+    columns.extend(later)
+    return columns, header | trailer
+
+
+def _middle(file: TraceFile, limits: Limits) -> int | None:
+    """Guess where an event begins near the middle of a large file of plain text."""
+    size = file.path.stat().st_size
+    if not _LARGE_BYTES <= size <= limits.trace_bytes:
+        return None
+    with file.path.open("rb") as raw:
+        if raw.read(2) == b"\x1f\x8b":
+            return None
+        raw.seek(size // 2)
+        found = _EVENT.search(raw.read(1 << 20))
+    return size // 2 + found.start(1) if found else None
 
 
 def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Timeline:
@@ -77,7 +163,9 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         host_ops = sorted_host(host)
         order = np.lexsort((-host["end"], host["start"]))
         gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), host["info"][order])
-    info = _distributed_info(header)
+    stated = header.get("distributedInfo")  # rank, world_size, backend, nccl_version, ... as c10d states them
+    info = stated if isinstance(stated, dict) else {}
+    base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
     rank, known = _rank(info, columns, file)
     return Timeline(
         rank=rank,
@@ -87,7 +175,7 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         path=file.label,
         format="kineto",
         events=columns.count,
-        origin_ns=_base_ns(header) + (columns.base_us or 0) * 1000 + round(origin * 1000),
+        origin_ns=base_ns + (columns.base_us or 0) * 1000 + round(origin * 1000),
         device=_device_of(header, device) if len(gpu) else Device(name="cpu"),
         names=names,
         shapes=shapes,
@@ -107,11 +195,10 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
-    if host:
-        by_external = columns.info_by_external  # the host's record is the fuller one (Seq, Comms Id)
-        if by_external:
-            pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
-            gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
+    by_external = columns.info_by_external  # the host's record is the fuller one (Seq, Comms Id)
+    if by_external:
+        pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
+        gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
     copies = np.array([n.startswith(("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer")) for n in names])
     by_name = np.array([classify.memcpy_kind(n) if c else classify.kernel_kind(n)
                         for n, c in zip(names, copies, strict=True)], np.uint8)  # fmt: skip
@@ -153,20 +240,9 @@ def _rank(info: dict[str, Any], columns: Columns, file: TraceFile) -> tuple[int,
     return 0, False
 
 
-def _distributed_info(header: dict[str, Any]) -> dict[str, Any]:
-    """Return rank, world_size, backend, nccl_version, ... as c10d stated them; empty where it did not."""
-    info = header.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
-
-
 def _whole(value: Any) -> int | None:
     """Return `value` if it is a whole number from 0 that 64 bits hold, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
-
-
-def _base_ns(header: dict[str, Any]) -> int:
-    """Return what `ts` counts from, in ns since 1970; 0 before 2024."""
-    return _whole(header.get("baseTimeNanoseconds")) or 0
 
 
 def _job_of(info: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +256,7 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
     listed = header.get("deviceProperties")
     found = [d for d in listed if isinstance(d, dict)] if isinstance(listed, list) else []
     props = next((d for d in found if d.get("id") == device), found[0] if found else {})
-    name, major, minor = props.get("name"), _whole(props.get("computeMajor")), _whole(props.get("computeMinor"))
+    name = props.get("name")
     return Device(
         name=name if isinstance(name, str) else None,
         num_sms=_whole(props.get("numSms")) or None,
@@ -188,7 +264,6 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
         smem_per_sm=_whole(props.get("sharedMemPerMultiprocessor") or props.get("maxSharedMemoryPerMultiProcessor"))
         or None,
         threads_per_sm=_whole(props.get("maxThreadsPerMultiprocessor")) or None,
-        compute_capability=None if major is None or minor is None else (major, minor),
     )
 
 
@@ -199,12 +274,7 @@ def _device_ops_of_host(
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
     `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
-
-    Args:
-        host: sorted host ranges.
-        names: string table.
-        infos: collective metadata.
-        info_of_row: [len(host)] index into `infos`, -1 where a range has none.
+    `info_of_row` has an index into `infos` for each host range, -1 where it has none.
     """
     backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
     params = np.array([n == "record_param_comms" for n in names], bool)[host.name]
@@ -252,3 +322,9 @@ def _nearest_info(
         if waiting:
             info[position] = waiting.pop(0)
     return info
+
+
+if __name__ == "__main__":  # the process that reads the second half; the first one words the errors
+    path, label, begin = sys.argv[1:]
+    trace = TraceFile(path=Path(path), label=label, format="kineto")
+    pickle.dump(read_events(trace, Limits(), begin=int(begin)), sys.stdout.buffer)

@@ -1,10 +1,11 @@
-"""Sort Kineto events into columns: what is kept of a trace while it is read."""
+"""Decode Kineto events and sort them into columns: what is kept of a trace while it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from decimal import Decimal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -12,14 +13,93 @@ import numpy as np
 from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
-from counterpoint.trace.kineto_events import ON_GPU, Categories, EventArgs, EventStart, KinetoEvent
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Intern
 
-__all__ = ["Columns", "absorb"]
+__all__ = ["Columns", "KinetoEvent", "absorb"]
 
+_ON_GPU, _IGNORED = -1, -2
+_GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
+_HOST = {
+    "cpu_op": HostKind.OP,
+    "operator": HostKind.OP,
+    "cuda_runtime": HostKind.RUNTIME,
+    "cuda_driver": HostKind.RUNTIME,
+    "hip_runtime": HostKind.RUNTIME,
+    "runtime": HostKind.RUNTIME,
+    "driver": HostKind.RUNTIME,
+    "overhead": HostKind.RUNTIME,
+    "user_annotation": HostKind.ANNOTATION,
+    "python_function": HostKind.PYTHON,
+    "cuda_sync": HostKind.SYNC,
+}
+_RAW = msgspec.Raw(b"")
 _PARAM_COMMS = "record_param_comms"
 _LAST_US = 9.2e15  # in the year 2261: 63 bits of ns
 _EXACT_US = 1 << 43  # below, a float64 of µs holds ns
+
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # what a column of 64 bits holds
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+
+
+class EventArgs(msgspec.Struct, gc=False):
+    """Holds the arguments of an event that any account needs; the decoder skips all others."""
+
+    external: Int | None = msgspec.field(default=None, name="External id")
+    old_external: Int | None = msgspec.field(default=None, name="external id")
+    correlation: Int | None = None
+    device: Int32 | None = None
+    in_device: Int32 | None = msgspec.field(default=None, name="inDevice")  # peer copies: who carried it out
+    stream: Int | None = None
+    grid: msgspec.Raw = _RAW
+    block: msgspec.Raw = _RAW
+    regs: Int32 | None = msgspec.field(default=None, name="registers per thread")
+    smem: Int | None = msgspec.field(default=None, name="shared memory")
+    bytes: Int | None = None
+    dims: msgspec.Raw = msgspec.field(default=_RAW, name="Input Dims")
+    waits_for: Int | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
+    waits_on: Int | None = msgspec.field(default=None, name="wait_on_stream")
+    collective: str | None = msgspec.field(default=None, name="Collective name")
+    in_nelems: Int | None = msgspec.field(default=None, name="In msg nelems")
+    out_nelems: Int | None = msgspec.field(default=None, name="Out msg nelems")
+    group_size: Int | None = msgspec.field(default=None, name="Group size")
+    dtype: str | None = None
+    group: str | None = msgspec.field(default=None, name="Process Group Name")
+    group_desc: str | None = msgspec.field(default=None, name="Process Group Description")
+    group_ranks: msgspec.Raw = msgspec.field(default=_RAW, name="Process Group Ranks")
+    seq: Int | None = msgspec.field(default=None, name="Seq")
+    comms_id: msgspec.Raw = msgspec.field(default=_RAW, name="Comms Id")
+    comm_rank: Int | None = msgspec.field(default=None, name="Rank")
+
+
+class KinetoEvent(msgspec.Struct, gc=False):
+    """Holds one trace event; only complete events (`ph` X) carry time."""
+
+    ph: str = ""
+    cat: str | None = ""
+    name: str | None = ""
+    pid: Any = 0
+    tid: Any = 0
+    ts: float | None = None
+    dur: float | None = None
+    args: EventArgs | None = None
+
+
+class EventStart(msgspec.Struct, gc=False):
+    """Holds an event's start to the last digit of the file."""
+
+    ph: str = ""
+    ts: Decimal | None = None
+
+
+class Categories(dict[str | None, int]):
+    """Maps a category as the file spells it to its HostKind, or to _ON_GPU or _IGNORED."""
+
+    def __missing__(self, category: str | None) -> int:
+        name = (category or "").lower()
+        self[category] = kind = _ON_GPU if name in _GPU else _HOST.get(name, _IGNORED)
+        return kind
+
+
 _NO_ARGS = EventArgs()
 
 
@@ -47,7 +127,6 @@ class Columns:
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
                 group=args.group,
-                group_desc=args.group_desc,
                 group_ranks=_text(args.group_ranks),
                 group_size=args.group_size,
                 seq=args.seq,
@@ -55,8 +134,6 @@ class Columns:
                 in_nelems=args.in_nelems,
                 out_nelems=args.out_nelems,
                 dtype=args.dtype,
-                src_rank=args.src_rank,
-                dst_rank=args.dst_rank,
             )
         )
         if self.comm_rank is None and args.comm_rank is not None and (args.group_desc or "default_pg") == "default_pg":
@@ -95,11 +172,7 @@ def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:
 
 
 def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: list[KinetoEvent]) -> None:
-    """Add a run of events to the columns.
-
-    Raises:
-        BadTrace: an event has an impossible time; with its byte offset.
-    """
+    """Add a run of events to the columns; an impossible time raises `BadTrace` with the byte offset of its event."""
     columns.count += len(events)
     timed = [e for e in events if e.ph == "X"]
     if not timed:
@@ -122,7 +195,7 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     ts = _exact_starts(run, columns.base_us) if columns.inexact else ts - columns.base_us
     kinds = columns.categories
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
-    for rows, into in ((np.flatnonzero(kind == ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
+    for rows, into in ((np.flatnonzero(kind == _ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
         if len(rows):
             into(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
 
@@ -146,7 +219,7 @@ def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, 
             [a.stream if a.stream is not None else _stream_of(e.tid) for a, e in zip(args, events, strict=True)],
             np.int64,
         ),
-        correlation=_ints(args, "correlation"),
+        correlation=np.array([-1 if a.correlation is None else a.correlation for a in args], np.int64),
         external=_externals(args),
         grid=np.array([grids[bytes(a.grid)] for a in args], np.int32),
         block=np.array([grids[bytes(a.block)] for a in args], np.int32),
@@ -212,16 +285,8 @@ def _threads(columns: Columns, events: list[KinetoEvent]) -> Any:
         return np.array([threads[key] for key in keys], np.int32)
 
 
-def _ints(args: list[EventArgs], name: str) -> Any:
-    values = [getattr(a, name) for a in args]
-    return np.array([-1 if v is None else v for v in values], np.int64)
-
-
 def _externals(args: list[EventArgs]) -> Any:
-    return np.array(
-        [a.external if a.external is not None else _first(a.old_external) for a in args],
-        np.int64,
-    )
+    return np.array([a.external if a.external is not None else _first(a.old_external) for a in args], np.int64)
 
 
 def _first(*values: int | None) -> int:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from counterpoint.trace.classify import kernel_kind, memcpy_kind
 from counterpoint.trace.nsys_nvtx import NcclCalls, NvtxRanges, innermost, nccl_calls, one_per_kernel, read_nvtx
 from counterpoint.trace.nsys_ranks import RankId, device_of, find_ranks, utc_ns
-from counterpoint.trace.nsys_tables import MAX_ROWS, MAX_TEXT, Export, look_up, open_export, text_or_unknown
+from counterpoint.trace.nsys_tables import MAX_ROWS, Export, look_up, open_export
 from counterpoint.trace.timeline import (
     F64,
     I32,
@@ -66,11 +66,8 @@ def read_nsys(path: Path, *, max_rows: int = MAX_ROWS) -> list[Timeline]:
     `origin_ns` is UTC where the export states the start of its session, so that files share a time base. Spans of
     whole CUDA graphs (captured without their kernels) become compute operations named `CUDA graph`.
 
-    Args:
-        path: the file that `nsys export --type sqlite` wrote.
-        max_rows: rows of one table beyond which the export is refused.
-
-    A file that is no export, damaged, without GPU activity, with impossible times or too large raises `BadTrace`.
+    A file that is no export, damaged, without GPU activity, with impossible times or more than `max_rows` rows in one
+    table raises `BadTrace`.
     """
     with open_export(path, max_rows=max_rows) as export:
         return _read(export, path)
@@ -87,7 +84,8 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     calls = nccl_calls(export, nvtx, names)
     gpu["collective"], collectives = _collectives(gpu, runtime, launch, calls)
     gpu["shape"] = _shapes(nvtx, runtime, launch)
-    host = _sorted(_merge(runtime, _syncs(export, names, runtime), _annotations(nvtx)))
+    host = _merge(runtime, _syncs(export, names, runtime), _annotations(nvtx))
+    host = _select(host, np.lexsort((-host.end, host.start)))
     first = min(int(times[0]) for times in (gpu["start"], host.start) if len(times))
     origin_ns = utc_ns(export, first)
     build = _Builder(path=path, gpu=gpu, runtime=runtime, launch=launch, host=host, first=first, origin_ns=origin_ns,
@@ -134,11 +132,7 @@ def _kind(table: str, name: str, otherwise: Kind) -> Kind:
 
 def _name_kernels(export: Export, data: dict[str, I64], names: Intern[str]) -> None:
     table = _CUPTI + "KERNEL"
-    text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
-    known: dict[int, int] = {}
-    for key, name in export.strings(((table, "demangledName"), (table, "shortName")), (text,)):
-        assert isinstance(key, int)  # the query says so
-        known[key] = names[text_or_unknown(name)]
+    known = {key: names[name] for key, name in export.names((table, "demangledName"), (table, "shortName"))}
     full, short = look_up(data.pop("demangledName"), known, -1), look_up(data.pop("shortName"), known, -1)
     name = np.where(full >= 0, full, short)
     data["name"] = np.where(name >= 0, name, names["unknown"]).astype(np.int64)
@@ -168,11 +162,8 @@ def _runtime(export: Export, names: Intern[str]) -> _HostTable:
     """Read runtime and driver calls, which Nsight keeps in one table."""
     table = _CUPTI + "RUNTIME"
     data = export.ints(table, {"start": -1, "end": -1, "globalTid": 0, "correlationId": -1, "nameId": -1})
-    text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
-    known = {}
-    for key, name in export.strings(((table, "nameId"),), (text,)):
-        assert isinstance(key, int)  # the query says so
-        known[key] = names[re.sub(r"_v\d+(_ptsz|_ptds)?$", "", text_or_unknown(name))]  # as Kineto spells it
+    version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # which Kineto leaves out
+    known = {key: names[version.sub("", name)] for key, name in export.names((table, "nameId"))}
     nothing = np.full(len(data["start"]), -1)
     return _HostTable(
         start=data["start"], end=data["end"], name=look_up(data["nameId"], known, names["unknown"]),
@@ -215,10 +206,6 @@ def _annotations(nvtx: NvtxRanges) -> _HostTable:
 
 def _merge(*parts: _HostTable) -> _HostTable:
     return _HostTable(**{key: np.concatenate([getattr(part, key) for part in parts]) for key in _HostTable.__slots__})
-
-
-def _sorted(host: _HostTable) -> _HostTable:
-    return _select(host, np.lexsort((-host.end, host.start)))
 
 
 def _select(host: _HostTable, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> _HostTable:

@@ -123,7 +123,7 @@ def _environment(export: Export) -> dict[str, int]:
 def device_of(export: Export, rank: RankId) -> Device:
     """Return what TARGET_INFO_GPU says about the GPU of `rank`; all None where it does not."""
     fields = ("id", "name", "smCount", "maxRegistersPerSm", "maxShmemPerSm", "maxWarpsPerSm", "threadsPerWarp",
-              "maxThreadsPerSm", "computeMajor", "computeMinor")  # fmt: skip
+              "maxThreadsPerSm")  # fmt: skip
     gpus = export.small("TARGET_INFO_GPU", fields)
     links = export.small("TARGET_INFO_CUDA_DEVICE", ("gpuId", "cudaId", "pid"))
     pid = rank.process >> 24 & 0xFFFFFF
@@ -141,13 +141,7 @@ def device_of(export: Export, rank: RankId) -> Device:
         regs_per_sm=whole.get("maxRegistersPerSm"),
         smem_per_sm=whole.get("maxShmemPerSm"),
         threads_per_sm=whole.get("maxThreadsPerSm") or (warps * width if warps and width else None),
-        compute_capability=(whole["computeMajor"], _minor(gpu)) if "computeMajor" in whole else None,
     )
-
-
-def _minor(gpu: dict[str, object]) -> int:
-    minor = gpu.get("computeMinor")
-    return minor if isinstance(minor, int) and 0 <= minor < 100 else 0
 
 
 def utc_ns(export: Export, event_ns: int) -> int:

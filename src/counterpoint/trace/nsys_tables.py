@@ -33,11 +33,7 @@ _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and giv
 
 @contextmanager
 def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
-    """Yield the export at `path`, open for as long as the context lives.
-
-    Raises:
-        BadTrace: not an SQLite file, damaged, or not readable; also for errors of SQLite inside the context.
-    """
+    """Yield the export at `path`, open for as long as the context lives; errors of SQLite in it become `BadTrace`."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_MAGIC))
@@ -61,10 +57,7 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
 class Export:
     """Reads tables of one export as numpy columns; what is missing comes back as its default.
 
-    Args:
-        connection: read-only; it is hardened here.
-        path: what messages call it.
-        max_rows: rows of one table beyond which `BadTrace` is raised.
+    The read-only `connection` is hardened here. A table of more than `max_rows` rows raises `BadTrace`.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: str, max_rows: int) -> None:
@@ -94,14 +87,10 @@ class Export:
         return BadTrace(reason, path=self.path)
 
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
-        """Return integer columns of `table`; a table with impossible times or too many rows raises `BadTrace`.
+        """Return integer columns of `table`; one that is not there has no rows, one with too many raises `BadTrace`.
 
-        `start` and `end` (ns) must be integers of at least 0 in every row, and no end before its start.
-
-        Args:
-            table: its name; a table that is not there has no rows.
-            defaults: column -> value where the column is missing, NULL, or not an integer.
-            open_ends: allow `end` to be NULL; it becomes `OPEN_END`.
+        A column that is missing, NULL or not an integer has its value in `defaults`. `start` and `end` (ns) must be
+        integers of at least 0 in every row, and no end before its start; with `open_ends` a NULL becomes `OPEN_END`.
         """
         present = [name for name in defaults if name.lower() in self.columns(table)]
         if not present:
@@ -141,6 +130,13 @@ class Export:
             return iter(())
         where = f"typeof(id) = 'integer' AND id IN ({' UNION '.join(used)})"
         return self.texts("StringIds", ("id", *expressions), where=where)
+
+    def names(self, *users: tuple[str, str]) -> Iterator[tuple[int, str]]:
+        """Return id and text of the StringIds that `users` refer to; `unknown` where there is no text."""
+        text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
+        for key, name in self.strings(users, (text,)):
+            assert isinstance(key, int)  # the query says so
+            yield key, text_or_unknown(name)
 
     def _block(self, table: str, fields: Mapping[str, str]) -> I64:
         """Read columns [fields, rows]; SQLite writes each as one text of numbers, which takes half the time of rows."""

@@ -41,17 +41,11 @@ _RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits what one input may ask of this machine.
+    """Limits what one input may ask of this machine."""
 
-    Args:
-        trace_bytes: decompressed bytes of one trace, and an eighth of those of an archive.
-        ratio: decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32.
-        files: traces in one folder or archive.
-    """
-
-    trace_bytes: int = 8 << 30
-    ratio: int = 64
-    files: int = 100_000
+    trace_bytes: int = 8 << 30  # decompressed, of one trace; an eighth of those of an archive
+    ratio: int = 64  # decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32
+    files: int = 100_000  # traces in one folder or archive
 
     def allow(self, compressed_bytes: int, *, traces: int = 1) -> int:
         """Return the most bytes that a compressed file may expand to."""
@@ -79,11 +73,7 @@ def rank_from_name(name: str) -> int | None:
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFile]]:
-    """Yield the trace files that `sources` name; archives are unpacked for as long as the context lives.
-
-    Raises:
-        BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
-    """
+    """Yield the trace files that `sources` name, archives unpacked for as long as the context lives, or `BadTrace`."""
     with TemporaryDirectory(prefix="counterpoint-") as scratch:
         found: list[TraceFile] = []
         for number, source in enumerate(sources):

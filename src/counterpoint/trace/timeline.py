@@ -21,6 +21,7 @@ __all__ = [
     "HostOps",
     "Intern",
     "Kind",
+    "RankFacts",
     "Timeline",
     "join_launches",
     "previous_on_stream",
@@ -63,7 +64,6 @@ class Device:
     regs_per_sm: int | None = None
     smem_per_sm: int | None = None
     threads_per_sm: int | None = None
-    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,6 @@ class CollectiveInfo:
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name
-    group_desc: str | None = None
     group_ranks: str | None = None  # as printed, "[0, 1, 2, 3]"; may be cut by the profiler
     group_size: int | None = None
     seq: int | None = None
@@ -80,8 +79,6 @@ class CollectiveInfo:
     in_nelems: int | None = None
     out_nelems: int | None = None
     dtype: str | None = None
-    src_rank: int | None = None
-    dst_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +125,8 @@ class HostOps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
-    """Holds the trace of one rank."""
+class RankFacts:
+    """Says of which rank a trace is, where it was read, and what ran the rank."""
 
     rank: int
     rank_known: bool  # False: guessed from the file name or order
@@ -140,6 +137,12 @@ class Timeline:
     events: int
     origin_ns: int
     device: Device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline(RankFacts):
+    """Holds the trace of one rank; times in µs since `origin_ns` on its own clock."""
+
     names: tuple[str, ...]
     shapes: tuple[str, ...]
     gpu: GpuOps

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import BadTrace
-from counterpoint.trace import kineto_processes
+from counterpoint.trace import kineto
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
 from counterpoint.trace.timeline import Timeline
@@ -18,7 +18,7 @@ from tests.support.nasty_trace import awkward, plain
 
 @pytest.fixture(autouse=True)
 def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto_processes, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(kineto, "_LARGE_BYTES", 1)
 
 
 def read(path: Path, processes: int = 2) -> Timeline:
@@ -38,7 +38,7 @@ def test_two_processes_read_what_one_reads(tmp_path: Path, layout: str, events_f
 
 def test_both_halves_are_really_read_apart(tmp_path: Path) -> None:
     path = kt.write(tmp_path / "t.json", awkward(), kt.header(), layout="kineto")
-    halves = kineto_processes.read_by_two_processes(trace(path), Limits(), None)
+    halves = kineto.read_by_two_processes(trace(path), Limits(), None)
     assert halves is not None
     assert halves[0].count == read(path, processes=1).events
 
@@ -47,7 +47,7 @@ def test_wrong_guess_of_the_middle_is_noticed(tmp_path: Path, monkeypatch: pytes
     events = [kt.op('"}, {"ph": "X"}, {"', 10.0 + row, 0.5, external=row) for row in range(6)]
     path = kt.write(tmp_path / "t.json", events, kt.header(), layout="compact")
     inside_a_name = path.read_bytes().index(b'{\\"ph\\"', path.stat().st_size // 2)
-    monkeypatch.setattr(kineto_processes, "_middle", lambda file, limits: inside_a_name)
+    monkeypatch.setattr(kineto, "_middle", lambda file, limits: inside_a_name)
     assert read(path).events == 6
 
 
@@ -72,4 +72,4 @@ def test_truncated_file_is_bad(tmp_path: Path) -> None:
 
 def test_compressed_file_is_read_in_one_go(tmp_path: Path) -> None:
     path = kt.write(tmp_path / "t.json.gz", awkward(), kt.header())
-    assert kineto_processes.read_by_two_processes(trace(path), Limits(), None) is None
+    assert kineto.read_by_two_processes(trace(path), Limits(), None) is None

@@ -60,7 +60,7 @@ def test_metadata_of_a_kernel(read: Any) -> None:
     """The args of the kernel itself: operation, group, counts, dtype."""
     facts = kt.metadata("_allgather_base", ranks=(0, 1, 2, 3), nelems=(256, 1024))
     assert info_of(read([kt.kernel(NCCL, 1.0, 1.0, more=facts)])) == CollectiveInfo(
-        op="all_gather", group="0", group_desc="default_pg", group_ranks="[0, 1, 2, 3]", group_size=4,
+        op="all_gather", group="0", group_ranks="[0, 1, 2, 3]", group_size=4,
         in_nelems=256, out_nelems=1024, dtype="BFloat16",
     )  # fmt: skip
 
@@ -129,7 +129,6 @@ def test_the_device_that_ran_the_rank(read: Any) -> None:
     head = kt.header(devices=[{"id": 0, "name": "other"}, kt.H200 | {"id": 3}])
     assert read([kt.kernel("k", 1.0, 1.0, device=3)], head).device == Device(
         name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
-        compute_capability=(9, 0),
     )  # fmt: skip
 
 

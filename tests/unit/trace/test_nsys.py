@@ -289,7 +289,6 @@ def test_device_properties_are_those_of_the_gpu_behind_the_ordinal(tmp_path: Pat
     export.add(CUDA_DEVICES, gpuId=3, cudaId=0, pid=8)
     assert _one(tmp_path, export).device == Device(
         name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
-        compute_capability=(9, 0),
     )  # fmt: skip
 
 
