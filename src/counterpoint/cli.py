@@ -51,7 +51,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Verbs are added below; each lives in commands/<verb>.py."""
+    """Take the options that come before a verb; the verbs, added below, live in commands/<verb>.py."""
 
 
 app.command()(diagnose)

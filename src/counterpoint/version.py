@@ -1,3 +1,3 @@
-"""The version of the package, as pyproject.toml says it."""
+"""Say the version of the package, as pyproject.toml does."""
 
 VERSION = "0.1.0"

@@ -62,7 +62,7 @@ def end_by_sigpipe() -> NoReturn:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Refuse output files that could not be written, by `Misconfigured` that says why, before any work is done."""
+    """Raise `Misconfigured`, before any work is done, if an output file could not be written; the text says why."""
     for path in filter(None, paths):
         try:
             reason = _why_not(path)
@@ -94,7 +94,7 @@ def writing(where: object) -> Iterator[None]:
 
 
 def json_file(json: str | None) -> Path | None:
-    """Return the file that `--json` names; None for -, which prints, or raises `Misconfigured` if it cannot."""
+    """Return the file that `--json` names, None for -, which prints; raise `Misconfigured` for an empty name."""
     if json == "":
         raise Misconfigured("--json without a name; give a file, or - to print it")
     if json == "-" and sys.stdout is None:

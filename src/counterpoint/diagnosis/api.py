@@ -43,12 +43,12 @@ class Result:
 
     @property
     def lanes(self) -> tuple[TimelineLane, ...]:
-        """The picture of when each rank computed, communicated, waited, copied or idled."""
+        """Return the picture of when each rank computed, communicated, waited, copied or idled."""
         return _draw_lanes(self.job, self.waits)
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
-        """The tables steps, per_rank, collectives, stragglers, kernels, findings and what_if as polars frames."""
+        """Return steps, per_rank, collectives, stragglers, kernels, findings and what_if as polars frames."""
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)

@@ -46,7 +46,7 @@ class TracedJob:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each column."""
+        """Return the rank of each column."""
         return tuple(d.rank for d in self.digests)
 
     def on_job_clock(self, column: int, at: F64) -> F64:

@@ -101,7 +101,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Scenario | Block, ...]:
-        """The subjects of the lines of results, in the order in which they are measured."""
+        """Return the subjects of the lines of results, in the order in which they are measured."""
         return (*self.scenarios, *self.blocks)
 
 
@@ -181,12 +181,12 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def serial_us(self) -> float:
-        """The time of one after the other, T_g + T_c and the head start, with which `hidden` and `speedup` compare."""
+        """Return the time of one after the other, T_g + T_c + head start, with which `hidden` and `speedup` compare."""
         return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
 
     @property
     def speedup(self) -> float:
-        """The speedup over one after the other: serial / T."""
+        """Return the speedup over one after the other: serial / T."""
         return self.serial_us / self.together.us
 
 
@@ -237,7 +237,7 @@ class Launched(Record, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of the grid; 0 for a copy."""
+        """Return the number of blocks of the grid; 0 for a copy."""
         return 0 if self.grid is None else self.grid[0] * self.grid[1] * self.grid[2]
 
 

@@ -2,7 +2,8 @@
 
 Events are decoded by type, a block at a time, and fall into columns at once: what is kept grows with the columns, not
 with the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid).
-Of a rank without a GPU (Gloo), operations of the host take the place of GPU operations.
+Of a rank without a GPU (Gloo), operations of the host take the place of GPU operations. A large file can be read by two
+processes at once, half each.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and giv
 
 @contextmanager
 def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
-    """Yield the export at `path`, open for as long as the context lives; errors of SQLite in it become `BadTrace`."""
+    """Yield the open export at `path`; what is no export, and what SQLite cannot read in it, raise `BadTrace`."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_MAGIC))

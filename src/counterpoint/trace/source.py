@@ -73,7 +73,11 @@ def rank_from_name(name: str) -> int | None:
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFile]]:
-    """Yield the trace files that `sources` name, archives unpacked for as long as the context lives, or `BadTrace`."""
+    """Yield the trace files that `sources` name; archives are unpacked for as long as the context lives.
+
+    Raises:
+        BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
+    """
     with TemporaryDirectory(prefix="counterpoint-") as scratch:
         found: list[TraceFile] = []
         for number, source in enumerate(sources):
