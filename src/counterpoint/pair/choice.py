@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
+from msgspec import structs
+
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 from counterpoint.machine.profile import Contention, Profile, default_profile
 from counterpoint.pair.curves import CommPoint, Curves
-from counterpoint.pair.metrics import overlap
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, GemmKernel, Occupation, Pair, play_order, reduced_us
+from counterpoint.pair.together import REDUCTIONS, Pair, occupation, overlap, play_order, reduced_us
 from counterpoint.records.measurement import Order
 
 __all__ = ["ORDERS", "Budget", "GemmSms", "Objective", "candidates_for", "choose_gemm_sms", "choose_split", "predict"]
@@ -107,8 +108,15 @@ def predict(
     gemm, num_sms = curves.gemm(workload), split.gemm_sms or curves.layout.num_sms
     kernels = gemm.kernels(num_sms)
     comm, best_us = curves.comm(collective, size_bytes, split), curves.fastest_us(collective, size_bytes)
-    shares = _occupation(curves, collective, split, comm, kernels, known, rate=min(1.0, best_us / comm.time_us))
-    ends = {order: play_order(order, kernels, comm.time_us, shares, known) for order in orders}
+    rate = min(1.0, best_us / comm.time_us)
+    here = structs.replace(
+        known, comm_cluster=split.cga_cluster or known.comm_cluster, compute_loss=known.compute_loss * rate
+    )
+    shares = occupation(kernels, comm.num_ctas, curves.layout, here)
+    left_us = _waiting_us(curves, collective, comm, replace(split, max_ctas=shares.waiting_ctas))
+    ends = {
+        order: play_order(order, kernels, comm.time_us, replace(shares, waiting_us=left_us), known) for order in orders
+    }
     alone_us, longest = gemm.time_us(curves.layout.num_sms), max(kernels, key=lambda kernel: kernel.tiles)
     beside = longest.num_sms if shares.fits else min(longest.num_sms, shares.sms_beside)
     return Budget(
@@ -179,30 +187,6 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
             for cluster in (None, *clusters)  # beside such a GEMM NCCL's own clusters may not find room
             for count, sms in left.items()
         ),
-    )
-
-
-def _occupation(
-    curves: Curves,
-    collective: str,
-    split: SmSplit,
-    comm: CommPoint,
-    kernels: Sequence[GemmKernel],
-    known: Contention,
-    *,
-    rate: float,
-) -> Occupation:
-    """Return who gets which SMs; `rate` is the collective's speed relative to its fastest."""
-    layout, cluster = curves.layout, split.cga_cluster or known.comm_cluster
-    waiting = max(
-        layout.waiting_ctas(gemm_sms=kernel.num_sms, num_ctas=comm.num_ctas, comm_cluster=cluster) for kernel in kernels
-    )
-    return Occupation(
-        fits=waiting == 0,
-        waiting_us=_waiting_us(curves, collective, comm, replace(split, max_ctas=waiting)),
-        sms_beside=layout.gemm_sms_beside(comm.num_ctas, comm_cluster=cluster),
-        compute_slowdown=1.0 / (1.0 - known.compute_loss * rate),
-        comm_slowdown=1.0 / (1.0 - known.comm_loss),
     )
 
 

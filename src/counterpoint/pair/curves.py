@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from counterpoint.errors import Misconfigured, Unsupported, printable
-from counterpoint.machine.occupancy import tiles_of
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import GemmKernel, Product, steps_of
+from counterpoint.pair.together import GemmKernel, Product, gemm_kernels, steps_of
 from counterpoint.records.measurement import BlockRow
 
 __all__ = ["CommCurve", "CommKey", "CommPoint", "Curves", "GemmCurve", "comm_key", "curves_from"]
@@ -38,13 +37,8 @@ class GemmCurve:
             raise Unsupported(f"{printable(self.workload)}: waves are known of GEMMs only; measure such a pair instead")
 
     def kernels(self, num_sms: int) -> tuple[GemmKernel, ...]:
-        """Return one for each GEMM, with the share of the time that its waves have of all waves, weighted with K."""
-        total_us, steps = self.time_us(num_sms), steps_of(self.products, num_sms, self.tile)
-        tiles = [tiles_of(m, n, self.tile) for m, n, _ in self.products]
-        return tuple(
-            GemmKernel(tiles=count, num_sms=min(num_sms, count), time_us=total_us * each / sum(steps))
-            for count, each in zip(tiles, steps, strict=True)
-        )
+        """Return one kernel for each GEMM; together they take the time with so many SMs."""
+        return gemm_kernels(self.products, self.time_us(num_sms), num_sms, self.tile)
 
     def time_us(self, num_sms: int) -> float:
         """Return the time with so many SMs; between two measured points it falls as far as the waves do."""

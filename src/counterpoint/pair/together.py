@@ -1,4 +1,4 @@
-"""How long GEMMs and a collective take together: three models, which know different things.
+"""How long GEMMs and a collective take together, by three models that know different things, and what that is worth.
 
     kept    the speeds that both keep beside each other, and how often the collective waits: figures of a mechanism,
             means over launch orders; needs no shapes
@@ -12,6 +12,13 @@ g is compute alone, c communication alone. While both run, compute keeps `comput
                      otherwise                           T = c + (1 - comm_kept) · g / compute_kept
 
 `together_us` takes the one that missed least on measured pairs: results/pair-models.md.
+
+`overlap` is about T_g (compute alone), T_c (collective alone) and T (both), measured or predicted:
+
+    serial = T_g + T_c + h              h: the head start of the side that goes first; the other side waits that long
+    ideal  = max(T_g', T_c')            T' = T, plus h for the side that waits
+    hidden = (serial - T) / min(T_g', T_c')                 1 perfect, 0 as slow as one after the other, below 0 worse
+    ideal_fraction = (serial / T - 1) / (serial / ideal - 1) = hidden * ideal / T     ConCCL's "% of ideal" (2412.14335)
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.occupancy import tiles_of, waves
 from counterpoint.machine.profile import Contention, Disturbance, Profile, SumRates
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.records.measurement import Order
+from counterpoint.records.measurement import Order, PairClass
 
 __all__ = [
     "NEED_SMS",
@@ -37,8 +44,12 @@ __all__ = [
     "Pair",
     "Product",
     "disturbance",
+    "gemm_kernels",
     "kept_us",
     "model_for",
+    "occupation",
+    "overlap",
+    "pair_class",
     "play_order",
     "reduced_us",
     "steps_of",
@@ -50,6 +61,7 @@ Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEED_SMS = ("nccl", "nccl_zero_cta")  # the second copies without SMs, but the kernel that starts it needs one
+CLASS_BORDER = 1.15  # of the shorter side: a longer one is `G-long` or `C-long`
 FIRST_CHUNK = 7 / 8  # of the shard, as `collectives/program/tuning.py` cuts large ones
 _BY_DEFINITION = {
     "ideal": Disturbance(compute_kept=1.0, comm_kept=1.0, hidden={}, copies=False, source="by definition"),
@@ -163,11 +175,16 @@ class GemmKernel:
 class Occupation:
     """Says who gets which SMs while both sides run."""
 
-    fits: bool  # the collective starts beside a resident kernel
+    waiting_ctas: int  # of the collective, that find no SM beside a resident kernel
     sms_beside: int  # for a kernel, while the collective is resident
     waiting_us: float = math.inf  # work left for CTAs that wait, once they start; never more than the collective's time
     compute_slowdown: float = 1.0  # at equal SMs, by memory bandwidth and power
     comm_slowdown: float = 1.0  # the same of the collective
+
+    @property
+    def fits(self) -> bool:
+        """Whether the collective starts beside a resident kernel."""
+        return not self.waiting_ctas
 
 
 def play(
@@ -252,29 +269,44 @@ def steps_of(products: Sequence[Product], num_sms: int, tile: tuple[int, int]) -
     return [k * _rounds(tiles_of(m, n, tile), num_sms) for m, n, k in products]
 
 
+def gemm_kernels(
+    products: Sequence[Product], time_us: float, num_sms: int, tile: tuple[int, int]
+) -> tuple[GemmKernel, ...]:
+    """Return a kernel for each GEMM, with the share of `time_us` that its waves have of all waves, weighted with K."""
+    steps = steps_of(products, num_sms, tile)
+    tiles = [tiles_of(m, n, tile) for m, n, _ in products]
+    return tuple(
+        GemmKernel(tiles=count, num_sms=min(num_sms, count), time_us=time_us * each / sum(steps))
+        for count, each in zip(tiles, steps, strict=True)
+    )
+
+
+def occupation(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> Occupation:
+    """Return who gets which SMs while kernels and a collective run.
+
+    Args:
+        kernels: of the computation.
+        num_ctas: of the collective.
+        layout: of the GPU.
+        known: the cluster that CTAs form, and what both sides lose.
+    """
+    cluster = known.comm_cluster
+    waiting = (layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=cluster) for one in kernels)
+    return Occupation(
+        waiting_ctas=max(waiting),
+        sms_beside=layout.gemm_sms_beside(num_ctas, comm_cluster=cluster),
+        compute_slowdown=1.0 / (1.0 - known.compute_loss),
+        comm_slowdown=1.0 / (1.0 - known.comm_loss),
+    )
+
+
 def _played_us(pair: Pair, profile: Profile) -> float:
     if not pair.products or pair.mechanism not in NEED_SMS:
         what = f"{pair.mechanism} beside {len(pair.products)} GEMMs"
         raise Misconfigured(f"model 'waves' of {what}: it is about {' and '.join(NEED_SMS)} beside GEMMs; take 'kept'")
-    num_ctas = max(1, pair.num_ctas)
-    known, num_sms, tile = profile.contention, pair.layout.num_sms, profile.chip.matmul_tile
-    steps = steps_of(pair.products, num_sms, tile)
-    tiles = [tiles_of(m, n, tile) for m, n, _ in pair.products]
-    kernels = [
-        GemmKernel(tiles=count, num_sms=min(num_sms, count), time_us=pair.compute_us * each / sum(steps))
-        for count, each in zip(tiles, steps, strict=True)
-    ]
-    waiting = max(
-        pair.layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=known.comm_cluster)
-        for one in kernels
-    )
-    shares = Occupation(
-        fits=waiting == 0,
-        sms_beside=pair.layout.gemm_sms_beside(num_ctas, comm_cluster=known.comm_cluster),
-        compute_slowdown=1.0 / (1.0 - known.compute_loss),
-        comm_slowdown=1.0 / (1.0 - known.comm_loss),
-    )
-    return play_order(pair.order, kernels, pair.comm_us, shares, known)
+    kernels = gemm_kernels(pair.products, pair.compute_us, pair.layout.num_sms, profile.chip.matmul_tile)
+    shares = occupation(kernels, max(1, pair.num_ctas), pair.layout, profile.contention)
+    return play_order(pair.order, kernels, pair.comm_us, shares, profile.contention)
 
 
 def _rounds(tiles: int, num_sms: int) -> int:
@@ -331,3 +363,33 @@ def _summed_us(
     begins = max(there_us, after_us)
     beside = min(moved, max(0.0, ends[-1] - begins) * slow)
     return begins + beside / slow + (moved - beside) / fast
+
+
+# what overlap is worth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapRatios:
+    """Holds the ratios of one measured pair."""
+
+    serial_us: float
+    ideal_us: float
+    hidden: float
+    ideal_fraction: float
+
+
+def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
+    """Return the ratios from times alone (`compute_us`, `comm_us`), together (`both_us`) and the head start."""
+    waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
+    waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
+    serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
+    ideal = max(waiting_compute, waiting_comm)
+    hidden = (serial - both_us) / min(waiting_compute, waiting_comm)
+    return OverlapRatios(serial_us=serial, ideal_us=ideal, hidden=hidden, ideal_fraction=hidden * ideal / both_us)
+
+
+def pair_class(compute_us: float, comm_us: float) -> PairClass:
+    """Return which side is the longer one by more than 15 %."""
+    if compute_us > CLASS_BORDER * comm_us:
+        return "G-long"
+    return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"
