@@ -30,9 +30,8 @@ from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import find_model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.protocols import levels
-from counterpoint.plan.placement.cost import placement_cost
-from counterpoint.plan.placement.place import Placement, place
-from counterpoint.plan.placement.read_matrix import of_matrix
+from counterpoint.plan.placement.place import Placement, place, placement_cost
+from counterpoint.plan.placement.read_topology import of_matrix
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic, sent_bytes
 

@@ -26,8 +26,7 @@ def doctor(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report and no progress.")] = False,
 ) -> None:
     """Is this machine set up to overlap at all? Looks at GPUs, links, NCCL, environment and network; needs no GPU."""
-    from counterpoint.machine.checks.checkup import examine, exit_code
-    from counterpoint.machine.collect import collect_readings
+    from counterpoint.machine.checkup import collect_readings, examine, exit_code
     from counterpoint.machine.profile import profile_of
 
     json_path = json_file(json)

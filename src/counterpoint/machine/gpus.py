@@ -15,25 +15,16 @@ __all__ = ["GPUS", "GpuSheet", "find_gpu", "peak_tflops"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSheet:
-    """Holds the data sheet of one kind of GPU.
+    """Holds the data sheet of one kind of GPU."""
 
-    Args:
-        name: the part of the driver's device name that identifies it.
-        bf16_tflops: dense peak of matrix products in bf16 and fp16 (fp16 alone on V100).
-        sm: its SMs and what each of them holds.
-        tf32_tflops, fp8_tflops: the same in other precisions; None: not in this table, or not supported.
-        memory_gib, memory_gb_per_s: device memory; None: not in this table.
-        source: the sheet.
-    """
-
-    name: str
-    bf16_tflops: float
-    sm: SmLimits
-    tf32_tflops: float | None = None
+    name: str  # the part of the driver's device name that identifies it
+    bf16_tflops: float  # dense peak of matrix products in bf16 and fp16 (fp16 alone on V100)
+    sm: SmLimits  # its SMs and what each of them holds
+    tf32_tflops: float | None = None  # the same of tf32, fp8; None: not in this table, or not supported
     fp8_tflops: float | None = None
-    memory_gib: float | None = None
+    memory_gib: float | None = None  # device memory, and its bandwidth; None: not in this table
     memory_gb_per_s: float | None = None
-    source: str = ""
+    source: str = ""  # the sheet
 
     @property
     def tflops(self) -> dict[str, float]:

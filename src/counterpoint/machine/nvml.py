@@ -47,15 +47,7 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Read every GPU of the machine.
-
-    Returns:
-        The GPUs, those that do not answer last; what a GPU or driver does not offer is None.
-
-    Raises:
-        ProbeUnavailable: nvidia-ml-py or the driver is missing.
-        ProbeFailed: NVML does not start, such as after an update of the driver without a reboot, or answers nonsense.
-    """
+    """Read every GPU, silent ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -49,14 +49,7 @@ def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> 
 
 
 def measure_bandwidth() -> Bandwidth:
-    """Measure random pairs in both directions, then all rotations.
-
-    Returns:
-        Median rates in GB/s.
-
-    Raises:
-        ProbeUnavailable: there are fewer than two devices.
-    """
+    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` if there is one GPU."""
     driver = Driver()
     count = driver.device_count()
     if count < 2:

@@ -102,11 +102,7 @@ def _why(code: int, stderr: bytes) -> str:
 
 
 def main() -> int:
-    """Run the probe named by the first argument; what libraries print to standard output goes to stderr.
-
-    Returns:
-        The exit code.
-    """
+    """Run the probe that the first argument names, all other prints to stderr, and return the exit code."""
     result = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -65,107 +65,64 @@ class _Group(_Strict, frozen=True, kw_only=True):
 
 
 class Rates(_Group, frozen=True, kw_only=True):
-    """Holds what the steps of a collective's program cost on copy engines: GB/s and µs.
+    """Holds what the steps of a collective's program cost on copy engines: GB/s and µs."""
 
-    Args:
-        push_gb_per_s: one copy engine over the links, all GPUs at once.
-        link_gb_per_s: into one GPU, shared by all copies into it.
-        hbm_gb_per_s: device memory, bytes read and bytes written counted.
-        copy_us: a copy, without its bytes.
-        kernel_us: a reduction or local copy, without its bytes.
-        batch_us: the signals and waits of one batch that need not wait.
-        signal_us: until the peer sees a signal.
-        event_us: until another lane of the same GPU sees an event.
-        call_us: of the host, for each step; 0: it is ahead, as with graphs.
-        launch_us: before the first step and after the last one.
-    """
-
-    push_gb_per_s: Rate
-    link_gb_per_s: Rate
-    hbm_gb_per_s: Rate
-    copy_us: Micros
-    kernel_us: Micros
-    batch_us: Micros
-    signal_us: Micros
-    event_us: Micros
-    call_us: Micros = 0.0
-    launch_us: Micros
+    push_gb_per_s: Rate  # one copy engine over the links, all GPUs at once
+    link_gb_per_s: Rate  # into one GPU, shared by all copies into it
+    hbm_gb_per_s: Rate  # device memory, bytes read and bytes written counted
+    copy_us: Micros  # a copy, without its bytes
+    kernel_us: Micros  # a reduction or local copy, without its bytes
+    batch_us: Micros  # the signals and waits of one batch that need not wait
+    signal_us: Micros  # until the peer sees a signal
+    event_us: Micros  # until another lane of the same GPU sees an event
+    call_us: Micros = 0.0  # of the host, for each step; 0: it is ahead, as with graphs
+    launch_us: Micros  # before the first step and after the last one
 
 
 class NcclFacts(_Group, frozen=True, kw_only=True):
-    """Holds when NCCL is the better choice.
+    """Holds when NCCL is the better choice."""
 
-    Args:
-        crossover_bytes: by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is
-            faster or as fast; 0: never.
-        full_speed_ctas: CTAs with which it about fills the links.
-    """
-
+    # by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is faster or as
+    # fast; 0: never
     crossover_bytes: dict[Operation, NumBytes]
-    full_speed_ctas: Count
+    full_speed_ctas: Count  # CTAs with which it about fills the links
 
 
 class SumRates(_Group, frozen=True, kw_only=True):
-    """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted.
+    """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted."""
 
-    Args:
-        sm_gb_per_s: one SM.
-        memory_gb_per_s: all of them.
-        contention: part of its speed that a GEMM loses while copies run.
-    """
-
-    sm_gb_per_s: Rate
-    memory_gb_per_s: Rate
-    contention: Loss
+    sm_gb_per_s: Rate  # one SM
+    memory_gb_per_s: Rate  # all of them
+    contention: Loss  # part of its speed that a GEMM loses while copies run
 
 
 class Chip(_Group, frozen=True, kw_only=True):
-    """Holds how the SMs are grouped and how the vendor's GEMMs use them.
+    """Holds how the SMs are grouped and how the vendor's GEMMs use them."""
 
-    Args:
-        largest_gpc: SMs of the largest GPC.
-        gemm_cluster: blocks of a GEMM that form a cluster.
-        matmul_tile: rows and columns of the product that one block of a large bf16 GEMM works on.
-    """
-
-    largest_gpc: Count
-    gemm_cluster: Count
-    matmul_tile: tuple[Count, Count]
+    largest_gpc: Count  # SMs of the largest GPC
+    gemm_cluster: Count  # blocks of a GEMM that form a cluster
+    matmul_tile: tuple[Count, Count]  # rows and columns of the product that one block of a large bf16 GEMM works on
 
 
 class Contention(_Group, frozen=True, kw_only=True):
-    """Holds what only a GEMM and an NCCL collective that run together can tell; `benchmarks/fit` fits it.
+    """Holds what only a GEMM and an NCCL collective that run together can tell; `benchmarks/fit` fits it."""
 
-    Args:
-        compute_loss: part of its speed that a GEMM loses beside the collective at its full rate.
-        comm_loss: part of its speed that the collective loses beside a GEMM.
-        gemm_wins: launched together, how often the GEMM takes the SMs first on some rank.
-        comm_cluster: blocks of NCCL that need one GPC, unless a choice says otherwise.
-        head_start_us: of the side that goes first.
-    """
-
-    compute_loss: Loss
-    comm_loss: Loss
-    gemm_wins: Fraction
-    comm_cluster: Count
-    head_start_us: Micros = 100.0
+    compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
+    comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
+    gemm_wins: Fraction  # launched together, how often the GEMM takes the SMs first on some rank
+    comm_cluster: Count  # blocks of NCCL that need one GPC, unless a choice says otherwise
+    head_start_us: Micros = 100.0  # of the side that goes first
 
 
 class Disturbance(_Group, frozen=True, kw_only=True):
-    """Holds how much a collective by one mechanism and a GEMM disturb each other.
+    """Holds how much a collective by one mechanism and a GEMM disturb each other."""
 
-    Args:
-        compute_kept: speed of compute beside it, over its speed alone.
-        comm_kept: the same of communication.
-        hidden: part of the shorter side that is hidden, mean over launch orders, by operation; what is missing counts
-            as the mean of those given.
-        copies: FSDP2 copies between its buffers and parameters.
-    """
-
-    compute_kept: Fraction
-    comm_kept: Annotated[float, Meta(gt=0, le=1)]
+    compute_kept: Fraction  # speed of compute beside it, over its speed alone
+    comm_kept: Annotated[float, Meta(gt=0, le=1)]  # the same of communication
+    # part of the shorter side that is hidden, mean over launch orders, by operation; what is missing counts as the
+    # mean of those given
     hidden: dict[Name, Annotated[float, Meta(ge=-10, le=1)]]
-    copies: bool = True
+    copies: bool = True  # FSDP2 copies between its buffers and parameters
 
     def held(self, operation: str) -> float:
         """Return the part of collectives that wait for a persistent GEMM to end."""
@@ -177,48 +134,29 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
 
 class Efficiency(_Group, frozen=True, kw_only=True):
-    """Holds what compute reaches of the data sheet.
+    """Holds what compute reaches of the data sheet."""
 
-    Args:
-        matmul: part of the peak that a large tile reaches with endless k.
-        depth: elements of k that filling and draining a tile costs.
-        edge: elements of a tile's edge that loading operands costs.
-        load: elements of a tile's edge at which it would wait for its operands, had it no sum to compute.
-        tiles: rows and columns that matmuls are cut into; of two that take as long, the first.
-        memory: part of the bandwidth that streaming kernels reach; strided: of that, with a transposed view.
-        flash_forward, flash_backward: part of the peak of flash attention, for endless sequences.
-        flash_length: tokens at which it has half of that.
-        launch_us: of every kernel.
-        persistent: matmuls hold their SMs to their end, and collectives wait.
-        spread: standard deviation of a GPU's speed over the mean.
-    """
-
-    matmul: Annotated[float, Meta(gt=0, le=2)]
-    depth: Size
-    edge: Size
-    load: Size
+    matmul: Annotated[float, Meta(gt=0, le=2)]  # part of the peak that a large tile reaches with endless k
+    depth: Size  # elements of k that filling and draining a tile costs
+    edge: Size  # elements of a tile's edge that loading operands costs
+    load: Size  # elements of a tile's edge at which it would wait for its operands, had it no sum to compute
+    # rows and columns that matmuls are cut into; of two that take as long, the first
     tiles: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=64)]
-    memory: Annotated[float, Meta(gt=0, le=2)]
-    strided: Annotated[float, Meta(gt=0, le=1)]
-    flash_forward: Annotated[float, Meta(gt=0, le=1)]
-    flash_backward: Annotated[float, Meta(gt=0, le=1)]
-    flash_length: Size
-    launch_us: Micros
-    persistent: bool
-    spread: Fraction
+    memory: Annotated[float, Meta(gt=0, le=2)]  # part of the bandwidth that streaming kernels reach
+    strided: Annotated[float, Meta(gt=0, le=1)]  # part of `memory` that they reach with a transposed view
+    flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
+    flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
+    flash_length: Size  # tokens at which it has half of that
+    launch_us: Micros  # of every kernel
+    persistent: bool  # matmuls hold their SMs to their end, and collectives wait
+    spread: Fraction  # standard deviation of a GPU's speed over the mean
 
 
 class Profile(_Strict, frozen=True, kw_only=True):
-    """Holds the figures of one GPU, some of which may be those of another.
+    """Holds the figures of one GPU, some of which may be those of another."""
 
-    Args:
-        gpu: what it is of, by a name of `gpus.py`.
-        same_chip: GPUs that were not measured and are closest to it.
-        measured_on: by group, the GPU that the figures are of. Not part of a file.
-    """
-
-    gpu: Name
-    same_chip: tuple[Name, ...] = ()
+    gpu: Name  # what it is of, by a name of `gpus.py`
+    same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
     rates: Rates
     nccl: NcclFacts
     sums: SumRates
@@ -226,6 +164,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
     contention: Contention
     mechanisms: dict[Name, Disturbance]
     efficiency: Efficiency
+    # by group, the GPU that the figures are of. Not part of a file
     measured_on: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
@@ -235,11 +174,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
         return blake2b(msgspec.json.encode(figures, order="deterministic"), digest_size=8).hexdigest()
 
     def note(self, groups: Iterable[str] = ()) -> str:
-        """Return a sentence on what was not measured on this GPU; "" if everything was.
-
-        Args:
-            groups: that matter to the reader; all if empty.
-        """
+        """Return a sentence on which groups (all, if none is given) were not measured on this GPU; "" if all were."""
         other: dict[str, list[str]] = {}
         for group in tuple(groups) or GROUPS:
             if (origin := self.measured_on.get(group, self.gpu)) != self.gpu:
@@ -255,11 +190,9 @@ GROUPS = ("rates", "nccl", "sums", "chip", "contention", "mechanisms", "efficien
 
 
 def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
-    """Return the profile of a GPU: the file that is named, else the shipped one, else the default.
+    """Return the profile of a GPU: the file at `path` or in COUNTERPOINT_PROFILE, else the shipped or default one.
 
-    Args:
-        gpu: the driver's device name; None: no GPU, as on a CPU.
-        path: a file; None: the one that COUNTERPOINT_PROFILE names, if it names one.
+    `gpu` is the driver's device name; None: no GPU, as on a CPU.
 
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.
@@ -288,11 +221,7 @@ def shipped_profile(gpu: str | None) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile of a file.
-
-    Raises:
-        Misconfigured: it cannot be read, is larger than 256 KiB, or is no profile: with the field and what it may be.
-    """
+    """Return the profile of a file; raise Misconfigured, with the field and what it may be, if it is none."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:

@@ -53,14 +53,7 @@ def _read(path: Path) -> str:
 
 
 def read_nccl() -> Nccl:
-    """Load the libnccl that torch would find: the first that is preloaded, on torch's RPATH, or found by the loader.
-
-    Returns:
-        Its path and version, and who found it.
-
-    Raises:
-        ProbeUnavailable: there is none, or it does not load.
-    """
+    """Load the libnccl that torch would find: preloaded, on its RPATH, or the loader's; `ProbeUnavailable` if none."""
     for path, found_by in _candidates():
         try:
             library = ctypes.CDLL(path)
@@ -103,14 +96,7 @@ def _loaded_nccl() -> str | None:
 
 
 def read_torch_runtime() -> TorchRuntime:
-    """Import torch and ask it.
-
-    Returns:
-        The number of its devices and the NCCL that it loaded.
-
-    Raises:
-        ProbeUnavailable: torch is not installed or does not start.
-    """
+    """Import torch and ask for its devices and the NCCL that it loaded; raise `ProbeUnavailable` if that fails."""
     try:
         torch: Any = importlib.import_module("torch")
         devices = torch.cuda.device_count()

@@ -116,11 +116,10 @@ class Comm:
             own.copy_(buffers.send)
 
     def check(self) -> None:
-        """Run it once and compare every element with what it must be. All ranks of the group call it.
+        """Run it once and compare every element with what it must be; all ranks of the group call it.
 
-        Raises:
-            WrongResult: copies that are not equal, or sums that are off by more than twice the error of adding in the
-                same dtype, against float64.
+        Copies must be equal; sums may be off by twice the error of adding in the same dtype, against float64. What
+        is wrong is raised as WrongResult.
         """
         buffers = self.buffers
         buffers.recv.fill_(float("nan"))

@@ -41,12 +41,8 @@ class Observed:
 def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
     """Return what was seen of each mechanism on this rank's GPU, the pair launched together as it is timed.
 
-    All ranks call it. Usage is rank 0's; a control that failed on any rank marks the row.
-
-    Args:
-        session: this rank.
-        opened: the mechanisms.
-        stock: the same pair without any control.
+    All ranks call it; `stock` is the same pair without any control. Usage is rank 0's; a control that failed on any
+    rank marks the row.
     """
     for each in opened if session.is_cuda else ():
         each.comm.reset()
@@ -121,15 +117,12 @@ def usage_of(seen: Observation, limits: SmLimits) -> Usage:
 
 
 def read_device(uuid: str) -> DeviceReading | None:
-    """Return what NVML reads of one GPU now; None where NVML or nvidia-ml-py is missing.
-
-    Args:
-        uuid: as `nvidia-smi -L` prints it, `GPU-...`: CUDA's numbers are others where CUDA_VISIBLE_DEVICES is set.
-    """
+    """Return what NVML reads now of the GPU with this UUID (`nvidia-smi -L`); None where NVML is missing."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
+        # not by CUDA's number, which is another one where CUDA_VISIBLE_DEVICES is set
         handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return (

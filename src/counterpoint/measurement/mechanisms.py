@@ -63,11 +63,7 @@ class Mechanism:
 
 
 def find_mechanism(name: str, device_type: str) -> Mechanism:
-    """Return the mechanism of that name.
-
-    Raises:
-        Misconfigured: no such base on this device, or no such control; the text lists what there is.
-    """
+    """Return the mechanism of that name; raise Misconfigured, with what there is, if base or control cannot be."""
     base, plus, rest = name.partition("+")
     if base not in BASES[device_type]:
         there = ", ".join(BASES[device_type])

@@ -111,11 +111,7 @@ def _agree(path: Path, found: dict[str, str], identity: dict[str, str]) -> None:
 
 
 def finished(path: Path) -> tuple[Outcome, ...]:
-    """Return every whole outcome in the file, in the order in which they were measured.
-
-    Raises:
-        Misconfigured: a line in the middle is damaged, or the file is gone.
-    """
+    """Return every whole outcome in the file, in the order measured; raise Misconfigured if it is damaged or gone."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

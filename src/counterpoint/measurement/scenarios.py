@@ -77,11 +77,6 @@ def measure_scenario(session: Session, scenario: Scenario, plan: Plan, calibrati
     """Return all rows of a scenario, or none where no mechanism offers the collective.
 
     All ranks call it with the same arguments.
-
-    Raises:
-        Misconfigured: unknown names; sizes beyond this machine's memory.
-        WrongResult: a mechanism gave wrong data.
-        Unsupported: no mechanism that offers the collective can be started.
     """
     workload = find_workload(scenario.workload)
     asked = [find_mechanism(name, session.device.type) for name in scenario.mechanisms]
@@ -264,13 +259,7 @@ def _comm_alone_us(session: Session, mechanism: Mechanism, collective: str, nume
 
 
 def measure_block(session: Session, block: Block, plan: Plan) -> Outcome:
-    """Return all rows of a building block. All ranks call it with the same arguments.
-
-    Raises:
-        Misconfigured: unknown names; sizes beyond this machine's memory.
-        WrongResult: a collective gave wrong data.
-        Unsupported: no mechanism that offers the collective can be started.
-    """
+    """Return all rows of a building block. All ranks call it with the same arguments."""
     if block.what not in collectives():
         return _compute_block(session, block, plan)
     rows: list[BlockRow] = []

@@ -25,12 +25,8 @@ T = TypeVar("T")
 class Session:
     """Joins the process group that the environment (torchrun) describes; `close` leaves it.
 
-    Args:
-        device_type: `cuda` (NCCL, this rank's GPU by LOCAL_RANK) or `cpu` (gloo, one thread).
-        timeout_s: how long a collective waits for other ranks.
-
-    Raises:
-        Unsupported: no such GPU, or no CUDA in this torch.
+    On `cuda` that is NCCL, with this rank's GPU by LOCAL_RANK (Unsupported if there is none); on `cpu` gloo, with one
+    thread. A collective waits `timeout_s` for other ranks.
     """
 
     def __init__(self, device_type: str, *, timeout_s: float = 100.0) -> None:
@@ -76,20 +72,11 @@ class Session:
         check_agreement(self._hosts, {what: value})
 
     def raise_together(self, action: Callable[[], T]) -> T:
-        """Return what `action` returns; if it raises on any rank, every rank raises, so that none waits for ever.
-
-        Raises:
-            PeerFailed: it raised on another rank only.
-        """
+        """Return what `action` returns; where it raises on one rank, the others raise PeerFailed, and none waits."""
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Check on all ranks that `needed` bytes for `what` are free, before they are allocated.
-
-        Raises:
-            Misconfigured: more than is free on this rank.
-            PeerFailed: more than is free on another.
-        """
+        """Check on all ranks that so many bytes are free; raise Misconfigured (PeerFailed elsewhere) if not."""
 
         def check() -> None:
             free = self.free_bytes()

@@ -170,11 +170,7 @@ BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, 
 
 
 def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
-    """Return the pairs of a suite; `mechanisms` replace the suite's own.
-
-    Raises:
-        Misconfigured: an unknown suite, one that cannot run on this device, or a mechanism that is none.
-    """
+    """Return the pairs of a suite, `mechanisms` in place of its own; raise Misconfigured if there is none of a name."""
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
     for name in mechanisms or ():

@@ -60,12 +60,7 @@ class Trial:
 
 
 class CudaStage:
-    """Runs trials on this rank's GPU.
-
-    Args:
-        device: the GPU.
-        group: NCCL process group of all ranks, for the alignment only.
-    """
+    """Runs trials on this rank's GPU; `group`, NCCL's of all ranks, is for their alignment only."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
@@ -134,11 +129,7 @@ class _CopyDelay:
 
 
 class CpuStage:
-    """Runs trials on this rank's CPU: `compute` in one thread, `comm` (gloo, blocking) in another.
-
-    Args:
-        group: gloo process group of all ranks, for the alignment only.
-    """
+    """Runs trials on this rank's CPU: `compute` in one thread, `comm` in another; `group`, gloo's, aligns the ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

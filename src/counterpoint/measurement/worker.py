@@ -47,13 +47,8 @@ def main() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; call it first, before torch is imported.
-
-    No code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Have the kernel kill this process when its parent dies; call it first, before torch is imported."""
+    # no code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -71,12 +66,7 @@ class Worker:
         self.scenario: str | None = None
 
     def run(self) -> None:
-        """Join the other ranks, check that all match, measure, and leave.
-
-        Raises:
-            Misconfigured: the ranks do not match each other or the plan.
-            Unsupported: torch is not installed.
-        """
+        """Join the other ranks, check that all match each other and the plan, measure, and leave."""
         try:
             import torch
 

@@ -89,11 +89,7 @@ _ALLOWED = "gemm MxNxK, gemm MxNxK*R, llama-8b layer T, llama-70b layer T, atten
 
 
 def find_workload(name: str) -> Workload:
-    """Return the workload of that name.
-
-    Raises:
-        Misconfigured: no such name; the text lists the forms.
-    """
+    """Return the workload of that name; raise Misconfigured, with the forms that there are, if it is none."""
     for pattern, make in _NAMES:
         match = re.fullmatch(pattern, name)
         if match:

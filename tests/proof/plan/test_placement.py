@@ -15,10 +15,9 @@ from placement import matrix_traffic, renamed
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.parallel import Parallel
-from counterpoint.plan.placement.cost import placement_cost
-from counterpoint.plan.placement.mesh import boxes_of, mesh_order
-from counterpoint.plan.placement.place import Placement, place
-from counterpoint.plan.placement.read_matrix import of_matrix
+from counterpoint.plan.placement.partition import boxes_of, mesh_order
+from counterpoint.plan.placement.place import Placement, place, placement_cost
+from counterpoint.plan.placement.read_topology import of_matrix
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import RankTraffic
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine.checks.checkup import examine, exit_code
+from counterpoint.machine.checkup import examine, exit_code
 from counterpoint.machine.readings import NvLink, PairRate, Readings
 from counterpoint.records.machine import Check, Checkup
 

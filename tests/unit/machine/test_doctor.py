@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from counterpoint.machine.checks.checkup import examine
+from counterpoint.machine.checkup import examine
 from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check, Checkup
 from counterpoint.report.doctor_terminal import render_checkup, verdict

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from counterpoint.machine import collect
-from counterpoint.machine.collect import collect_readings
+from counterpoint.machine.checkup import collect_readings
 from counterpoint.machine.driver import Driver
 from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
 from counterpoint.machine.pairwise_copies import MAX_PAIRS, choose_pairs

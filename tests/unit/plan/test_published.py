@@ -9,7 +9,7 @@ import pytest
 from plan_published import Predictions, Row, rows
 
 from counterpoint.machine.profile import default_profile
-from counterpoint.plan.step.validation import VALIDATIONS, validated
+from counterpoint.plan.step.step import VALIDATIONS, validated
 
 NAMES = (*default_profile().mechanisms, "ideal", "serial")
 ROWS = rows()
@@ -62,7 +62,7 @@ def test_a_row_is_no_better_than_the_models_error_says() -> None:
     ],
 )
 def test_the_stated_error_is_the_error(errors: dict[str, float], groups: tuple[str, ...], index: int) -> None:
-    """validation.py's figures are those of the rows to one point."""
+    """The figures of `VALIDATIONS` are those of the rows to one point."""
     found, said = of(errors, *groups), VALIDATIONS[index]
     assert [said.mean, said.worst] == pytest.approx([fmean(found), max(found)], abs=0.01)
 

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.placement.read_matrix import read_matrix_csv, read_matrix_json
-from counterpoint.plan.placement.read_slurm import hostlist, read_conf
-from counterpoint.plan.placement.read_topology import read_topograph, read_topology
-from counterpoint.plan.placement.read_yaml import MAX_TEXT, plain_yaml, read_yaml
+from counterpoint.plan.placement.read_slurm import MAX_TEXT, hostlist, plain_yaml, read_conf, read_yaml
+from counterpoint.plan.placement.read_topology import read_matrix_csv, read_matrix_json, read_topograph, read_topology
 from counterpoint.plan.placement.topology import Topology
 
 TREE = """

@@ -160,11 +160,8 @@ class Network(Record, frozen=True, kw_only=True):
         NCCL compares its own figures for the protocol of that name, and does not take what it has none for. Where no
         protocol here is NCCL's own, each is compared by its own figures.
 
-        Returns:
-            Pairs (protocol that gives the time, protocol that NCCL compares).
-
         Raises:
-            Misconfigured: No protocol serves it.
+            Misconfigured: no protocol serves it.
         """
         serving = [protocol for protocol in self.protocols if protocol.serves(operation, algorithm, kind)]
         own = {protocol.name: protocol for protocol in serving if protocol.fit is None}

@@ -6,26 +6,44 @@ Topograph's instance list has each host with the switches above it, the closest 
 
 Order as documented by Topograph's graph engine (docs.nvidia.com/topograph/engines/graph): tier 0 is the switch at the
 host. A domain of NVLink that several hosts share lies below the leaves; it is one more level where every host has one.
+
+Measured distances are a matrix between hosts or GPUs, as CSV or JSON:
+
+    bandwidth,node1,node2,node3          {"kind": "distance", "names": ["node1", ...], "gpus": 8, "inside": 0.1,
+    node1,,48.1,24.9                      "matrix": [[0, 1, 2], ...]}
+    ...
+
+`bandwidth` is in GB/s, and d = 1 / bandwidth is nanoseconds per byte; `distance` is in any unit. Both ways of a pair
+are averaged. The tree that the search goes down is found by average linkage of d (Sokal and Michener 1958), cut where
+the heights of the merges jump; the cost is that of the matrix itself.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.placement.read_matrix import read_matrix_csv, read_matrix_json
-from counterpoint.plan.placement.read_slurm import read_conf
-from counterpoint.plan.placement.read_yaml import read_yaml
-from counterpoint.plan.placement.topology import Topology
+from counterpoint.plan.placement.read_slurm import read_conf, read_yaml
+from counterpoint.plan.placement.topology import Topology, TopologyLevel, check_distances, compact_labels
 
-__all__ = ["read_topograph", "read_topology"]
+__all__ = ["of_matrix", "read_matrix_csv", "read_matrix_json", "read_topograph", "read_topology"]
 
 MAX_BYTES = 256 << 20  # a matrix of 4096 rows in CSV
 KINDS = "topology.conf, topology.yaml, .json (Topograph or a matrix), .csv (a matrix)"
 NVLINK_LABEL = "accelerator.topograph.run/domain"
+F64 = NDArray[np.float64]
+MAX_MEASURED = 4_096  # rows
+JUMP = 1.15  # of the height from one merge to the next that makes a level
+MAX_LEVELS = 6
 
 
 def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topology:
@@ -90,3 +108,106 @@ def read_topograph(text: str | bytes, *, gpus: int) -> Topology:
         below = [f"nvlink {each.nvlink}"] if domains else []
         paths[each.id] = [*below, *each.network_layers]
     return Topology.of_paths(paths, gpus)
+
+
+class _Matrix(msgspec.Struct):
+    kind: Literal["bandwidth", "distance"]
+    matrix: list[list[float | None]]
+    names: list[str] | None = None
+    gpus: int = 1
+    inside: float = 0.0
+
+
+def read_matrix_json(text: str | bytes) -> Topology:
+    """Return the topology of a matrix in JSON; raise Misconfigured where it is none."""
+    try:
+        found = msgspec.json.decode(text, type=_Matrix)
+    except msgspec.DecodeError as error:
+        raise Misconfigured(
+            f'not a measured matrix: {printable(str(error), 200)}; give "kind" ("bandwidth" or "distance"), "matrix", '
+            'and if need be "names", "gpus" and "inside"'
+        ) from None
+    names = found.names or [f"gpu{index}" for index in range(len(found.matrix))]
+    rows = [[np.nan if value is None else value for value in row] for row in found.matrix]
+    return _topology(found.kind, names, rows, gpus=found.gpus, inside=found.inside)
+
+
+def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topology:
+    """Return the topology of a matrix in CSV: the first cell has the kind, the first row and column the hosts."""
+    table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
+    kind = table[0][0].strip().lower() if table and table[0] else ""
+    if kind not in ("bandwidth", "distance"):
+        raise Misconfigured(
+            f'first cell of the matrix is {printable(kind, 40)!r}: give "bandwidth" (GB/s) or "distance"'
+        )
+    names = [cell.strip() for cell in table[0][1:]]
+    rows = []
+    for name, row in zip(names, table[1:], strict=False):
+        if row[0].strip() != name:
+            raise Misconfigured(f"row {printable(row[0], 64)!r} of the matrix: the columns say {printable(name, 64)!r}")
+        try:
+            rows.append([float(cell) if cell.strip() else np.nan for cell in row[1:]])
+        except ValueError as error:
+            raise Misconfigured(f"row {printable(name, 64)!r} of the matrix: {printable(str(error), 80)}") from None
+    if len(table) - 1 != len(names):
+        raise Misconfigured(f"the matrix has {len(names)} columns and {len(table) - 1} rows: give a square one")
+    return _topology("bandwidth" if kind == "bandwidth" else "distance", names, rows, gpus=gpus, inside=inside)
+
+
+def _topology(
+    kind: Literal["bandwidth", "distance"], names: list[str], rows: list[list[float]], *, gpus: int, inside: float
+) -> Topology:
+    size = len(names)
+    if not 1 <= size <= MAX_MEASURED:
+        raise Misconfigured(f"the matrix has {size} names: give 1 to {MAX_MEASURED}")
+    lengths = {len(row) for row in rows}
+    if len(rows) != size or lengths != {size}:
+        raise Misconfigured(
+            f"the matrix has {len(rows)} rows of {sorted(lengths)} values for {size} names: give a square one"
+        )
+    found = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(found, 1.0 if kind == "bandwidth" else 0.0)
+    if not np.isfinite(found).all() or (found <= 0 if kind == "bandwidth" else found < 0).any():
+        least = "above 0" if kind == "bandwidth" else "of 0 or more"
+        raise Misconfigured(f"the matrix has an empty cell or a {kind} that is not {least}: measure every pair")
+    distance = 1 / found if kind == "bandwidth" else found
+    np.fill_diagonal(distance, 0.0)
+    return of_matrix(names, (distance + distance.T) / 2, gpus=gpus, inside=inside)
+
+
+def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0.0) -> Topology:
+    """Return a topology of measured distances, with the tree that the search goes down.
+
+    Args:
+        hosts: A name per row; GPUs are hosts of one GPU each.
+        matrix: `[hosts, hosts]`, symmetric.
+        gpus: GPUs of each host.
+        inside: Distance of two GPUs of a host.
+    """
+    check_distances("topology.matrix", matrix, len(hosts))
+    units = _tree_of(matrix)
+    levels = [TopologyLevel(name="host", distance=inside)]
+    below = np.eye(len(hosts), dtype=bool)
+    for index, row in enumerate(units):
+        joined = np.equal.outer(row, row)
+        new = matrix[joined & ~below]
+        last = index == len(units) - 1
+        name = "far" if last and index else "near" if last or not index else f"near {index + 1}"
+        levels.append(TopologyLevel(name=name, distance=float(new.mean()) if new.size else 0.0))
+        below = joined
+    return Topology(hosts=tuple(hosts), gpus=gpus, levels=tuple(levels), units=units, matrix=matrix)
+
+
+def _tree_of(matrix: F64) -> NDArray[np.int64]:
+    """Return the units of each host, inside out, where the heights of the merges jump; the last joins everything."""
+    everything = np.zeros((1, len(matrix)), dtype=np.int64)
+    if len(matrix) < 3:
+        return everything
+    merges = linkage(squareform(matrix - np.diag(np.diag(matrix)), checks=False), "average")
+    heights = np.sort(merges[:, 2])
+    jumps = heights[1:] / np.maximum(heights[:-1], 1e-300)
+    places = np.flatnonzero(jumps > JUMP)
+    places = np.sort(places[np.argsort(-jumps[places], kind="stable")][:MAX_LEVELS])
+    rows = [fcluster(merges, (heights[at] + heights[at + 1]) / 2, "distance") for at in places]
+    rows = [row for row in rows if 1 < row.max() < len(matrix)]
+    return compact_labels(np.array([*rows, everything[0]], dtype=np.int64))

@@ -144,18 +144,13 @@ class Topology:
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
-        """Return the tree of hosts of which the switches above are listed, the closest first; a level per tier.
-
-        Where one path is shorter, its closest switch counts for the tiers that it lacks.
-
-        Raises:
-            Misconfigured: No hosts, too many, or too many tiers.
-        """
+        """Return the tree of hosts of which the switches above are listed, the closest first; a level per tier."""
         if not paths or len(paths) > MAX_HOSTS:
             raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
         tiers = max(map(len, paths.values()))
         if not 1 <= tiers <= MAX_TIERS:
             raise Misconfigured(f"the topology has {tiers} tiers of switches: give 1 to {MAX_TIERS}")
+        # where one path is shorter, its closest switch counts for the tiers that it lacks
         full = [[path[0]] * (tiers - len(path)) + list(path) if path else [""] * tiers for path in paths.values()]
         names = sorted({name for path in full for name in path})
         index = {name: number for number, name in enumerate(names)}

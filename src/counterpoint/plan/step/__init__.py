@@ -5,5 +5,4 @@ layer_time.py     a layer, and a part of a stage, for one micro-batch
 exchanges.py      operations and bytes of tensor, context, expert and pipeline parallelism
 data_parallel.py  gradients and parameters of replicas and shards, compressed gradients
 schedule.py       micro-batches through a pipeline
-validation.py     the error on measured steps like a job's
 """

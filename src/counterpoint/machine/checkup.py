@@ -1,4 +1,7 @@
-"""Collect all readings of this machine: drivers in child processes with a time limit, files directly."""
+"""Collect all readings of this machine, and run every check on them in the order of the report.
+
+Drivers are asked in child processes with a time limit, files are read directly.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,19 @@ from typing import TypeVar
 
 import msgspec
 
+from counterpoint.machine.checks.gpus import check_gpus
+from counterpoint.machine.checks.links import LINK_CHECKS
+from counterpoint.machine.checks.software import SOFTWARE_CHECKS, answers, environment, torch_runtime
+from counterpoint.machine.checks.verdict import fine, not_seen
 from counterpoint.machine.probe import ask_probe
+from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.machine.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
 from counterpoint.machine.software import read_software
 from counterpoint.machine.system import read_system
 from counterpoint.records.base import Record
+from counterpoint.records.machine import Check, Checkup
 
-__all__ = ["collect_readings"]
+__all__ = ["collect_readings", "examine", "exit_code"]
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
 _NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would be measured, and it has a check of its own
@@ -89,3 +98,31 @@ def collect_readings(
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)}
+
+
+def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
+    """Return all checks of one machine, `torch`'s only if it was imported, too; a `profile` stands in for the shipped one."""
+    names = [seen.name for seen in readings.gpus or readings.devices]
+    profile = profile or shipped_profile(names[0] if names else None)
+    checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
+    checks += [torch_runtime(readings)] if torch else []
+    checks += [_profile(names, profile)]
+    return Checkup(
+        host=readings.host,
+        gpus=tuple(names),
+        driver=readings.nvml.driver if readings.nvml else None,
+        checks=(*answers(readings), *check_gpus(readings), *checks, *environment(readings, profile)),
+    )
+
+
+def _profile(names: list[str], profile: Profile) -> Check:
+    """Say whether the figures that tunings, crossovers and plans go by were measured on such a GPU."""
+    if not names:
+        return not_seen("profile", "no GPU whose figures could be looked up")
+    return fine("profile", str(profile), digest=profile.digest)
+
+
+def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
+    """Return 1 if there is a problem (or, when strict, a warning), else 0; what was not seen does not count."""
+    wrong = {"problem", "warning"} if strict else {"problem"}
+    return int(any(check.status in wrong for check in checks))
