@@ -101,7 +101,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of one machine, `torch`'s only if it was imported, too; a `profile` stands in for the shipped one."""
+    """Return all checks of one machine (`torch`: it was imported, too), by a profile or the shipped one."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     profile = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
