@@ -36,7 +36,7 @@ def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
             default=None,
             annotation=Annotated[
                 str | None,
-                typer.Option(metavar="VALUE", help=f"{what.means}; {what.unit}.", rich_help_panel="What if"),
+                typer.Option(metavar="VALUE", help=f"{what.means} Give {what.unit}.", rich_help_panel="What if"),
             ],
         )
         for name, what in WHAT_IFS.items()
@@ -53,37 +53,39 @@ def plan(
     asked: Mapping[str, str],
     job: Annotated[Path | None, typer.Argument(help="A job as TOML, such as those of examples/plan.")] = None,
     from_trace: Annotated[
-        Path | None, typer.Option(help="Instead of a job: traces of all ranks of a real one, as diagnose reads them.")
+        Path | None, typer.Option(help="Start from traces of all ranks of a real job, as diagnose reads them.")
     ] = None,
     recorded_on: Annotated[
-        str | None, typer.Option(help="With --from-trace: the network it was recorded on; one node needs none.")
+        str | None, typer.Option(help="Name the network that --from-trace was recorded on; one node needs none.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Another value for a field of the job, as in parallel.tp=4.")
+        list[str] | None, typer.Option("--set", help="Give a field of the job another value, as in parallel.tp=4.")
     ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="A curve over values of a what-if or a field: nodes=1,2,4,8.")
+        list[str] | None, typer.Option(help="Draw a curve over values of a what-if or a field: nodes=1,2,4,8.")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="The fastest way to divide the job that fits.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Find the fastest way to divide the job that fits.")] = False,
     explain: Annotated[
-        str | None, typer.Option(help="Why a number is what it is: step, exposed_comm, mfu, ...")
+        str | None, typer.Option(help="Say why a number is what it is: step, exposed_comm, mfu, ...")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="Where should the ranks be? Slurm's or Topograph's file, or a measured matrix.")
+        Path | None,
+        typer.Option(help="Place the ranks on hosts of Slurm's or Topograph's file, or of a measured matrix."),
     ] = None,
     topology_name: Annotated[
-        str | None, typer.Option(help="With --topology: which one of a topology.yaml; else the cluster's default.")
+        str | None, typer.Option(help="Choose one topology of a topology.yaml; else the cluster's default is taken.")
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(help="With --topology: the job's hosts in their order, as in n[1-4],n7.")
+        str | None, typer.Option(help="List the job's hosts for --topology in their order, as in n[1-4],n7.")
     ] = None,
     launch_files: Annotated[
-        Path | None, typer.Option(help="With --topology: a folder for rankfile, hostfile, SLURM_HOSTFILE, DeviceMesh.")
+        Path | None,
+        typer.Option(help="Write rankfile, hostfile, SLURM_HOSTFILE and DeviceMesh of --topology to this folder."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page: timeline, scaling curves, sensitivities.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
-    """What would more nodes, accumulation, compression, another placement do? Needs no GPU."""
+    """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
     if explain is not None and json is not None:
         raise Misconfigured("--explain prints text, --json only JSON: give one of them")
     json_path = json_file(json)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -90,14 +90,10 @@ def collect_readings(
         torch_runtime=probing.ask("torch", TorchRuntime) if torch else None,
         system=read_system(),
         bandwidth=rates,
-        environment=_variables(os.environ),
+        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
         unavailable=probing.unavailable,
         failed=tuple(probing.failed),
     )
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)}
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:

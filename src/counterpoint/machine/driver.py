@@ -46,6 +46,12 @@ class Driver:
             failed = ProbeUnavailable if code in _REFUSED else ProbeFailed
             raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
 
+    def _get(self, kind: type[Any], name: str, *arguments: object) -> Any:
+        """Return what a function of the driver writes to its first argument, which is of this type."""
+        value = kind()
+        self.call(name, byref(value), *arguments)
+        return value.value
+
     def _function(self, name: str) -> Any:
         try:
             return getattr(self._lib, name)
@@ -54,20 +60,17 @@ class Driver:
 
     def version(self) -> int:
         """Return the CUDA version that the driver supports, 13000 for 13.0."""
-        value = c_int()
-        self.call("cuDriverGetVersion", byref(value))
-        if value.value <= 0:
-            raise ProbeFailed(f"cuDriverGetVersion says {value.value}, which is no version of CUDA")
-        return value.value
+        version: int = self._get(c_int, "cuDriverGetVersion")
+        if version <= 0:
+            raise ProbeFailed(f"cuDriverGetVersion says {version}, which is no version of CUDA")
+        return version
 
     def device_count(self) -> int:
         """Return the number of devices that CUDA_VISIBLE_DEVICES leaves."""
-        value = c_int()
-        if not self.no_device:
-            self.call("cuDeviceGetCount", byref(value))
-        if not 0 <= value.value <= _MOST_DEVICES:
-            raise ProbeFailed(f"cuDeviceGetCount says {value.value}, which is no number of GPUs")
-        return value.value
+        count: int = 0 if self.no_device else self._get(c_int, "cuDeviceGetCount")
+        if not 0 <= count <= _MOST_DEVICES:
+            raise ProbeFailed(f"cuDeviceGetCount says {count}, which is no number of GPUs")
+        return count
 
     def attribute(self, device: int, which: int) -> int:
         """Return the value of a `CUdevice_attribute`; 0 if the driver does not know it."""
@@ -82,15 +85,11 @@ class Driver:
 
     def can_access(self, device: int, peer: int) -> bool:
         """Return whether `device` can map memory of `peer`."""
-        value = c_int()
-        self.call("cuDeviceCanAccessPeer", byref(value), device, peer)
-        return value.value == 1
+        return bool(self._get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
 
     def context(self, device: int) -> int:
         """Return the primary context of a device."""
-        handle = c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", byref(handle), device)
-        return handle.value or 0
+        return self._get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
 
     def use(self, context: int) -> None:
         """Make `context` current for the calls that follow."""
@@ -104,21 +103,15 @@ class Driver:
 
     def allocate(self, size_bytes: int) -> int:
         """Allocate device memory in the current context and return its address."""
-        pointer = c_uint64()
-        self.call("cuMemAlloc_v2", byref(pointer), c_size_t(size_bytes))
-        return pointer.value
+        return int(self._get(c_uint64, "cuMemAlloc_v2", c_size_t(size_bytes)))
 
     def stream(self) -> int:
         """Create a stream that does not wait for the default stream."""
-        handle = c_void_p()
-        self.call("cuStreamCreate", byref(handle), c_uint(1))
-        return handle.value or 0
+        return self._get(c_void_p, "cuStreamCreate", c_uint(1)) or 0
 
     def event(self) -> int:
         """Create an event that records a time."""
-        handle = c_void_p()
-        self.call("cuEventCreate", byref(handle), c_uint(0))
-        return handle.value or 0
+        return self._get(c_void_p, "cuEventCreate", c_uint(0)) or 0
 
     def record(self, event: int, stream: int) -> None:
         """Record `event` in `stream`."""
@@ -126,10 +119,8 @@ class Driver:
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Wait for the event `end` and return the time since the event `start`."""
-        value = c_float()
         self.call("cuEventSynchronize", c_void_p(end))
-        self.call("cuEventElapsedTime", byref(value), c_void_p(start), c_void_p(end))
-        return value.value
+        return float(self._get(c_float, "cuEventElapsedTime", c_void_p(start), c_void_p(end)))
 
     def copy_peer(self, target: tuple[int, int], source: tuple[int, int], size_bytes: int, stream: int) -> None:
         """Queue a copy from `source` to `target`, each given as (address, context)."""

@@ -101,13 +101,14 @@ def _gpu(nvml: Any, handle: Any, index: int) -> GpuReading:
     use, mig, ecc = (ask(f"nvmlDeviceGet{name}") for name in ("UtilizationRates", "MigMode", "EccMode"))
     limit, default = ask("nvmlDeviceGetPowerManagementLimit"), ask("nvmlDeviceGetPowerManagementDefaultLimit")
     rows = ask("nvmlDeviceGetRemappedRows")
-    mode = ask("nvmlDeviceGetComputeMode")
+    mode, persistence = ask("nvmlDeviceGetComputeMode"), ask("nvmlDeviceGetPersistenceMode")
+    running = ask("nvmlDeviceGetComputeRunningProcesses")
     return GpuReading(
         index=index,
         name=_text(ask("nvmlDeviceGetName") or "a GPU without a name"),
         mig=None if mig is None else mig[0] == 1,
         compute_mode=_COMPUTE_MODES.get(mode),
-        persistence=_flag(ask("nvmlDeviceGetPersistenceMode")),
+        persistence=None if persistence is None else persistence == 1,
         utilization_percent=None if use is None else use.gpu,
         clock_reasons=_clock_reasons(ask),
         sm_mhz=ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
@@ -127,12 +128,8 @@ def _gpu(nvml: Any, handle: Any, index: int) -> GpuReading:
         pcie_replays=ask("nvmlDeviceGetPcieReplayCounter"),
         nvlinks=_links(nvml, ask),
         fabric=_fabric(nvml, handle),
-        processes=_processes(ask),
+        processes=None if running is None else tuple(f"{_name(process.pid)} ({process.pid})" for process in running),
     )
-
-
-def _flag(value: int | None) -> bool | None:
-    return None if value is None else value == 1
 
 
 def _clock_reasons(ask: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -176,11 +173,6 @@ def _fabric(nvml: Any, handle: Any) -> str | None:
         return None
     state = _FABRIC_STATES.get(info.state & 0xFF)  # one byte in nvml.h
     return "failed" if state is not None and info.status != 0 else state
-
-
-def _processes(ask: Callable[..., Any]) -> tuple[str, ...] | None:
-    running = ask("nvmlDeviceGetComputeRunningProcesses")
-    return None if running is None else tuple(f"{_name(process.pid)} ({process.pid})" for process in running)
 
 
 def _name(pid: int) -> str:

@@ -31,7 +31,11 @@ def read_system(root: Path = Path("/")) -> System:
         open_driver=None if driver is None else "Open Kernel Module" in driver,
         gpu_iommu=_gpu_iommu(pci) if _is_there(pci) else None,
         acs_redirects=_redirecting(pci),
-        rdma=tuple(_rdma(sys / "class/infiniband")) if _is_there(sys / "class") else None,
+        rdma=tuple(
+            _port(device, port) for device in _list(sys / "class/infiniband") for port in _list(device / "ports")
+        )
+        if _is_there(sys / "class")
+        else None,
         net=tuple(_net(sys / "class/net")) if _is_there(sys / "class/net") else None,
         nccl_conf=parse_conf(_read(root / "etc/nccl.conf") or ""),
     )
@@ -110,19 +114,11 @@ def _gpu_iommu(pci: Path) -> dict[str, str]:
 def _redirecting(pci: Path) -> tuple[str, ...] | None:
     """Return the bridges that redirect; None if none of them could be read."""
     bridges = [device for device in _list(pci) if (_read(device / "class") or "").startswith(_BRIDGE)]
-    answers = {bridge.name: _bridge(bridge / "config") for bridge in bridges}
+    configs = {bridge.name: _bytes(bridge / "config", 4096) for bridge in bridges}
+    answers = {name: None if config is None else acs_redirects(config) for name, config in configs.items()}
     if all(answer is None for answer in answers.values()):
         return None
     return tuple(name for name, redirects in answers.items() if redirects)
-
-
-def _bridge(config: Path) -> bool | None:
-    found = _bytes(config, 4096)
-    return None if found is None else acs_redirects(found)
-
-
-def _rdma(folder: Path) -> list[RdmaPort]:
-    return [_port(device, port) for device in _list(folder) for port in _list(device / "ports")]
 
 
 def _port(device: Path, port: Path) -> RdmaPort:

@@ -104,11 +104,6 @@ def both_time(trial: Trial) -> float:
     return max(trial.compute_end, trial.comm_end) - min(trial.compute_start, trial.comm_start)
 
 
-def head_start(trial: Trial) -> float:
-    """Return by how many µs one side started before the other."""
-    return abs(trial.compute_start - trial.comm_start)
-
-
 def row(
     scenario: Scenario,
     *,
@@ -140,7 +135,7 @@ def row(
     compute_alone = time_of(samples["", "compute_alone"], compute_time)
     comm_alone = time_of(samples[mechanism, "comm_alone"], comm_time)
     both, compute, comm = (time_of(together, part) for part in (both_time, compute_time, comm_time))
-    heads = time_of(together, head_start).per_rank_us
+    heads = time_of(together, lambda trial: abs(trial.compute_start - trial.comm_start)).per_rank_us
     head_us = 0.0 if order == "together" else sum(heads) / len(heads)
     ratios = overlap(compute_us=compute_alone.us, comm_us=best[1], both_us=both.us, order=order, head_us=head_us)
     late = why_late(

@@ -51,13 +51,12 @@ def test_a_quantized_reduction_sends_its_bits_twice() -> None:
 
 
 @pytest.mark.parametrize("method", ["powersgd", "topk", "randomk", "quantized"])
-def test_error_feedback_costs_memory_and_time(method: str) -> None:
-    """A buffer as large as the gradients, read and written."""
+def test_error_feedback_costs_time(method: str) -> None:
+    """A buffer as large as the gradients is read and written; its memory is that of `compute/memory.py`."""
     without, with_ = (
         compressed(Compression(method=method, error_feedback=on))  # type: ignore[arg-type]
         for on in (False, True)
     )
-    assert with_.memory_bytes - without.memory_bytes == WHOLE_BYTES
     assert with_.encode_us >= without.encode_us
     assert with_.sent == without.sent
 

@@ -49,12 +49,12 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """2 per multiplication and addition."""
+        """The floating-point operations: 2 for each multiplication and addition."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
     @property
     def num_bytes(self) -> float:
-        """What is read and written if every matrix moves once."""
+        """The bytes that are read and written if every matrix moves once."""
         return float(self.element_bytes * self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
@@ -72,14 +72,14 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """The operations; a causal mask halves them."""
+        """The floating-point operations; a causal mask halves them."""
         products = 5 if self.backward else 2
         seen = 0.5 if self.causal else 1.0
         return 2.0 * products * self.batch * self.queries * self.keys * self.width * seen
 
     @property
     def num_bytes(self) -> float:
-        """What is read and written of queries, keys, values and output."""
+        """The bytes of queries, keys, values and output that are read and written."""
         passes = 2.0 if self.backward else 1.0
         return passes * 2.0 * self.element_bytes * self.batch * self.width * (self.queries + self.keys)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Efficiency, shipped_profile
@@ -68,35 +67,22 @@ class Cost(Record, frozen=True, kw_only=True):
     math_us: float
     memory_us: float
     launch_us: float
-    bound: Literal["math", "memory"]  # the longer of the two
-    of_peak: float  # FLOP/s over the data sheet's
-    waves: int | None = None  # rounds in which the tiles of a matmul run
 
 
 @lru_cache(maxsize=1 << 16)
 def cost(operation: Operation, rates: GpuRates) -> Cost:
     """Return the time of one operation alone, with the terms that it is made of."""
-    math_us, flops, bandwidth, launch_us = 0.0, 0.0, rates.bandwidth, rates.efficiency.launch_us
-    waves = None
+    math_us, bandwidth, launch_us = 0.0, rates.bandwidth, rates.efficiency.launch_us
     if isinstance(operation, MemoryBoundOp):
         bandwidth *= rates.efficiency.strided if operation.strided else 1.0
         launch_us *= operation.kernels
     elif isinstance(operation, FlashAttentionOp):
-        math_us, flops = _flash_us(operation, rates), operation.flops
+        math_us = _flash_us(operation, rates)
     else:
-        math_us, waves = _matmul_us(operation, rates)
-        flops = operation.flops
+        math_us = _matmul_us(operation, rates)
     memory_us = operation.num_bytes / bandwidth
     us = max(math_us, memory_us) + launch_us
-    return Cost(
-        us=us,
-        math_us=math_us,
-        memory_us=memory_us,
-        launch_us=launch_us,
-        bound="math" if math_us >= memory_us else "memory",
-        of_peak=flops / us / rates.peak if us else 0.0,
-        waves=waves,
-    )
+    return Cost(us=us, math_us=math_us, memory_us=memory_us, launch_us=launch_us)
 
 
 def total_us(operations: Iterable[Operation], rates: GpuRates) -> float:
@@ -110,12 +96,12 @@ def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:
     return operation.flops / (rates.peak * reached * operation.keys / (operation.keys + known.flash_length))
 
 
-def _matmul_us(operation: MatmulOp, rates: GpuRates) -> tuple[float, int]:
-    """Return the µs of math and the waves of the fastest tile size."""
+def _matmul_us(operation: MatmulOp, rates: GpuRates) -> float:
+    """Return the µs of math of the fastest tile size."""
     known, sms = rates.efficiency, rates.sms
     per_sm = rates.peak * known.matmul / sms
     sums_us = SUM_BYTES * operation.batch * operation.m * operation.n / rates.bandwidth
-    best = (float("inf"), 0)
+    best = float("inf")
     for high, wide in known.tiles:
         tiles = operation.batch * -(-operation.m // high) * -(-operation.n // wide)
         loaded = 1.0 / high + 1.0 / wide
@@ -123,7 +109,5 @@ def _matmul_us(operation: MatmulOp, rates: GpuRates) -> tuple[float, int]:
         for split in SPLITS if tiles < 2 * sms else SPLITS[:1]:
             waves = -(-tiles * split // sms)
             us = waves * (operation.k / split + known.depth) * depth_us
-            us += split * sums_us + known.launch_us if split > 1 else 0.0
-            if us < best[0]:
-                best = (us, waves)
+            best = min(best, us + (split * sums_us + known.launch_us if split > 1 else 0.0))
     return best

@@ -34,7 +34,7 @@ class JobChange(NamedTuple):
     """Describes a question with a name."""
 
     unit: str  # of its value, for people
-    means: str  # what it changes, for people
+    means: str  # what it changes, for people: a sentence
     decides: tuple[str, ...]  # fields or tables of the job's file that it sets
     change: Callable[[Job, Any], Job]  # the job and the value to the other job
     kind: type = object  # of the value: int and float are above 0, object is checked by the record that it goes to
@@ -213,50 +213,60 @@ def _field(unit: str, means: str, table: str, name: str) -> JobChange:
 
 WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     "gpu": JobChange(
-        "the name of a GPU", "another generation; the network stays", ("cluster.gpu",),
+        "the name of a GPU", "Train on another GPU; the network stays.", ("cluster.gpu",),
         lambda job, value: replace(job, cluster=replace(job.cluster, gpu=parse_gpu(value))),
     ),
-    "network": JobChange("the name of a network", "another topology", ("cluster.network",), _on_network),
+    "network": JobChange(
+        "the name of a network", "Join the GPUs by another network.", ("cluster.network",), _on_network
+    ),
     "nodes": JobChange(
-        "a number of nodes", "replicas more or fewer, the same batch (strong scaling)", ("parallel.dp", *LINKS),
-        _on_nodes, int,
+        "a number of nodes", "Train on more or fewer nodes with the same batch (strong scaling).",
+        ("parallel.dp", *LINKS), _on_nodes, int,
     ),
     "weak_nodes": JobChange(
-        "a number of nodes", "replicas more or fewer, the batch with them (weak scaling)",
+        "a number of nodes", "Train on more or fewer nodes; the batch grows with them (weak scaling).",
         ("parallel.dp", "training.global_batch", *LINKS), lambda job, nodes: _on_nodes(job, nodes, weak=True), int,
     ),
     "nic_gbit": JobChange(
-        "Gb/s of one GPU's NIC", "speed of the network between nodes", LINKS,
+        "Gb/s of one GPU's NIC", "Change the speed of the network between nodes.", LINKS,
         lambda job, gbit: _with_rates(job, lambda level: gbit / 8), float,
     ),
-    "nics": JobChange("a number of NICs per node", "as many as GPUs is one for each", LINKS, _with_nics, int),
-    "failed_nics": JobChange("a number of NICs", "one node has lost so many", LINKS, _without_nics, int),
-    "oversubscription": JobChange(
-        "a factor", "of the topmost level that the job crosses", LINKS, _oversubscribed, float
+    "nics": JobChange(
+        "a number of NICs per node", "Change the NICs of a node; as many as it has GPUs is one for each.",
+        LINKS, _with_nics, int,
     ),
-    "global_batch": _field("a number of samples", "of one step", "training", "global_batch"),
-    "micro_batch": _field("a number of samples", "through the model at once", "training", "micro_batch"),
+    "failed_nics": JobChange("a number of NICs", "Let one node lose some of its NICs.", LINKS, _without_nics, int),
+    "oversubscription": JobChange(
+        "a factor", "Oversubscribe the topmost level that the job crosses.", LINKS, _oversubscribed, float
+    ),
+    "global_batch": _field("a number of samples", "Change the batch of one step.", "training", "global_batch"),
+    "micro_batch": _field(
+        "a number of samples", "Change what goes through the model at once.", "training", "micro_batch"
+    ),
     "accumulation": JobChange(
-        "a number of micro-batches", "per step; the batch with them", ("training.global_batch",), _accumulated, int
+        "a number of micro-batches", "Accumulate more or fewer gradients per step; the batch grows with them.",
+        ("training.global_batch",), _accumulated, int,
     ),
     "bucket_mib": JobChange(
-        "MiB", "gradients that are reduced at once", ("parallel.bucket_bytes",),
+        "MiB", "Change the size of the gradients that are reduced at once.", ("parallel.bucket_bytes",),
         lambda job, mib: _with_fields(job, "parallel", bucket_bytes=round(mib * 2**20)), float,
     ),
-    "precision": _field("bf16, fp16, fp8 or fp32", "of matrix products", "training", "precision"),
-    "recompute": _field("none, selective or full", "what backward computes again", "training", "recompute"),
+    "precision": _field("bf16, fp16, fp8 or fp32", "Change the precision of matrix products.", "training", "precision"),
+    "recompute": _field("none, selective or full", "Change what backward computes again.", "training", "recompute"),
     "compression": JobChange(
-        "none, powersgd:RANK, topk:PART, randomk:PART or quantized:BITS", "of gradients", ("compression",),
+        "none, powersgd:RANK, topk:PART, randomk:PART or quantized:BITS", "Compress gradients.", ("compression",),
         _compressed, str,
     ),
     "mechanism": JobChange(
-        "the name of a mechanism", "how collectives overlap with compute", ("overlap.mechanism",),
+        "the name of a mechanism", "Change how collectives overlap with compute.", ("overlap.mechanism",),
         lambda job, value: replace(job, mechanism=parse_name("overlap.mechanism", value)),
     ),
-    "local_steps": _field("a number of steps", "between exchanges of replicas (local SGD)", "training", "local_steps"),
-    "asynchronous": _field(
-        "true or false", "replicas do not wait for each other (stale gradients)", "training", "asynchronous"
+    "local_steps": _field(
+        "a number of steps", "Let replicas exchange only after so many steps (local SGD).", "training", "local_steps"
     ),
-    "slow_rank": _field("a factor", "by which one rank computes slower", "ranks", "slow"),
-    "jitter": _field("a part of the step", "standard deviation between ranks", "ranks", "jitter"),
+    "asynchronous": _field(
+        "true or false", "Let replicas not wait for each other (stale gradients).", "training", "asynchronous"
+    ),
+    "slow_rank": _field("a factor", "Let one rank compute slower.", "ranks", "slow"),
+    "jitter": _field("a part of the step", "Change the standard deviation between ranks.", "ranks", "jitter"),
 }  # fmt: skip

@@ -121,7 +121,8 @@ def estimate(
     _check(operation, num_bytes, algorithm)
     at = reach(group, network.cluster)
     if at.ranks == 1:
-        return _of_one_rank(operation, num_bytes)
+        nothing = "validated: one rank communicates nothing"
+        return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
     levels = network.cluster.levels
     links = Links(at, levels, shared_gb_per_s(levels, active))
     found = candidates(operation, num_bytes, links, network)
@@ -218,11 +219,6 @@ def _outside(operation: str, num_bytes: float, at: Reach, best: Candidate, netwo
     if best.algorithm not in nccl_algorithms(operation, at, network.nccl):
         return f"NCCL does not run {best.algorithm} here"
     return best.protocol.fit.outside(network.cluster.gpu.name, at.ranks, num_bytes)
-
-
-def _of_one_rank(operation: str, num_bytes: float) -> CollectiveEstimate:
-    nothing = "validated: one rank communicates nothing"
-    return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
 
 
 class CollectiveTimes:

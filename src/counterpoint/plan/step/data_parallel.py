@@ -72,7 +72,6 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
     sent: tuple[tuple[str, float], ...]  # one after another: PyTorch's name, bytes of the full array
     encode_us: float  # before them
     decode_us: float  # after them
-    memory_bytes: float  # of buffers that live from step to step
 
 
 def overlapped_in_pieces_us(
@@ -257,22 +256,21 @@ def compress(
         precision: of powersgd's products.
     """
     whole = float(_elements(shapes) * element_bytes)
-    sent, encoding, decoding, memory = _compressed_bytes(how, shapes, ranks, element_bytes)
+    sent, encoding, decoding = _compressed_bytes(how, shapes, ranks, element_bytes)
     if how.error_feedback:
-        encoding, memory = encoding + 2 * whole, memory + whole
+        encoding += 2 * whole
     flops = _powersgd_flops(how.rank, shapes) if how.method == "powersgd" else (0.0, 0.0)
     return CompressedExchange(
         sent=tuple(sent),
         encode_us=_longer_us(encoding, flops[0], gpu, precision),
         decode_us=_longer_us(decoding, flops[1], gpu, precision),
-        memory_bytes=memory,
     )
 
 
 def _compressed_bytes(
     how: Compression, shapes: Shapes, ranks: int, element_bytes: int
-) -> tuple[list[tuple[str, float]], float, float, float]:
-    """Return the collectives, and the bytes that encoding, decoding and the buffers take."""
+) -> tuple[list[tuple[str, float]], float, float]:
+    """Return the collectives, and the bytes that encoding and decoding read and write."""
     elements = _elements(shapes)
     whole = float(elements * element_bytes)
     match how.method:
@@ -281,25 +279,23 @@ def _compressed_bytes(
         case "topk":
             kept = how.keep * elements
             sent = [("all_gather", ranks * kept * (element_bytes + INDEX_BYTES))]
-            encoding, decoding, memory = SELECT_PASSES * whole, whole + ranks * kept * element_bytes, 0.0
+            encoding, decoding = SELECT_PASSES * whole, whole + ranks * kept * element_bytes
         case "randomk":
             kept_bytes = how.keep * whole
-            sent, encoding, decoding, memory = [("all_reduce", kept_bytes)], 2 * kept_bytes, whole + kept_bytes, 0.0
+            sent, encoding, decoding = [("all_reduce", kept_bytes)], 2 * kept_bytes, whole + kept_bytes
         case "quantized":
             small = elements * how.bits / 8 + elements / how.block * SCALE_BYTES
             sent = [("all_to_all", small), ("all_gather", small)]
             encoding = whole + small + 2 * small + whole / ranks  # quantize; reduce what came, quantize the own shard
-            decoding, memory = small + whole, 0.0
-    return sent, encoding, decoding, memory
+            decoding = small + whole
+    return sent, encoding, decoding
 
 
 def _elements(shapes: Shapes) -> int:
     return sum(rows * columns for rows, columns in shapes)
 
 
-def _powersgd(
-    how: Compression, shapes: Shapes, element_bytes: int
-) -> tuple[list[tuple[str, float]], float, float, float]:
+def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[list[tuple[str, float]], float, float]:
     """Return two all_reduces, P then Q; vectors, and matrices that would not get smaller, go whole with P."""
     low, whole = _divided(how.rank, shapes)
     p = sum(rows for rows, _ in low) * how.rank * element_bytes
@@ -307,7 +303,7 @@ def _powersgd(
     rest = sum(rows * columns for rows, columns in whole) * element_bytes
     matrices = float(sum(rows * columns for rows, columns in low) * element_bytes)
     sent = [("all_reduce", float(p + rest)), ("all_reduce", float(q))]
-    return sent, 2 * matrices + 3 * p + q, matrices + p + q, float(q)  # M Q; orthogonalise; M^T P; then P Q^T
+    return sent, 2 * matrices + 3 * p + q, matrices + p + q  # M Q; orthogonalise; M^T P; then P Q^T
 
 
 def _powersgd_flops(rank: int, shapes: Shapes) -> tuple[float, float]:
