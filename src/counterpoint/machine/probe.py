@@ -17,9 +17,8 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import printable
-from counterpoint.machine.driver import read_cuda
+from counterpoint.machine.driver import measure_bandwidth, read_cuda
 from counterpoint.machine.nvml import read_nvml
-from counterpoint.machine.pairwise_copies import measure_bandwidth
 from counterpoint.machine.readings import ProbeFailed, ProbeUnavailable
 from counterpoint.machine.software import read_nccl, read_torch_runtime
 from counterpoint.records.base import Record

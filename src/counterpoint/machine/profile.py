@@ -26,7 +26,6 @@ __all__ = [
     "Chip",
     "Contention",
     "Efficiency",
-    "NcclFacts",
     "Profile",
     "Rates",
     "SumRates",

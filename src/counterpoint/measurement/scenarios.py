@@ -25,14 +25,7 @@ from counterpoint.machine.profile import profile_of
 from counterpoint.measurement.collective import collectives, elements_of, memory_bytes
 from counterpoint.measurement.gpu_usage import Observed, combine, observe, observe_compute, read_device
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
-from counterpoint.measurement.open_mechanisms import (
-    Opened,
-    OpenedAll,
-    memory_of,
-    offered,
-    open_all,
-    open_mechanism,
-)
+from counterpoint.measurement.open_mechanisms import Opened, OpenedAll, memory_of, offered, open_all, open_mechanism
 from counterpoint.measurement.rows import comm_time, compute_time, play_rounds, row, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial

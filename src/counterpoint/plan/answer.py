@@ -16,15 +16,7 @@ from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.what_if import WHAT_IFS, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
-from counterpoint.records.prediction import (
-    Bar,
-    Curve,
-    PlacementResult,
-    Point,
-    Prediction,
-    Sensitivity,
-    TimePart,
-)
+from counterpoint.records.prediction import Bar, Curve, PlacementResult, Point, Prediction, Sensitivity, TimePart
 
 if TYPE_CHECKING:
     from counterpoint.plan.placement.launch_files import LaunchFile

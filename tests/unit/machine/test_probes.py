@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine import collect
+from counterpoint.machine import checkup
 from counterpoint.machine.checkup import collect_readings
-from counterpoint.machine.driver import Driver
+from counterpoint.machine.driver import MAX_PAIRS, Driver, choose_pairs
 from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
-from counterpoint.machine.pairwise_copies import MAX_PAIRS, choose_pairs
 from counterpoint.machine.probe import Answer
 from counterpoint.machine.readings import Cuda, NvLink, ProbeFailed, ProbeUnavailable, Readings
 from counterpoint.machine.software import nccl_version, read_torch_files
@@ -269,7 +268,7 @@ def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no probe could answer is unavailable, with the probe's words."""
-    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
+    monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
     reasons = collect_readings(bandwidth=True, torch=True).unavailable
     assert reasons == {
         "nvml": "no nvml",
@@ -282,13 +281,13 @@ def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no JSON costs that part only."""
-    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=b"hello"))
+    monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=b"hello"))
     assert collect_readings(bandwidth=False).unavailable["cuda"].startswith("the probe's answer is not a reading: ")
 
 
 def test_a_driver_that_ends_the_process_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`exit(0)` inside a library looks like success, with nothing said."""
-    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=b""))
+    monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=b""))
     assert collect_readings(bandwidth=False).failed == ("nvml", "cuda", "nccl")
 
 
@@ -300,14 +299,14 @@ def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPat
         asked.append(probe)
         return Answer(output=msgspec.json.encode(Cuda(version=13000)))
 
-    monkeypatch.setattr(collect, "ask_probe", ask)
+    monkeypatch.setattr(checkup, "ask_probe", ask)
     collect_readings(bandwidth=False)
     assert "bandwidth" not in asked
 
 
 def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets in the environment stay out of the report."""
-    monkeypatch.setattr(collect, "ask_probe", lambda probe, **_: Answer(output=None))
+    monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     environment = collect_readings().environment

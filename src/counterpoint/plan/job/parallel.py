@@ -11,7 +11,6 @@ from counterpoint.records.base import Record
 __all__ = [
     "Compression",
     "Parallel",
-    "Precision",
     "StagePart",
     "Training",
     "check_division",

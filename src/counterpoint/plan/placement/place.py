@@ -1,11 +1,8 @@
 """Where the ranks of a job should be: the order of least C = Σ d(i, j) · M(i, j), compared with launchers' defaults.
 
-1. Starts. The order of the ranks along the tree; the best order of the mesh, and recursive bisection of the traffic
-   down the tree, which needs no mesh (`partition.py`).
-2. The two cheapest are improved by swaps of ranks between hosts and of whole hosts (`swaps.py`).
-3. The cheapest of all, the given order included, is the answer: never worse than what it is compared with.
-
-Deterministic. The search sees groups above 65 ranks by a sample of their pairs; every cost printed is exact:
+The search (docs/design/placement.md) starts along the tree and with the orders of `partition.py`, improves the two
+cheapest by `swaps.py`, and takes the cheapest of all, the given order included. It is deterministic, and sees groups
+above 65 ranks by a sample of their pairs; every cost printed is exact:
 
     cost of a level = distance · bytes of the pairs that it joins; with measured distances, Σ matrix · bytes of them
     time of a level = bytes that its busiest GPU sends there / GB/s of one GPU
