@@ -2,6 +2,6 @@
 
 gpus.py has the datasheets, occupancy.py how many blocks of a kernel fit on an SM. `doctor` reads a machine by
 checkup.py: readings.py has what it gets, probe.py asks in child processes (driver.py CUDA and the links, nvml.py NVML,
-software.py torch and NCCL), system.py in /sys. It judges the readings by checks/. Other rooms import
-none of those, but for `driver.visible_gpus`.
+software.py torch and NCCL), system.py in /sys. It judges the readings by checks/. Other rooms import none of those, but
+for `driver.visible_gpus`.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from counterpoint.plan.compute.layers import LocalShape
@@ -11,7 +12,7 @@ from counterpoint.plan.compute.memory import activation_bytes, memory
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Model, find_model
-from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.network.protocols import levels
 
 GPT = Model(layers=96, hidden=12288, heads=96, vocab=51200, tied=True, dropout=True)
@@ -89,3 +90,10 @@ def test_the_published_runs_fitted() -> None:
     )  # fmt: skip
     cluster = Cluster(gpu=find_gpu("A100"), levels=levels("a100-hdr-200", 64))
     assert memory(Job(model=GPT, parallel=parallel, training=training, cluster=cluster)).fits
+
+
+def test_error_feedback_keeps_another_copy_of_the_gradients() -> None:
+    """What compression left out is kept until the next step."""
+    without = job(tp=8, dp=8)
+    with_ = msgspec.structs.replace(without, compression=Compression(method="topk"))
+    assert memory(with_).gib["gradients"] == 2 * memory(without).gib["gradients"]
