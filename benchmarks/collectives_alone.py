@@ -24,10 +24,11 @@ from collectives_rig import Rig
 from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.reduce import Reduction, bind
+from counterpoint.collectives.cuda.reduce import bind
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning, candidates, with_link_turns
 from counterpoint.controls.nccl import NcclWindows

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda.reduce import Reduction, ReductionOp, reference
+from counterpoint.collectives.cpu.channel import reference
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.program.reductions import Reduction, ReductionOp
 
 OPERATIONS = ("all_gather", "all_gather coalesced", "all_to_all", "uneven all_to_all", "broadcast", "scatter", "gather",
               "send_recv", "reduce_scatter", "reduce_scatter coalesced", "all_reduce", "barrier")  # fmt: skip

@@ -17,10 +17,9 @@ from statistics import fmean
 from provenance import provenance, write_result
 from tables import print_table
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import all_gather, reduce_scatter
+from counterpoint.collectives.program.operations import all_gather, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import TURN_BYTES
 from counterpoint.machine.profile import default_profile

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda.reduce import Reduction, reference
+from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile

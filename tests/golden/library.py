@@ -30,15 +30,15 @@ from counterpoint.collectives.cuda.lower import (
     ReduceLaunch,
     lower,
 )
-from counterpoint.collectives.cuda.reduce import Reduction
 from counterpoint.collectives.cuda.transport import CudaTransport
 from counterpoint.collectives.multihost.flatten import flatten
 from counterpoint.collectives.multihost.phases import Grid, Phase, phases_all
 from counterpoint.collectives.program import clock as simulate
 from counterpoint.collectives.program import operations
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import Call, Span
 from counterpoint.collectives.program.coalesced import Parts, place_on_tensors
+from counterpoint.collectives.program.operations import plan_all
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import (
     AwaitEvent,
     Batch,

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from collectives_rig import MAX_SKEW, Rig
 
-from counterpoint.collectives.cuda.reduce import Reduction, reference
+from counterpoint.collectives.cpu.channel import reference
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Tuning
 
 LARGEST = 256 << 20  # bytes of output and of staging

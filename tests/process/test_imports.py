@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "polars", "plotly", "jinja2", "numpy")
 HELP = "import sys; sys.argv = ['counterpoint', '--help']; from counterpoint.cli import main; main()"
 PROGRAMS = (
-    "from counterpoint.collectives import program; from counterpoint.collectives.program import build, clock; "
+    "from counterpoint.collectives import program; from counterpoint.collectives.program import clock, operations; "
     "from counterpoint.collectives.proof import check"
 )
 REFUSED = (

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from counterpoint.collectives.cpu.channel import combine
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.reduce import Reduction
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory
 from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.program.reductions import Reduction
 
 __all__ = ["SoftwareDriver", "SoftwareGpu"]
 

@@ -13,7 +13,7 @@ from counterpoint.collectives.host.group import check_agreement, gather_values, 
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory, why_not
 from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.transport import Transport
+from counterpoint.collectives.submit.submission import Transport
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile, profile_of
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
-from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
-from counterpoint.controls.priority import StreamPriority
+from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
 
 __all__ = ["KEYS", "parse_mechanism"]

@@ -21,13 +21,16 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
     copied_why,
+    discard_pass,
+    is_unfinished,
+    outermost,
     present_hooks,
+    refuse_unfinished,
     set_hooks,
     sharded_modules,
     unmanaged_bytes,
 )
 from counterpoint.parallel.fsdp.prefetch import Prefetch
-from counterpoint.parallel.fsdp.recovery import discard_pass, is_unfinished, outermost, refuse_unfinished
 from counterpoint.parallel.fsdp.report import OverlappedModule, OverlapReport
 
 if TYPE_CHECKING:

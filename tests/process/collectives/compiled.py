@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.reduce import Reduction, launch_of, with_types
+from counterpoint.collectives.cuda.reduce import launch_of, with_types
 from counterpoint.collectives.cuda.sum_kernel import combine
+from counterpoint.collectives.program.reductions import Reduction
 
 
 def instructions(dtype: str, sources: int, skew: int) -> dict[str, int]:

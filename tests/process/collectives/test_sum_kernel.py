@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from counterpoint.collectives.cuda.reduce import DTYPES
+from counterpoint.collectives.program.reductions import DTYPES
 
 HERE = Path(__file__).parent
 

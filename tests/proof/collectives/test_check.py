@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.collectives.program.build import may_release_early, plan_all
-from counterpoint.collectives.program.operations import all_gather, barrier, broadcast, reduce_scatter
+from counterpoint.collectives.program.operations import all_gather, barrier, broadcast, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import AwaitEvent, Batch, Copy, Flag, Program, Signal, Tuning, Wait
 from counterpoint.collectives.proof.check import check
 from counterpoint.errors import CounterpointError, Misconfigured
@@ -100,6 +100,15 @@ def test_too_many_states_are_no_proof() -> None:
     """A search that was cut off says so."""
     with pytest.raises(CounterpointError, match="more than 100 states"):
         explore([programs("all_gather", 3)] * 2, max_states=100)
+
+
+def may_release_early(rounds: Sequence[Sequence[Program]]) -> bool:
+    """Whether these calls, in any order, may follow each other on one output that is always released early.
+
+    A release hands a credit to every rank in `pushers`. If the next call lets other ranks push, a credit that nobody
+    took stays behind, and its holder would some day push while the output is read.
+    """
+    return len({tuple(program.pushers for program in programs) for programs in rounds}) <= 1
 
 
 def test_early_release_needs_the_same_pushers() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.collectives.program.build import plan_all
-from counterpoint.collectives.program.operations import reduce_scatter
+from counterpoint.collectives.program.operations import plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Batch, Program, Reduce
 from counterpoint.collectives.proof.check import check
 from tests.support.cases import NAMES, case

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import (
     all_reduce,
+    plan_all,
     reduce_scatter,
 )
 from counterpoint.collectives.program.steps import Tuning

@@ -7,7 +7,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -16,6 +15,7 @@ from counterpoint.collectives.program.operations import (
     barrier,
     broadcast,
     gather,
+    plan_all,
     reduce_scatter,
 )
 from counterpoint.collectives.program.steps import Copy, Reduce, Tuning

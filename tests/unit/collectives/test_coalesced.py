@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import Span
 from counterpoint.collectives.program.coalesced import Parts, place_on_tensors
-from counterpoint.collectives.program.operations import all_gather, reduce_scatter
+from counterpoint.collectives.program.operations import all_gather, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Batch, Copy, Program, Reduce, Tuning, Wait
 
 TUNINGS = [Tuning(), Tuning(chunk_bytes=16, turn_bytes=1), Tuning(chunk_bytes=32, last_bytes=16)]

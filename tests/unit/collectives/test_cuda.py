@@ -9,8 +9,8 @@ import pytest
 
 from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
-from counterpoint.collectives.cuda.reduce import Reduction
-from counterpoint.collectives.program.build import plan
+from counterpoint.collectives.program.operations import plan
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from tests.support.cases import NAMES, case
 from tests.support.fake_driver import FakeDriver

@@ -22,8 +22,7 @@ from counterpoint.collectives.cuda.lower import (
     awaited,
     lower,
 )
-from counterpoint.collectives.program.build import plan, plan_all
-from counterpoint.collectives.program.operations import all_gather, all_reduce, barrier
+from counterpoint.collectives.program.operations import all_gather, all_reduce, barrier, plan, plan_all
 from counterpoint.collectives.program.steps import Batch, Flag, Program, Signal, Tuning, Wait
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case

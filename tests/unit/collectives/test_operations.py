@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import OPERATIONS, even_call, find_operation, has_equal_outputs
+from counterpoint.collectives.program.operations import (
+    OPERATIONS,
+    even_call,
+    find_operation,
+    has_equal_outputs,
+    plan_all,
+)
 from counterpoint.collectives.program.steps import Copy
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.collectives.proof.check import check

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from counterpoint.collectives.cuda.lower import Addresses, lower
 from counterpoint.collectives.multihost.flatten import flatten
 from counterpoint.collectives.multihost.phases import LEVELS, Grid, phases, phases_all, scratch_bytes
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.clock import HostNetwork, simulate
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -19,6 +18,7 @@ from counterpoint.collectives.program.operations import (
     barrier,
     broadcast,
     gather,
+    plan_all,
     reduce_scatter,
 )
 from counterpoint.collectives.program.steps import Copy, LocalCopy

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.collectives.program import operations
-from counterpoint.collectives.program.build import plan, plan_all
 from counterpoint.collectives.program.calls import Call, Own, Span
 from counterpoint.collectives.program.direct import chunked
+from counterpoint.collectives.program.operations import plan, plan_all
 from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Reduce, Tuning, Wait, flag_word
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counterpoint.collectives.cpu.channel import reference
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.reduce import Layout, Reduction, ReductionOp, launch_of, reference
-from counterpoint.collectives.program.build import plan
-from counterpoint.collectives.program.operations import all_reduce
+from counterpoint.collectives.cuda.reduce import Layout, launch_of
+from counterpoint.collectives.program.operations import all_reduce, plan
+from counterpoint.collectives.program.reductions import Reduction, ReductionOp
 from counterpoint.collectives.program.steps import Reduce
 from counterpoint.errors import Misconfigured
 

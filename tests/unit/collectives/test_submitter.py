@@ -14,10 +14,9 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.fallback import Fallback
-from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import CPU, TensorList, reduction_name
-from counterpoint.collectives.submit.transport import Programs
 from counterpoint.errors import Misconfigured
 
 WORLD_SIZE = 2

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.collectives.program.build import DEFAULT, most_staging_bytes, plan_all
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import SimulatedCall, simulate
 from counterpoint.collectives.program.operations import (
+    DEFAULT,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
+    most_staging_bytes,
+    plan_all,
     reduce_scatter,
 )
 from counterpoint.collectives.program.steps import Copy, Program, Tuning

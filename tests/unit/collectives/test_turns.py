@@ -6,9 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import Call
-from counterpoint.collectives.program.operations import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from counterpoint.collectives.program.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    plan_all,
+    reduce_scatter,
+)
 from counterpoint.collectives.program.steps import Batch, Copy, Program, Signal, Tuning, Wait
 
 ALWAYS = Tuning(turn_bytes=1)

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from counterpoint.collectives.cuda.reduce import DTYPES, Reduction, reference
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.status import flag_index
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, mismatch
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
-from counterpoint.collectives.program.build import most_staging_bytes
 from counterpoint.collectives.program.calls import Buffer, Span
+from counterpoint.collectives.program.operations import most_staging_bytes
+from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.collectives.program.steps import (
     COPY,
     REDUCE,
@@ -38,12 +38,11 @@ from counterpoint.collectives.program.steps import (
     Wait,
     flag_word,
 )
-from counterpoint.collectives.submit.submission import Submission, UnevenSplits
-from counterpoint.collectives.submit.transport import Programs
+from counterpoint.collectives.submit.submission import Programs, Submission, UnevenSplits
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import CounterpointError
 
-__all__ = ["BeforeStep", "Channel", "CpuCall"]
+__all__ = ["BeforeStep", "Channel", "CpuCall", "reference"]
 
 BeforeStep: TypeAlias = Callable[[Program, Step], None]
 """Called in the lane's thread before every step; tests put delays and deaths here."""
@@ -341,3 +340,32 @@ def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Redu
 
     combined = reference([elements(source, reduction.dtype) for source in sources], reduction)
     elements(target, reduction.result_dtype).copy_(combined)
+
+
+def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
+    """Combine tensors in plain torch as the kernel does: ascending order, the same accumulator.
+
+    Args:
+        sources: tensors of one shape and of `reduction.dtype`.
+        reduction: how to combine.
+
+    Returns:
+        A tensor of that shape, of `reduction.result_dtype`.
+    """
+    import torch
+
+    wide = [source.to(getattr(torch, reduction.accumulator)) for source in sources]
+    if reduction.op == "premul_sum":
+        wide = [source * reduction.factor for source in wide]
+    total = wide[0]
+    for value in wide[1:]:
+        match reduction.op:
+            case "max":
+                total = torch.maximum(total, value)
+            case "min":
+                total = torch.minimum(total, value)
+            case _:
+                total = total + value
+    if reduction.op == "avg":  # torch turns division by a number into a product on GPUs, which rounds differently
+        total = total / torch.full_like(total, len(wide))
+    return total.to(getattr(torch, reduction.result_dtype))

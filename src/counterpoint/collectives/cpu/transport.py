@@ -17,9 +17,8 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import ALIGNMENT, Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import with_staging_slices
-from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import CPU
-from counterpoint.collectives.submit.transport import Programs
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured
 

@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from counterpoint.collectives.cuda.call import CudaWork, Prepared, PreparedCache
-from counterpoint.collectives.cuda.context import STEPS, CudaContext, RegionMaker
+from counterpoint.collectives.cuda.context import STEPS, CudaContext
 from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
 from counterpoint.collectives.cuda.events import StreamPoint
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, lower
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
-from counterpoint.collectives.program.build import most_staging_bytes
-from counterpoint.collectives.program.operations import has_equal_outputs
+from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
 from counterpoint.collectives.program.steps import COPY, Batch, Copy, Program, Wait
 from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
 from counterpoint.errors import Misconfigured
@@ -67,7 +67,8 @@ class CudaChannel:
         self.stream = int(self.executor.stream())  # of calls with async_op=True
         self.announcer = Announcer(context.waiter, index, steps=STEPS)
         self.staging, self.landing = (
-            GrowableRegion(RegionMaker(context.growth, f"{what} of channel {index}")) for what in ("staging", "landing")
+            GrowableRegion(partial(context.growth.create, f"{what} of channel {index}"))
+            for what in ("staging", "landing")
         )
         self.last: dict[int, StreamPoint] = {}  # end of the latest call, of each capture under way, and (0) of none
         self.under_way: deque[CudaWork] = deque()

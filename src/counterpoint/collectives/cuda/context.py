@@ -12,11 +12,10 @@ from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.submission import Submission
-from counterpoint.collectives.submit.transport import Programs
+from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["STEPS", "CudaContext", "Growth", "RegionMaker"]
+__all__ = ["STEPS", "CudaContext", "Growth"]
 
 STEPS = 2  # of a call's record on the board: announced is step 0 of them, begun 1, ended 2
 
@@ -77,23 +76,6 @@ class Growth:
         self._bytes += num_bytes
         record.step = record.steps
         return region
-
-
-@dataclass(frozen=True)
-class RegionMaker:
-    """Makes the regions of one user of symmetric memory.
-
-    Args:
-        growth: of the communicator.
-        what: that they are for, in words.
-    """
-
-    growth: Growth
-    what: str
-
-    def __call__(self, num_bytes: int) -> int:
-        """Return a new region of this size; see `Growth.create`."""
-        return self.growth.create(self.what, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from typing import Any
 from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
-from counterpoint.collectives.cuda.reduce import Reduction, bind
+from counterpoint.collectives.cuda.reduce import bind
 from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 
 __all__ = ["Gpu"]

@@ -20,7 +20,7 @@ from counterpoint.collectives.cuda.lower import (
     StreamWait,
     awaited,
 )
-from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 

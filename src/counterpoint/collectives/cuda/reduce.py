@@ -1,96 +1,21 @@
-"""Reductions: what `Reduce` means, as data; the kernel launch that does it; the same in plain torch, to compare with.
-
-Sums are made in ascending rank order, in float32 for bfloat16 and float16 and in the dtype itself otherwise, and
-rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
-"""
+"""The kernel launch that does a reduction on a GPU; what is combined, and in which order, says `Reduction`."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
+from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["DTYPES", "Launch", "Layout", "Reduction", "ReductionOp", "bind", "launch_of", "reference", "widened"]
+__all__ = ["Launch", "Layout", "bind", "launch_of"]
 
-ReductionOp = Literal["sum", "avg", "max", "min", "premul_sum"]
-OPS: tuple[ReductionOp, ...] = ("sum", "avg", "max", "min", "premul_sum")
-DTYPES: dict[str, tuple[int, str]] = {  # torch's name: bytes, what is added up in
-    "bfloat16": (2, "float32"),
-    "float16": (2, "float32"),
-    "float32": (4, "float32"),
-    "float64": (8, "float64"),
-    "int8": (1, "int8"),
-    "uint8": (1, "uint8"),
-    "int16": (2, "int16"),
-    "int32": (4, "int32"),
-    "int64": (8, "int64"),
-}
 VECTOR_BYTES = 16
 THREAD_VECTORS = 2  # 16-byte loads of each source that a thread has in flight
 RESIDENT = 3  # blocks on each SM, if it has the whole GPU
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reduction:
-    """Says how values are combined.
-
-    Args:
-        op: `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are
-            for floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
-        dtype: torch's name without `torch.`.
-        factor: of `premul_sum`.
-        num_sms: run on so many SMs, one large block each; None: on the whole GPU.
-        result: dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all.
-
-    Raises:
-        Misconfigured: unknown op or dtype, `avg` or `premul_sum` of integers, a factor without `premul_sum`, no SM, or
-            a result of another dtype.
-    """
-
-    op: ReductionOp
-    dtype: str
-    factor: float = 1.0
-    num_sms: int | None = None
-    result: str = ""
-
-    def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise Misconfigured(f"reduction {self.op!r}: allowed are {', '.join(OPS)}")
-        if self.dtype not in DTYPES:
-            raise Misconfigured(f"reduction of {self.dtype}: allowed are {', '.join(DTYPES)}; convert it first")
-        if "int" in self.dtype and self.op in ("avg", "premul_sum"):
-            raise Misconfigured(f"{self.op} of {self.dtype} would have to be rounded; use sum, max or min, or a float")
-        if self.factor != 1.0 and self.op != "premul_sum":
-            raise Misconfigured(f"factor={self.factor} has no meaning for {self.op}; use op='premul_sum'")
-        if self.num_sms is not None and self.num_sms < 1:
-            raise Misconfigured(f"num_sms={self.num_sms}: give 1 or more, or None for the whole GPU")
-        if self.result not in ("", self.dtype, self.accumulator):
-            allowed = " or ".join(sorted({self.dtype, self.accumulator}))
-            raise Misconfigured(f"a reduction of {self.dtype} into {self.result}: allowed are {allowed}")
-
-    @property
-    def item_bytes(self) -> int:
-        """The bytes of one value."""
-        return DTYPES[self.dtype][0]
-
-    @property
-    def result_dtype(self) -> str:
-        """The dtype of what is combined."""
-        return self.result or self.dtype
-
-    @property
-    def accumulator(self) -> str:
-        """The dtype in which values are combined."""
-        return DTYPES[self.dtype][1]
-
-
-def widened(reduction: Reduction, dtype: str) -> Reduction:
-    """Return `reduction` with results of `dtype`, which has to be its own or the one it adds up in."""
-    return reduction if dtype == reduction.dtype else replace(reduction, result=dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,32 +156,3 @@ def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: i
         run(*arguments, stream=stream)
 
     return start
-
-
-def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
-    """Combine tensors in plain torch as the kernel does: ascending order, the same accumulator.
-
-    Args:
-        sources: tensors of one shape and of `reduction.dtype`.
-        reduction: how to combine.
-
-    Returns:
-        A tensor of that shape, of `reduction.result_dtype`.
-    """
-    import torch
-
-    wide = [source.to(getattr(torch, reduction.accumulator)) for source in sources]
-    if reduction.op == "premul_sum":
-        wide = [source * reduction.factor for source in wide]
-    total = wide[0]
-    for value in wide[1:]:
-        match reduction.op:
-            case "max":
-                total = torch.maximum(total, value)
-            case "min":
-                total = torch.minimum(total, value)
-            case _:
-                total = total + value
-    if reduction.op == "avg":  # torch turns division by a number into a product on GPUs, which rounds differently
-        total = total / torch.full_like(total, len(wide))
-    return total.to(getattr(torch, reduction.result_dtype))

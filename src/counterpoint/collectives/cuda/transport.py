@@ -11,7 +11,7 @@ from typing import Any
 
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.cuda.channel import LANDING, CudaChannel
-from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth, RegionMaker
+from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
 from counterpoint.collectives.cuda.lower import MemoryOperation, MemoryOperations
@@ -29,9 +29,8 @@ from counterpoint.collectives.program.operations import has_equal_outputs
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import best_tuning, with_link_turns, with_staging_slices
 from counterpoint.collectives.submit.fallback import BY_TORCH
-from counterpoint.collectives.submit.submission import NOWHERE, Submission
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import tensors_of
-from counterpoint.collectives.submit.transport import Programs
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
 
@@ -82,11 +81,11 @@ class CudaTransport:
         self._releases = int(self._side.stream())
         self._released: dict[int, Bound] = {}
         reserve = options.reserve_bytes
-        self.pool = Pool(memory, region_bytes=reserve or 1 << 25, create=RegionMaker(growth, "empty()"), reuse=order)
+        self.pool = Pool(memory, region_bytes=reserve or 1 << 25, create=partial(growth.create, "empty()"), reuse=order)
         self.early = EarlyPool(
             memory,
             region_bytes=1 << 25,
-            create=RegionMaker(growth, "empty(early_release=True)"),
+            create=partial(growth.create, "empty(early_release=True)"),
             release=self._release,
             taken=self._taken,
         )

@@ -114,7 +114,7 @@ class Watch:
         if waited_s < GRACE_S:
             return None
         current, watchdog = call.current, self._watchdog
-        owing = [peer for peer in watchdog.peers(current.line) if not self._has_done_its_part(current, peer)]
+        owing = [peer for peer in watchdog.peers(current.line) if self._progress(current, peer) < STEPS]
         late = sorted(owing, key=lambda peer: self._progress(current, peer))  # whom the others wait for comes first
         for peer in late:
             error = watchdog.why_stuck(current, peer, waited_s)
@@ -127,9 +127,6 @@ class Watch:
                 ranks=(watchdog.rank,),
             )
         return None
-
-    def _has_done_its_part(self, current: CurrentCall, peer: int) -> bool:
-        return self._progress(current, peer) >= STEPS
 
     def _progress(self, current: CurrentCall, peer: int) -> int:
         """Return the step that `peer` shows; -1: it has not announced the call."""

@@ -17,6 +17,16 @@ __all__ = ["MISMATCH_AFTER_S", "CurrentCall", "Failure", "PeerStatus", "PeerWait
 
 MISMATCH_AFTER_S = 2.0
 """Seconds after which two ranks that wait for each other in different calls get an error that says so."""
+_forks = 0  # between the process that started and this one
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)  # a call looks at a number, and need not ask the kernel who it is
+
 _SPINS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 30, 20e-6, 1e-3, 0.05
 
 
@@ -120,7 +130,7 @@ class Watchdog:
 
     def __init__(self, statuses: Sequence[RankStatus], *, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self.statuses, self.rank, self.timeout_s = statuses, rank, timeout_s
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), _forks
         self._processes = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     def peers(self, line: int) -> tuple[int, ...]:
@@ -157,15 +167,14 @@ class Watchdog:
         A forked child has the status of its parent mapped and runs its finalizers, but has none of its threads: it must
         neither end the communicator nor call it.
         """
-        return os.getpid() == self._pid
+        return self._forks == _forks
 
-    def check_process(self) -> None:
-        """Raise Misconfigured in a process that was forked from a rank."""
-        if not self.in_own_process():
-            raise Misconfigured(
-                f"a call in process {os.getpid()}, forked from rank {self.rank} in process {self._pid}: a communicator "
-                "belongs to the process that made it; make its calls there"
-            )
+    def wrong_process(self) -> Misconfigured:
+        """Return the error of a call in a process that was forked from a rank."""
+        return Misconfigured(
+            f"a call in process {os.getpid()}, forked from rank {self.rank} in process {self._pid}: a communicator "
+            "belongs to the process that made it; make its calls there"
+        )
 
     def give_up(self, error: BaseException) -> None:
         """Tell the peers that this rank goes no further, and why."""
@@ -249,7 +258,8 @@ class Failure:
 
     def check(self) -> None:
         """Raise what ended this communicator, if something did, or if this process was forked from the rank's."""
-        self._watchdog.check_process()
+        if not self._watchdog.in_own_process():
+            raise self._watchdog.wrong_process()
         if self.error is not None:
             raise self.error.with_traceback(None)
 

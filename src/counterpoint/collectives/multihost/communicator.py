@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda.reduce import Reduction
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
 from counterpoint.collectives.multihost.phases import Grid, Phase, phases, scratch_bytes
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.submit.tensors import (
     block_bytes,
     copied,

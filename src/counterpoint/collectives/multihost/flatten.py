@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from counterpoint.collectives.multihost.phases import LEVELS, Grid, Level, Phase, scratch_bytes
-from counterpoint.collectives.program.build import DEFAULT, plan
 from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.program.operations import DEFAULT, plan
 from counterpoint.collectives.program.steps import (
     BETWEEN,
     COPY,

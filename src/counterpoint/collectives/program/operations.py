@@ -1,4 +1,4 @@
-"""The collectives: one row of `OPERATIONS` for each, and the functions that make their calls.
+"""The collectives: one row of `OPERATIONS` for each, the functions that make their calls, and `plan` for programs.
 
 A new collective is a row here and a program (`direct.py`, `reductions.py`, or a file of its own). Proof, clock,
 tuning, executors, fallback, `Communicator.call` and `measure` read all that is particular to it from its row.
@@ -7,15 +7,17 @@ tuning, executors, fallback, `Communicator.call` and `measure` read all that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from counterpoint.collectives.program import direct, reductions
 from counterpoint.collectives.program.calls import BlockLayout, Call, Own, Sizes, make_call, parts
-from counterpoint.collectives.program.steps import Program, Tuning
+from counterpoint.collectives.program.steps import Program, Tuning, merge_batches
 from counterpoint.errors import Misconfigured
 
 __all__ = [
+    "DEFAULT",
     "OPERATIONS",
     "Operation",
     "all_gather",
@@ -28,6 +30,9 @@ __all__ = [
     "gather",
     "has_equal_outputs",
     "measured_by",
+    "most_staging_bytes",
+    "plan",
+    "plan_all",
     "reduce_scatter",
     "scatter",
     "send_recv",
@@ -277,3 +282,38 @@ _ROWS = (
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.layout.name: row for row in _ROWS}
 """The collectives by their names."""
+
+DEFAULT = Tuning()
+
+
+@lru_cache(maxsize=4096)
+def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
+    """Return what `rank` does for `call`. Cached: the same arguments give the same object.
+
+    Raises:
+        Misconfigured: `rank` is not in the group, or the operation has no slices.
+    """
+    if not 0 <= rank < call.world_size:
+        raise Misconfigured(f"rank {rank} of a group of {call.world_size}: allowed are 0 to {call.world_size - 1}")
+    row = OPERATIONS[call.operation]
+    if tuning.staging_bytes is not None and "staging_bytes" not in row.tuning:
+        raise Misconfigured(
+            f"{call.operation} with staging_bytes={tuning.staging_bytes}: only "
+            f"{', '.join(name for name, row in OPERATIONS.items() if 'staging_bytes' in row.tuning)} has slices"
+        )
+    made = row.program(call, rank, tuning)
+    release, steps, finish = map(merge_batches, (made.release, made.steps, made.finish))
+    return replace(made, release=release, steps=steps, finish=finish)
+
+
+def plan_all(call: Call, tuning: Tuning = DEFAULT) -> tuple[Program, ...]:
+    """Return the programs of all ranks, for the checker and the clock."""
+    return tuple(plan(call, rank, tuning) for rank in range(call.world_size))
+
+
+@lru_cache(maxsize=1024)
+def most_staging_bytes(call: Call, tuning: Tuning) -> int:
+    """Return the staging of the rank that needs most. Of a call in slices one is planned for that, not all of them."""
+    if tuning.staging_bytes is not None and call.world_size > 1:
+        call, tuning = reductions.slice_of(call, tuning.staging_bytes), replace(tuning, staging_bytes=None)
+    return max(program.staging_bytes for program in plan_all(call, tuning)) if call.reduces else 0

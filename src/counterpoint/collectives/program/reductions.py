@@ -1,5 +1,9 @@
-"""Programs of the operations that combine: slices are pushed into staging, and added up there as they arrive.
+"""Reductions: how values are combined, as data, and the programs of the operations that combine.
 
+Sums are made in ascending rank order, in float32 for bfloat16 and float16 and in the dtype itself otherwise, and
+rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
+
+Slices are pushed into staging, and added up there as they arrive.
 A chunk is reduced as soon as it has come from every rank, on a lane of its own, while the next chunk is on the links.
 """
 
@@ -7,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from counterpoint.collectives.program.calls import ALIGNMENT, Call, Span, make_call
 from counterpoint.collectives.program.direct import (
@@ -33,10 +38,83 @@ from counterpoint.collectives.program.steps import (
     Tuning,
     Wait,
 )
+from counterpoint.errors import Misconfigured
 
-__all__ = ["all_reduce", "reduce_scatter", "slice_bytes", "slice_of"]
+__all__ = ["DTYPES", "Reduction", "ReductionOp", "all_reduce", "reduce_scatter", "slice_bytes", "slice_of", "widened"]
 
+ReductionOp = Literal["sum", "avg", "max", "min", "premul_sum"]
+OPS: tuple[ReductionOp, ...] = ("sum", "avg", "max", "min", "premul_sum")
+DTYPES: dict[str, tuple[int, str]] = {  # torch's name: bytes, what is added up in
+    "bfloat16": (2, "float32"),
+    "float16": (2, "float32"),
+    "float32": (4, "float32"),
+    "float64": (8, "float64"),
+    "int8": (1, "int8"),
+    "uint8": (1, "uint8"),
+    "int16": (2, "int16"),
+    "int32": (4, "int32"),
+    "int64": (8, "int64"),
+}
 _BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """Says how values are combined.
+
+    Args:
+        op: `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are
+            for floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
+        dtype: torch's name without `torch.`.
+        factor: of `premul_sum`.
+        num_sms: run on so many SMs, one large block each; None: on the whole GPU.
+        result: dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all.
+
+    Raises:
+        Misconfigured: unknown op or dtype, `avg` or `premul_sum` of integers, a factor without `premul_sum`, no SM, or
+            a result of another dtype.
+    """
+
+    op: ReductionOp
+    dtype: str
+    factor: float = 1.0
+    num_sms: int | None = None
+    result: str = ""
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise Misconfigured(f"reduction {self.op!r}: allowed are {', '.join(OPS)}")
+        if self.dtype not in DTYPES:
+            raise Misconfigured(f"reduction of {self.dtype}: allowed are {', '.join(DTYPES)}; convert it first")
+        if "int" in self.dtype and self.op in ("avg", "premul_sum"):
+            raise Misconfigured(f"{self.op} of {self.dtype} would have to be rounded; use sum, max or min, or a float")
+        if self.factor != 1.0 and self.op != "premul_sum":
+            raise Misconfigured(f"factor={self.factor} has no meaning for {self.op}; use op='premul_sum'")
+        if self.num_sms is not None and self.num_sms < 1:
+            raise Misconfigured(f"num_sms={self.num_sms}: give 1 or more, or None for the whole GPU")
+        if self.result not in ("", self.dtype, self.accumulator):
+            allowed = " or ".join(sorted({self.dtype, self.accumulator}))
+            raise Misconfigured(f"a reduction of {self.dtype} into {self.result}: allowed are {allowed}")
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of one value."""
+        return DTYPES[self.dtype][0]
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of what is combined."""
+        return self.result or self.dtype
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype in which values are combined."""
+        return DTYPES[self.dtype][1]
+
+
+def widened(reduction: Reduction, dtype: str) -> Reduction:
+    """Return `reduction` with results of `dtype`, which has to be its own or the one it adds up in."""
+    return reduction if dtype == reduction.dtype else replace(reduction, result=dtype)
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:

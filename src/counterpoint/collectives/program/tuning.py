@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from counterpoint.collectives.program.build import DEFAULT, plan_all
 from counterpoint.collectives.program.calls import ALIGNMENT, Call
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import OPERATIONS
+from counterpoint.collectives.program.operations import DEFAULT, OPERATIONS, plan_all
 from counterpoint.collectives.program.reductions import slice_bytes, slice_of
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.cuda.reduce import Reduction
 from counterpoint.collectives.host.group import start_by_torch
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import OPERATIONS
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured

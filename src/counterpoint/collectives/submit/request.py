@@ -12,17 +12,16 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.cuda.reduce import Reduction, widened
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations
-from counterpoint.collectives.program.build import plan_all
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
-from counterpoint.collectives.program.operations import Operation, even_call, find_operation
+from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
+from counterpoint.collectives.program.reductions import Reduction, widened
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.submit.fallback import Fallback
-from counterpoint.collectives.submit.submission import Submission, UnevenSplits
+from counterpoint.collectives.submit.submission import Submission, Transport, UnevenSplits
 from counterpoint.collectives.submit.tensors import (
     TensorList,
     block_bytes,
@@ -36,7 +35,6 @@ from counterpoint.collectives.submit.tensors import (
     reduction_of,
     splits,
 )
-from counterpoint.collectives.submit.transport import Transport
 from counterpoint.errors import Misconfigured
 
 __all__ = [
@@ -73,27 +71,38 @@ It returns the submission, or raises Misconfigured: the tensors or options do no
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankContext:
-    """Knows where a rank's calls are made, and completes their submissions.
-
-    Args:
-        rank: this one.
-        world_size: ranks of the group.
-        device: torch.device of all tensors.
-        transport: carries the calls out.
-        fallback: takes small ones.
-        debug: all ranks compare every call before it begins.
-        scatters: calls of reduce_scatter_coalesced by the shapes of their tensors.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Knows a rank and its group; its submissions say what is asked, and not where anything lies."""
 
     rank: int
     world_size: int
-    device: Any
-    transport: Transport
-    fallback: Fallback
-    debug: bool = False
-    scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)
+    device: Any  # torch.device of all tensors
+
+    def is_symmetric(self, tensor: Any) -> bool:
+        """Return whether peers can write a contiguous tensor, so that a call on it may be in place."""
+        return True
+
+    def submission(
+        self, output: Any, input: Any, *, text: str, call: Call, reduction: Reduction | None = None, **rest: Any
+    ) -> Submission:
+        """Return the call as data, checked already; `rest` is as of `RankContext.submission`."""
+        overlaps = rest.get("overlaps", False)
+        return Submission(text=text, channel=0, line=-1, call=call, reduction=reduction, overlaps=overlaps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext(Ranks):
+    """Knows where a rank's calls are made, and completes their submissions."""
+
+    transport: Transport  # carries the calls out
+    fallback: Fallback  # takes small ones
+    debug: bool = False  # all ranks compare every call before it begins
+    scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)  # by shapes of tensors
+
+    def is_symmetric(self, tensor: Any) -> bool:
+        """Return whether a contiguous tensor lies in own symmetric memory."""
+        return self.transport.locate(tensor) is not None
 
     def submission(
         self,

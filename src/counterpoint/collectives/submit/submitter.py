@@ -16,9 +16,8 @@ from typing import Any
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.request import BuildSubmission, RankContext
-from counterpoint.collectives.submit.submission import Submission
+from counterpoint.collectives.submit.submission import Submission, Transport
 from counterpoint.collectives.submit.tensors import copied, sendable, tensor_key, tensors_of
-from counterpoint.collectives.submit.transport import Transport
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from counterpoint.collectives.cuda.reduce import Reduction
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Misconfigured
 
 __all__ = [

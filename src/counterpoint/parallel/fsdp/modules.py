@@ -2,10 +2,10 @@
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
 lie on several meshes (from torch 2.12 on, a group of parameters for each), and a module cannot be asked for its process
-groups, nor where its whole parameters are to lie. This file and `recovery.py` are the only ones that look inside FSDP2,
-at names that are the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that
-change something there: the hooks of each group, the flat tensors of whole parameters, and one function. Where a name is
-missing they say so, whatever the version.
+groups, nor where its whole parameters are to lie. This file is the only one that looks inside FSDP2, at names that are
+the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that changes something
+there: the hooks of each group, the flat tensors of whole parameters, one function, and what a pass that an exception
+ended has left. Where a name is missing it says so, whatever the version.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ __all__ = [
     "GatheredParameter",
     "ShardedModule",
     "copied_why",
+    "discard_pass",
     "gather_group",
     "gathered_parameters",
     "inside",
     "install_parameters",
     "is_done",
     "is_prefetching",
+    "is_unfinished",
+    "outermost",
     "parameter_groups",
     "present_hooks",
+    "refuse_unfinished",
     "restore_parameters",
     "set_hooks",
     "sharded_modules",
@@ -342,3 +346,72 @@ def _torch() -> str:
     import torch
 
     return f"torch {torch.__version__}"
+
+
+# FSDP2 cannot go on by itself after a pass that an exception ended: it would lose gradients in silence.
+
+
+def outermost(model: nn.Module) -> list[nn.Module]:
+    """Return the FSDP2 modules of `model` that are inside no other: its forward pass begins with one of them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        return [model]
+    return list(dict.fromkeys(one for child in model.children() for one in outermost(child)))
+
+
+def is_unfinished(module: nn.Module) -> bool:
+    """Return whether a backward pass over this FSDP2 module has begun, does not run any more and never ended."""
+    import torch
+
+    context = inside(inside(module, "_get_fsdp_state")(), "_state_ctx")
+    return bool(inside(context, "post_backward_final_callback_queued")) and torch._C._current_graph_task_id() == -1
+
+
+def refuse_unfinished(module: nn.Module, *_: object) -> None:
+    """Refuse a forward pass after a backward pass that did not end.
+
+    FSDP2 would take its modules to be in that pass still: it neither gathers them nor reduces their gradients.
+
+    Raises:
+        Misconfigured: the backward pass before did not end.
+    """
+    if is_unfinished(module):
+        raise Misconfigured(
+            "the backward pass before this forward pass did not end (an exception was caught?), and FSDP2 would lose "
+            "gradients; to start again, call reset_iter_state() of what overlap() returned, on all ranks, then "
+            "zero_grad(), and begin the step anew"
+        )
+
+
+def discard_pass(module: nn.Module) -> None:
+    """Discard what a pass that did not end has left in FSDP2, without communication.
+
+    That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
+    `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.
+
+    Args:
+        module: an outermost FSDP2 module.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = inside(module, "_get_fsdp_state")()
+    context = inside(state, "_state_ctx")
+    groups = [group for one in context.all_states for group in parameter_groups(one)]
+    if not groups:
+        return  # no pass has begun
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        group._partial_reduce_output = None
+        group._training_state = TrainingState.POST_BACKWARD  # nothing is left to reduce
+    for one in context.all_states:
+        inside(one, "_modules_to_run_forward").clear()
+    context.iter_forward_root = None
+    is_last, context.is_last_backward = inside(context, "is_last_backward"), True
+    inside(state, "_root_post_backward_final_callback")()
+    context.is_last_backward = is_last
+    for group in groups:
+        group.reshard()
