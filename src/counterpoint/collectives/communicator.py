@@ -136,37 +136,26 @@ class Communicator:
         self._transport.check()
 
     def path(self, operation: str, num_bytes: int) -> Path:
-        """Return which way a call with even blocks takes: `zero_sm`, or `torch` below the crossover.
+        """Return which way a call with even blocks takes: `zero_sm`, or `torch` for full arrays below the crossover.
 
-        Two kinds of calls never go to torch: premul_sum, and reductions of dtypes that NCCL does not have.
-
-        Args:
-            operation: name of the collective, such as `all_gather`.
-            num_bytes: size of the full array.
-
-        Returns:
-            The way, also for operations that are not known.
+        Two kinds of calls never go to torch: premul_sum, and reductions of dtypes that NCCL does not have. Operations
+        that are not known take `zero_sm`.
         """
         return self._fallback.path(operation, num_bytes)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
-        """Return an uninitialised tensor in symmetric memory, which as output needs no landing.
+        """Return an uninitialised, contiguous tensor in symmetric memory, which as output needs no landing.
 
         Its memory is used again when the last view of it has died. Ranks that make and drop theirs in the same order
-        have them at the same offset; on GPUs they have to, since peers write there. On a GPU it is used again in the
-        order of streams: those that it was made on, of calls with it, and of `record_stream`. `Unsupported` is raised
-        for more than `max_bytes`, or than the machine has.
+        have them at the same offset; on GPUs they have to, since peers write there. On a GPU it is for use on the
+        current stream, and is used again in the order of streams: those that it was made on, of calls with it, and of
+        `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than `max_bytes`, or than the
+        machine has.
 
-        Args:
-            shape: sizes of the tensor.
-            dtype: None: torch's default.
-            early_release: tell the peers that it is free when it has died (at the latest with this rank's next call or
-                `empty`), not when the next call begins: no call waits for a round trip. So peers may write their blocks
-                from the beginning: write nothing but your own. It may be the output only of calls in which every rank
-                sends to every other: all_gather and all_to_all.
-
-        Returns:
-            A contiguous tensor of this shape, for use on the current stream.
+        With `early_release` the peers are told that it is free when it has died (at the latest with this rank's next
+        call or `empty`), not when the next call begins: no call waits for a round trip. So peers may write their blocks
+        from the beginning: write nothing but your own. It may be the output only of calls in which every rank sends to
+        every other: all_gather and all_to_all.
         """
         import torch
 
@@ -179,11 +168,9 @@ class Communicator:
         return tensor
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Note that a tensor of `empty` is used on a stream by other things than calls of this communicator; GPUs only.
+        """Note that other things than calls use a tensor of `empty`, or a view of it, on a stream; GPUs only.
 
-        Args:
-            tensor: from `empty`, or a view of it.
-            stream: what uses it; None: the current stream.
+        `stream` None is the current one.
         """
         self._transport.record_stream(tensor, stream)
 

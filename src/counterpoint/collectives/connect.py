@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -37,14 +38,9 @@ _BOARDS_BYTES = 1 << 16  # of shared memory on the host, where that is for board
 
 
 def available(group: ProcessGroup | None = None, *, device: Device = None) -> str | None:
-    """Return why the ranks of `group` cannot have a `Communicator`. All ranks call it and get the same answer.
+    """Return why the ranks of `group` cannot have a `Communicator`; None if they can.
 
-    Args:
-        group: None: the default one.
-        device: as of `Communicator`.
-
-    Returns:
-        The reason; None if they can.
+    All ranks call it and get the same answer. `group` and `device` are as of `Communicator`.
     """
     reason = why_not(gather_values(group, ProcessCard.of_this_process()))
     gpu = _gpu(group, device)
@@ -54,13 +50,8 @@ def available(group: ProcessGroup | None = None, *, device: Device = None) -> st
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
     """Return the machine's figures that a communicator goes by. All ranks call it.
 
-    Args:
-        group: None: the default one.
-        device: as of `Communicator`.
-        profile: the figures, or a file of them; None: as COUNTERPOINT_PROFILE says, else the shipped ones of the GPU.
-
-    Returns:
-        The figures; an error on one rank, such as a file that is of another GPU, is raised on all.
+    `profile` is the figures, or a file of them; None: as COUNTERPOINT_PROFILE says, else the shipped ones of the GPU.
+    An error on one rank, such as a file that is of another GPU, is raised on all.
     """
 
     def chosen() -> Profile:
@@ -134,41 +125,30 @@ def _gpu(group: ProcessGroup | None, device: Device) -> Any:
 
 
 def _on_cpu(group: ProcessGroup | None, options: CommunicatorOptions, before_step: BeforeStep | None) -> Transport:
-    most = _eighth_of_memory() if options.max_bytes is None else options.max_bytes
-    memory, watchdog = _joined(group, options.channels, most, options.timeout_s)
-    try:
+    most = options.max_bytes
+    if most is None:
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    with _joined(group, options.channels, most, options.timeout_s) as (memory, watchdog):
         return CpuTransport(memory, watchdog, options, before_step=before_step)
-    except BaseException:
-        watchdog.close()
-        memory.close()
-        raise
 
 
 def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile) -> Transport:
     """Open it with a status on the host that has one channel more: there the ranks meet before memory grows."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
-    boards, watchdog = _joined(group, options.channels + 1, _BOARDS_BYTES, options.timeout_s)
-    try:
+    with _joined(group, options.channels + 1, _BOARDS_BYTES, options.timeout_s) as (boards, watchdog):
         transport = raise_together(
             group, lambda: CudaTransport(gpu, gpu.memory(group), boards, watchdog, options, profile)
         )
-    except BaseException:
-        watchdog.close()
-        boards.close()
-        raise
     gather_values(group, None)  # every rank's words rest before any rank writes one
     return transport
 
 
-def _eighth_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
-
-
+@contextmanager
 def _joined(
     group: ProcessGroup | None, channels: int, max_bytes: int, timeout_s: float
-) -> tuple[SharedMemory, Watchdog]:
-    """Return memory that all ranks of the group have mapped, and a watchdog of their processes."""
+) -> Iterator[tuple[SharedMemory, Watchdog]]:
+    """Yield memory that all ranks of the group have mapped, and a watchdog of their processes; an error closes both."""
     rank, world_size = membership(group)
     memory = raise_together(
         group, lambda: SharedMemory(world_size=world_size, rank=rank, channels=channels, max_bytes=max_bytes)
@@ -179,8 +159,9 @@ def _joined(
         memory.join(cards)
         return Watchdog(memory.statuses, rank=rank, pids=[card.pid for card in cards], timeout_s=timeout_s)
 
-    try:
-        return memory, raise_together(group, join)
-    except BaseException:
-        memory.close()
-        raise
+    with ExitStack() as undo:
+        undo.callback(memory.close)
+        watchdog = raise_together(group, join)
+        undo.callback(watchdog.close)
+        yield memory, watchdog
+        undo.pop_all()

@@ -40,12 +40,7 @@ class Work(Protocol):
 
 
 class HostWork:
-    """A call that a thread of this process carries out; see `Work`.
-
-    Args:
-        call: said by its `str` in errors.
-        keep: tensors that have to live until the end.
-    """
+    """A call that a thread of this process carries out; errors name it by its `str`. See `Work`."""
 
     def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
         self.path: Literal["zero_sm", "torch"] = "zero_sm"
@@ -54,17 +49,7 @@ class HostWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the output may be read and the input overwritten, or raise why that will not be; see `Work.wait`.
-
-        Args:
-            timeout_s: seconds to wait here; None: until it ends.
-
-        Returns:
-            True.
-
-        Raises:
-            PeerTimeout: `timeout_s` has passed.
-        """
+        """Wait until the output may be read and the input overwritten, or raise why that will not be: `Work.wait`."""
         if not self._ended.wait(timeout_s):
             raise PeerTimeout(f"{self._call} has not ended within {timeout_s:g} s; wait again, or longer")
         if self._error is not None:

@@ -13,7 +13,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 __all__ = [
     "Control", "Lanes", "applied", "call_driver", "first_reason", "nccl_config", "no_driver_calls", "no_gpu",
-    "no_nccl", "no_nccl_option",
+    "no_nccl", "no_nccl_option", "why_unsupported",
 ]  # fmt: skip
 
 
@@ -106,11 +106,7 @@ def no_driver_calls(*names: str) -> str | None:
 
 
 def call_driver(name: str, *arguments: Any) -> Any:
-    """Return what the driver's function `name` returns after its error code: nothing, one value, or a tuple.
-
-    Raises:
-        Unsupported: the driver refused.
-    """
+    """Return what a function of the driver returns after its error code: None, one value, or a tuple; or raise."""
     from cuda.bindings import driver
 
     error, *values = getattr(driver, name)(*arguments)
@@ -145,6 +141,15 @@ def no_nccl_option(field: str) -> str | None:
 def nccl_config(options: Any) -> Any:
     """Return NCCL's communicator configuration in `ProcessGroupNCCL.Options`; None if this torch hides it."""
     return getattr(options, "config", None)
+
+
+def why_unsupported(find: Callable[[], object]) -> str | None:
+    """Return why `find` raises Unsupported; None if it does not."""
+    try:
+        find()
+    except Unsupported as error:
+        return str(error)
+    return None
 
 
 def first_reason(*reasons: str | None) -> str | None:

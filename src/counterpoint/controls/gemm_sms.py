@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
-from counterpoint.controls.control import Control, Lanes
+from counterpoint.controls.control import Control, Lanes, why_unsupported
 from counterpoint.controls.observe import matmul_kernels, written
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.records.measurement import Evidence, Observation
@@ -53,11 +53,7 @@ class GemmSmLimit(Control):
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         if self.num_sms >= total:
             return f"gemm_sms={self.num_sms} limits nothing: this GPU has {total} SMs"
-        try:
-            _cublas()
-        except Unsupported as error:
-            return str(error)
-        return None
+        return why_unsupported(_cublas)
 
     @contextmanager
     def limit(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from counterpoint.controls.control import why_unsupported
 from counterpoint.controls.occupancy_shape import Shaper
 from counterpoint.errors import Unsupported
 
@@ -174,11 +175,7 @@ def _launch(symbol: bytes | None, handle: int, config: _Config, by_value: bool) 
 
 def no_cupti() -> str | None:
     """Return why CUPTI cannot be called; None if it can (another tool may still have subscribed)."""
-    try:
-        _cupti()
-    except Unsupported as error:
-        return str(error)
-    return None
+    return why_unsupported(_cupti)
 
 
 def _cupti() -> ctypes.CDLL:
@@ -204,11 +201,7 @@ def _check(status: int, call: str) -> None:
 
 def no_triton() -> str | None:
     """Return why Triton's launcher cannot be changed; None if it can."""
-    try:
-        _launcher()
-    except Unsupported as error:
-        return str(error)
-    return None
+    return why_unsupported(_launcher)
 
 
 @contextmanager

@@ -43,11 +43,7 @@ class UnshapedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Asks for so many blocks per SM, or for so many bytes of shared memory per block, static + dynamic.
-
-    Raises:
-        Misconfigured: not exactly one of the two, or one below 1.
-    """
+    """Asks for so many blocks per SM, or for so much shared memory per block (static + dynamic): one of the two."""
 
     blocks_per_sm: int | None = None
     smem_bytes: int | None = None
@@ -119,9 +115,7 @@ def _fit(block: Footprint, sm: SmLimits) -> int:
 class Shaper:
     """Decides for every kernel once and remembers it. Usable from several threads: a decision taken twice is the same.
 
-    Args:
-        wanted: what every kernel should have.
-        kernels: regular expression; kernels whose names it is not found in stay as they are.
+    Kernels whose names the regular expression `kernels` is not found in stay as they are.
     """
 
     def __init__(self, wanted: Wanted, *, kernels: str = "") -> None:

@@ -35,7 +35,6 @@ from counterpoint.collectives.program.steps import (
     Reduce,
     Signal,
     Step,
-    Wait,
     flag_word,
 )
 from counterpoint.collectives.submit.submission import Programs, Submission, UnevenSplits
@@ -50,12 +49,7 @@ _DYING_S = 1.0  # from the moment when a process gives up its memory to that whe
 
 
 class Lane:
-    """Runs one thing after another in a thread of its own.
-
-    Args:
-        channel: number of the channel.
-        lane: `COPY` or `REDUCE`.
-    """
+    """Runs one thing after another in a thread of its own, for lane `COPY` or `REDUCE` of a channel."""
 
     def __init__(self, channel: int, lane: int) -> None:
         self._lane = lane
@@ -81,16 +75,7 @@ class Lane:
 
 
 class Channel:
-    """Runs one call after another; has lanes, staging, and a landing for outputs that are not in symmetric memory.
-
-    Args:
-        memory: joined by all ranks.
-        waiter: how to wait for them.
-        index: its number.
-        failure: of the communicator.
-        programs: of this rank.
-        before_step: called before every step.
-    """
+    """Runs one call after another; has lanes, staging, and a landing for outputs that are not in symmetric memory."""
 
     def __init__(
         self,
@@ -120,12 +105,8 @@ class Channel:
 class CpuCall:
     """Represents one submission under way in the two threads of its channel.
 
-    Args:
-        channel: that it runs on.
-        submission: the call.
-        number: of the call on its line.
-        handshake: it begins with telling the peers that its output is free.
-        keep: tensors that have to live until it has been waited for.
+    With `handshake` it begins with telling the peers that its output is free. The tensors of `keep` live until it has
+    been waited for.
     """
 
     def __init__(
@@ -202,10 +183,7 @@ class CpuCall:
     def _place_output(self) -> None:
         """Choose where peers write the output, which they have mapped: the tensor, or a landing that is copied from."""
         submission = self.submission
-        if not submission.output_bytes or not any(
-            isinstance(op, Wait) and (op.flag.buffer, op.flag.kind) == ("output", "arrived")
-            for op in self._operations()
-        ):
+        if not submission.output_bytes or not self.program.receives:
             return
         if submission.at is None:
             self.channel.landing.grow_to(submission.output_bytes)
@@ -214,9 +192,6 @@ class CpuCall:
         else:
             at = submission.at
         self.record.output_offset, self.record.output_region = at.offset, at.region
-
-    def _operations(self) -> list[Signal | Wait]:
-        return [op for step in self.steps if isinstance(step, Batch) for op in step.operations]
 
     def _grow_staging(self) -> None:
         """Replace staging that is too small; all ranks do so at the same call, since they know what all need."""
@@ -322,14 +297,7 @@ class CpuCall:
 
 
 def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Reduction) -> None:
-    """Combine bytes at several addresses, in this order.
-
-    Args:
-        sources: addresses of elements of `reduction.dtype`.
-        target: address of the result, of `reduction.result_dtype`; it may be one of the sources.
-        num_bytes: bytes at each source.
-        reduction: how to combine.
-    """
+    """Combine `num_bytes` at each of several addresses, in this order, to a target, which may be one of them."""
     import torch
 
     count = num_bytes // reduction.item_bytes
@@ -343,15 +311,7 @@ def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Redu
 
 
 def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
-    """Combine tensors in plain torch as the kernel does: ascending order, the same accumulator.
-
-    Args:
-        sources: tensors of one shape and of `reduction.dtype`.
-        reduction: how to combine.
-
-    Returns:
-        A tensor of that shape, of `reduction.result_dtype`.
-    """
+    """Combine tensors of one shape, in plain torch, as the kernel does: ascending order, the same accumulator."""
     import torch
 
     wide = [source.to(getattr(torch, reduction.accumulator)) for source in sources]

@@ -28,14 +28,7 @@ CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; large
 
 
 class CpuTransport:
-    """Runs all channels of one communicator.
-
-    Args:
-        memory: joined by all ranks.
-        watchdog: of the same ranks.
-        options: what was asked for.
-        before_step: called before every step.
-    """
+    """Runs all channels of one communicator, over memory that all ranks have joined."""
 
     device = CPU
 
@@ -96,11 +89,7 @@ class CpuTransport:
         self.check()
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork:
-        """Queue a call behind the others of its channel; raise why an earlier one failed. See `Transport.start`.
-
-        Returns:
-            Its work.
-        """
+        """Queue a call behind the others of its channel; raise why an earlier one failed. See `Transport.start`."""
         self.check()
         self.early.collect()
         early = submission.early

@@ -24,15 +24,9 @@ _PAUSE_S = 1e-4
 class Prepared:
     """Holds one program at its addresses, ready to be issued any number of times.
 
-    A graph is made when it comes for the second time: that takes longer than to issue the calls, and pays only for what
-    comes again. In a capture of the caller's the calls are issued, and become part of that graph.
-
-    Args:
-        program: kept, so that its identity stays its own.
-        calls: what it came to.
-        executor: of its channel.
-        reduction: launches sums, for programs that reduce.
-        graphs: whether there may be one.
+    A graph is made (if `graphs` allows it) when it comes for the second time: that takes longer than to issue the
+    calls, and pays only for what comes again. In a capture of the caller's the calls are issued, and become part of
+    that graph. The program is kept so that its identity stays its own.
     """
 
     def __init__(
@@ -55,12 +49,9 @@ class Prepared:
         self.noted = (-1, 0)  # what the order of streams knows of its memory: in which epoch, on which stream
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
-        """Issue everything on `stream`; raise if the driver refuses: the peers may then wait for what was not issued.
+        """Issue everything on `stream`, which is in the capture of this number (0: none).
 
-        Args:
-            stream: handle.
-            events: of the device.
-            capture: number of the capture that the stream is in; 0: none.
+        If the driver refuses, that is raised: the peers may then wait for what was not issued.
         """
         if self._graph is not None and not capture:
             self._graph.launch(events.handle(stream))
@@ -86,12 +77,7 @@ class Prepared:
 
 
 class PreparedCache:
-    """Keeps what was prepared and may come again; the one that was not used for the longest time goes first.
-
-    Args:
-        events: of the device.
-        most: how many are kept.
-    """
+    """Keeps up to `most` of what was prepared and may come again; what was not used for the longest time goes first."""
 
     def __init__(self, events: EventPool, *, most: int = 512) -> None:
         self._events, self._most = events, most
@@ -137,17 +123,9 @@ def _last_used(prepared: Prepared) -> int:
 class CudaWork:
     """Represents a collective on a GPU that was started; see `Work`.
 
-    It ends with a point of a stream. If it was captured, it is for the capture alone: `wait` joins it.
-
-    Args:
-        context: shared by all parts of the communicator.
-        submission: the call.
-        number: of the call on its line.
-        record: of the call in this rank's status.
-        calls: of the driver.
-        began: its stream has come to it when this has passed, and all calls before it on its channel have ended.
-        ended: the end of the call on its stream.
-        keep: tensors that have to live until then.
+    It ends with the point `ended` of a stream; when `began` has passed, its stream has come to it, and all calls before
+    it on its channel have ended. If it was captured, it is for the capture alone: `wait` joins it. The tensors of
+    `keep` live until the end; `record` shows the call in this rank's status.
     """
 
     path: Literal["zero_sm", "torch"] = "zero_sm"
@@ -174,10 +152,7 @@ class CudaWork:
         return self._submission.current(self.number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait; the host does not, unless there is a `timeout_s`.
-
-        Args:
-            timeout_s: seconds that the host waits for the end.
+        """Let the current stream wait; the host does not, unless there is a `timeout_s`, in seconds.
 
         Returns:
             True.

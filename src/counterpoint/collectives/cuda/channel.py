@@ -31,7 +31,7 @@ from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
 from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
-from counterpoint.collectives.program.steps import COPY, Batch, Copy, Program, Wait
+from counterpoint.collectives.program.steps import COPY, Copy, Program
 from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
 from counterpoint.errors import Misconfigured
 
@@ -43,23 +43,17 @@ _MOST_KNOWN = 4096  # programs whose needs, and submissions whose calls are reme
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Says what a program needs before it can be lowered: the same on all ranks, but for the last two."""
+    """Says what a program needs before it can be lowered: the same on all ranks, but for the last."""
 
     program: Program
     staging_bytes: int
     landing_bytes: int
     meets: bool  # to learn where outputs are
-    receives: bool  # peers write into this rank's output
     writes: bool  # this rank writes into theirs
 
 
 class CudaChannel:
-    """Runs calls one after the other, on whatever streams they are made.
-
-    Args:
-        context: of the communicator.
-        index: its number.
-    """
+    """Runs calls one after the other, on whatever streams they are made."""
 
     def __init__(self, context: CudaContext, index: int) -> None:
         self.context, self.index = context, index
@@ -80,10 +74,7 @@ class CudaChannel:
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
         """Queue a call on the current stream, or with `async_op` behind it on the channel's own.
 
-        Args:
-            submission: the call.
-            number: of the call on its line.
-            keep: tensors that have to live until it has ended, with `async_op`: otherwise the current stream is behind.
+        The tensors of `keep` live until a call with `async_op` has ended: of others the current stream is behind.
 
         Returns:
             Its work, and the number of the capture that it became part of; 0: none.
@@ -268,7 +259,7 @@ class CudaChannel:
     def _output_of(self, rank: int, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> int:
         """Return where this rank has the output of `rank` mapped; 0 if there is none."""
         memory = self.context.memory
-        if rank == memory.rank and not (submission.at is None and needs.receives):
+        if rank == memory.rank and not (submission.at is None and needs.program.receives):
             return submission.output
         own = LANDING if submission.at is None else submission.at
         at = met.get(rank, NOWHERE) if met and rank != memory.rank else own
@@ -280,14 +271,11 @@ class CudaChannel:
 
 def _needs_of(program: Program) -> _Needs:
     call, ranks = program.call, range(program.world_size)
-    operations = [op for step in program.cycle() if isinstance(step, Batch) for op in step.operations]
-    arrives = any(isinstance(op, Wait) and (op.flag.buffer, op.flag.kind) == ("output", "arrived") for op in operations)
     writes = any(isinstance(step, Copy) and step.target.buffer == "output" for step in program.steps)
     return _Needs(
         program=program,
         staging_bytes=most_staging_bytes(call, program.tuning),
         landing_bytes=max(call.output_bytes(rank) for rank in ranks),
         meets=call.layout.writes_outputs and not has_equal_outputs(call),
-        receives=arrives,
         writes=writes,
     )

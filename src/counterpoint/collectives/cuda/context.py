@@ -23,13 +23,8 @@ STEPS = 2  # of a call's record on the board: announced is step 0 of them, begun
 class Growth:
     """Makes regions of symmetric memory, all ranks together: they meet first, so that one that does not come is named.
 
-    Args:
-        gpu: of this rank.
-        memory: symmetric memory of the group.
-        events: of the device.
-        announcer: of the channel of the board on which the ranks meet.
-        channel: its number.
-        max_bytes: symmetric memory that this rank may take; None: what there is.
+    They meet on a channel of the board that is for nothing else, and `announcer` is that channel's. A rank may take up
+    to `max_bytes`; None: what there is.
     """
 
     def __init__(
@@ -51,9 +46,7 @@ class Growth:
     def create(self, what: str, num_bytes: int) -> int:
         """Return a new region, which all ranks make together; raise if one does not come or wants something else.
 
-        Args:
-            what: that it is for, the same words on all ranks.
-            num_bytes: its size.
+        `what` is what it is for, in the same words on all ranks.
 
         Raises:
             Misconfigured: in a capture.
@@ -80,30 +73,16 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaContext:
-    """Holds what the channels, the watch and the calls of one communicator share.
+    """Holds what the channels, the watch and the calls of one communicator share."""
 
-    Args:
-        gpu: of this rank.
-        memory: symmetric memory of the group.
-        events: of the device.
-        order: which streams use which memory.
-        flags: where the words of flags lie.
-        watchdog: of the ranks' processes and boards.
-        waiter: how the host waits for them.
-        failure: of this communicator.
-        growth: makes regions.
-        programs: of this rank.
-        options: what was asked for.
-    """
-
-    gpu: Any
-    memory: SymmetricMemory
-    events: EventPool
-    order: StreamOrder
-    flags: FlagLayout
-    watchdog: Watchdog
-    waiter: PeerWaiter
-    failure: Failure
-    growth: Growth
-    programs: Programs
-    options: CommunicatorOptions
+    gpu: Any  # of this rank
+    memory: SymmetricMemory  # symmetric memory of the group
+    events: EventPool  # of the device
+    order: StreamOrder  # which streams use which memory
+    flags: FlagLayout  # where the words of flags lie
+    watchdog: Watchdog  # of the ranks' processes and boards
+    waiter: PeerWaiter  # how the host waits for them
+    failure: Failure  # of this communicator
+    growth: Growth  # makes regions
+    programs: Programs  # of this rank
+    options: CommunicatorOptions  # what was asked for

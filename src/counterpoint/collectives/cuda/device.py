@@ -19,13 +19,9 @@ __all__ = ["Gpu"]
 
 
 class Gpu:
-    """Represents this process's GPU.
+    """Represents this process's GPU; `device` without an index is the current one.
 
-    Args:
-        device: without an index the current one.
-
-    Raises:
-        Unsupported: no CUDA in this torch, no GPU, or no cuda-bindings.
+    `Unsupported` is raised if there is no CUDA in this torch, no GPU, or no cuda-bindings.
     """
 
     def __init__(self, device: Any) -> None:
@@ -63,17 +59,7 @@ class Gpu:
         return int(torch.cuda.current_stream(index).cuda_stream)
 
     def capture_of(self, stream: Any) -> int:
-        """Return the number of the capture that a stream is in.
-
-        Args:
-            stream: `CUstream`.
-
-        Returns:
-            The number; 0 if it is in none.
-
-        Raises:
-            Unsupported: the driver refused.
-        """
+        """Return the number of the capture that a `CUstream` is in, 0 if it is in none; raise if the driver refuses."""
         error, status = self.driver.cuStreamIsCapturing(stream)
         if error or not status:
             return 0

@@ -34,12 +34,7 @@ class _ReducingDevice(Protocol):
 
 @dataclass(frozen=True)
 class ReductionLauncher:
-    """Binds the reductions of one call to streams.
-
-    Args:
-        device: that launches them.
-        reduction: how to combine.
-    """
+    """Binds the reductions of one call to streams."""
 
     device: _ReducingDevice
     reduction: Reduction
@@ -56,12 +51,8 @@ class Executor:
     priority: when a GEMM gives up SMs, the reduction gets them before the next GEMM does.
 
     Call it in the thread, and with the device current, in which torch works; it is not for several threads at once.
-
-    Args:
-        driver: the module `cuda.bindings.driver`, or what stands in for it.
-
-    Raises:
-        Unsupported: no cuda-bindings, no driver, or the driver refused.
+    `driver` is the module `cuda.bindings.driver`, or what stands in for it. `Unsupported` is raised if there are no
+    cuda-bindings or no driver, or if the driver refused.
     """
 
     def __init__(self, *, driver: Any = None) -> None:
@@ -81,13 +72,7 @@ class Executor:
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:
         """Return calls that are ready to be issued any number of times, eagerly or in a capture.
 
-        Args:
-            calls: of the driver.
-            stream: handle, for lane `COPY`.
-            reduction: launches sums; needed if the calls reduce.
-
-        Returns:
-            The calls with everything made that can be made before.
+        `stream` is the handle for lane `COPY`; `reduction` launches sums, and is needed if the calls reduce.
         """
         streams = {COPY: self.driver.CUstream(stream), REDUCE: self.reduce_stream}
         events = {call.event: self._event() for call in calls if isinstance(call, EventRecord)}
@@ -95,17 +80,10 @@ class Executor:
         return Bound(made, tuple(events.values()), self)
 
     def graph(self, calls: Sequence[DriverCall], *, reduction: ReductionLauncher | None = None) -> Graph:
-        """Return a graph of these calls: one call to the driver for all of them, on any stream.
+        """Return a graph of these calls: one call to the driver for all of them, on any stream. See `bind`.
 
         Replays are in order with each other (CUDA runs no graph at the same time as itself). In a capture of the
         caller's, issue the `Bound` calls instead.
-
-        Args:
-            calls: of the driver.
-            reduction: launches sums; needed if the calls reduce.
-
-        Returns:
-            The graph.
         """
         bound = self.bind(calls, int(self.side_stream), reduction=reduction)
         # relaxed: another thread of this process may allocate meanwhile, which a stricter mode turns into an error
@@ -137,18 +115,7 @@ class Executor:
         self._taken_events, self._free_events, self._streams = [], [], []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the driver.
-
-        Args:
-            name: of the function.
-            arguments: passed to it.
-
-        Returns:
-            What it returns after its error code: None, one value, or a tuple.
-
-        Raises:
-            Unsupported: it failed.
-        """
+        """Return what a function of the driver returns after its error code: None, one value, or a tuple; or raise."""
         error, *values = getattr(self.driver, name)(*arguments)
         if error:
             raise Unsupported(
@@ -228,10 +195,7 @@ class Graph:
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls.
-
-        Args:
-            stream: a `CUstream` (made once: an integer is converted at every call) or a handle.
+        """Replay the calls on a `CUstream` (made once: an integer is converted at every call) or a handle.
 
         Raises:
             CounterpointError: the driver refused.
@@ -266,11 +230,7 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
 
 
 def load_driver() -> Any:
-    """Return the module `cuda.bindings.driver`.
-
-    Raises:
-        Unsupported: cuda-bindings is not installed.
-    """
+    """Return the module `cuda.bindings.driver`; raise `Unsupported` if cuda-bindings is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

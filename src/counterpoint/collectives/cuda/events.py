@@ -21,12 +21,8 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 class StreamPoint:
     """Marks a point of a stream: the end of all that was queued there before.
 
-    Args:
-        event: of the driver; goes back to `free` with this object, in whatever thread that dies, without the driver.
-        stream: handle.
-        serial: larger than that of every earlier point.
-        capture: number of the capture that it is part of; 0: it is part of no graph, and will pass.
-        free: where the event goes back to.
+    Its event goes back to `free` with this object, in whatever thread that dies, without the driver. `serial` is larger
+    than that of every earlier point; `capture` 0: it is part of no graph, and will pass.
     """
 
     __slots__ = ("_free", "capture", "event", "serial", "stream")
@@ -39,11 +35,7 @@ class StreamPoint:
 
 
 class EventPool:
-    """Records points of streams by events that are used again, and knows streams as the driver wants them.
-
-    Args:
-        driver: the module `cuda.bindings.driver`, or what stands in for it.
-    """
+    """Records points of streams by events that are used again, and knows streams as the driver wants them."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -61,18 +53,7 @@ class EventPool:
         return handle
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return the present point of a stream.
-
-        Args:
-            stream: handle.
-            capture: number of the capture that the stream is in; 0: none.
-
-        Returns:
-            The point, whose event is used again when nothing refers to it.
-
-        Raises:
-            CounterpointError: the driver refused.
-        """
+        """Return the present point of a stream, in the capture of this number (0: none); raise if the driver refused."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -83,31 +64,13 @@ class EventPool:
         return StreamPoint(event, stream, next(self._serials), capture, self._free)
 
     def wait(self, stream: int, point: StreamPoint) -> None:
-        """Let what is queued on a stream from now on run after a point.
-
-        Args:
-            stream: handle.
-            point: of any stream.
-
-        Raises:
-            CounterpointError: the driver refused.
-        """
+        """Let what is queued on a stream from now on run after a point of any stream; raise if the driver refuses."""
         (error,) = self._wait(self.handle(stream), point.event, 0)
         if error:
             raise CounterpointError(_refused("cuStreamWaitEvent", error))
 
     def passed(self, point: StreamPoint) -> bool:
-        """Ask whether a stream has come to a point.
-
-        Args:
-            point: of any stream.
-
-        Returns:
-            True if it has.
-
-        Raises:
-            CounterpointError: an earlier call on this device failed.
-        """
+        """Return whether a stream has come to a point; raise if an earlier call on this device failed."""
         (error,) = self._query(point.event)
         if not error:
             return True
@@ -134,10 +97,6 @@ class StreamOrder:
 
     A tensor dies on the host, with work on it still queued. When its memory is taken back, the end of what is queued
     then on each of its streams is marked; the next user of the memory waits for these points on another stream.
-
-    Args:
-        events: of the device.
-        gpu: has a current stream.
     """
 
     def __init__(self, events: EventPool, gpu: Any) -> None:
@@ -156,15 +115,10 @@ class StreamOrder:
             streams.add(use)
 
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | None:
-        """Take bytes back.
+        """Return the points that have to pass before these bytes, which are taken back, are used again.
 
-        Args:
-            at: where they begin.
-            num_bytes: how many.
-
-        Returns:
-            The points that have to pass before they are used again; None: a graph may use them at any time, or one of
-            their streams is in a capture now, whose points cannot be waited for from outside.
+        None: a graph may use them at any time, or one of their streams is in a capture now, whose points cannot be
+        waited for from outside.
         """
         end = at + num_bytes
         with self._lock:

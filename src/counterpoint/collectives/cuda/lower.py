@@ -41,6 +41,7 @@ from counterpoint.errors import Misconfigured
 
 __all__ = [
     "MAX_OPERATIONS",
+    "WORD_BYTES",
     "Addresses",
     "CopyAsync",
     "DriverCall",
@@ -61,24 +62,16 @@ WORD_BYTES = 4  # of a flag
 class Addresses:
     """Says where one rank has the buffers of a call and their flags mapped: an address for each rank, itself included.
 
-    Args:
-        input: of this rank; not needed where the call is in place.
-        output: of every rank; 0 for a rank that this one does not write to.
-        staging: of every rank, for calls that reduce.
-        output_flags: of the words of `output`'s flags.
-        staging_flags: of the words of `staging`'s flags.
-        local: of buffers of this rank that are several tensors: where these lie.
-
     Raises:
         Misconfigured: flags that are not aligned as the driver wants them.
     """
 
-    input: int = 0
-    output: tuple[int, ...] = ()
-    staging: tuple[int, ...] = ()
-    output_flags: tuple[int, ...] = ()
-    staging_flags: tuple[int, ...] = ()
-    local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)
+    input: int = 0  # of this rank; not needed where the call is in place
+    output: tuple[int, ...] = ()  # of every rank; 0 for a rank that this one does not write to
+    staging: tuple[int, ...] = ()  # of every rank, for calls that reduce
+    output_flags: tuple[int, ...] = ()  # of the words of `output`'s flags
+    staging_flags: tuple[int, ...] = ()  # of the words of `staging`'s flags
+    local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)  # of own buffers that are several tensors
 
     def __post_init__(self) -> None:
         odd = [address for address in (*self.output_flags, *self.staging_flags) if address % WORD_BYTES]
@@ -168,16 +161,9 @@ DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecor
 def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
     """Return the driver calls of a program, in the order to issue them: one call for each step.
 
-    `Misconfigured` is raised for a buffer without an address, or a program that goes beyond one host (`flattened`).
-
-    Args:
-        program: of this rank.
-        addresses: as this rank has them mapped.
-        steps: only these; None: the whole cycle. `program.release` alone serves an early release, single waits of
-            `program.finish` a consumer that starts on the first shard.
-
-    Returns:
-        The calls, as data.
+    `steps` are only these; None: the whole cycle. `program.release` alone serves an early release, single waits of
+    `program.finish` a consumer that starts on the first shard. `Misconfigured` is raised for a buffer without an
+    address, or a program that goes beyond one host (`flatten`).
     """
     chosen = program.cycle() if steps is None else steps
     return tuple(call for step in chosen for call in _calls(step, program, addresses))

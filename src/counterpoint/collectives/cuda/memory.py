@@ -140,12 +140,7 @@ class _Region:
 
 
 class CudaMemory:
-    """Holds regions of GPU memory, each mapped by all ranks of `group`.
-
-    Args:
-        group: torch.distributed.ProcessGroup.
-        device: index of this rank's GPU.
-    """
+    """Holds regions of GPU memory, each mapped by all ranks of a torch.distributed.ProcessGroup."""
 
     def __init__(self, group: Any, device: int) -> None:
         self.group = group
@@ -156,15 +151,9 @@ class CudaMemory:
         _use_cuda_backend(device)
 
     def create(self, num_bytes: int) -> int:
-        """Make a new region of zeros. All ranks call it together, with the same size.
+        """Return the number of a new region of zeros. All ranks call it together, with the same size.
 
         It takes some ms, waits for the current stream, and rounds up to 2 MiB of device memory.
-
-        Args:
-            num_bytes: its size.
-
-        Returns:
-            Its number.
 
         Raises:
             Unsupported: torch could not allocate, exchange or map it.
@@ -200,19 +189,7 @@ class CudaMemory:
             self.release(region)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where bytes of a rank are mapped here.
-
-        Args:
-            rank: whose bytes.
-            at: where they begin.
-            num_bytes: how many.
-
-        Returns:
-            Their address.
-
-        Raises:
-            Misconfigured: they do not lie within a region of that rank.
-        """
+        """Return where bytes of a rank are mapped here; raise if they do not lie within a region of that rank."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -231,17 +208,9 @@ class CudaMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Wrap own bytes.
+        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage, and all that views it, is gone.
 
         What streams still do with them when the tensor dies is the caller's to wait for: nothing is recorded on them.
-
-        Args:
-            at: where they begin.
-            num_bytes: how many.
-            freed: called when the storage of the tensor, and all that views it, is gone.
-
-        Returns:
-            A flat uint8 tensor.
         """
         import torch
 
@@ -265,15 +234,9 @@ class _Bytes:
 
 
 def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
-    """Return where every rank's region begins, from where its allocation is mapped: torch may put something before it.
+    """Return where every rank's region begins, given where its allocation is mapped, and where the own region lies.
 
-    Args:
-        bases: where the ranks' allocations are mapped.
-        rank: of this process.
-        own: address of its region.
-
-    Returns:
-        The addresses, by rank.
+    Torch may put something before a region: as much on every rank.
 
     Raises:
         Unsupported: a peer's memory is not mapped, or the own region is not where torch says.
@@ -293,11 +256,8 @@ class FlagLayout:
     """Says where the words of a GPU's flags lie: in one region, laid out alike on every rank.
 
     For every channel there are those of output and of staging, then those of each early-release block. At rest `ready`
-    of staging and of blocks is 1, everything else 0.
-
-    Args:
-        memory: all ranks make theirs together; what is here must not be written by a peer before all have.
-        channels: of the communicator.
+    of staging and of blocks is 1, everything else 0. All ranks make theirs together; a peer may write there when all
+    have.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int) -> None:

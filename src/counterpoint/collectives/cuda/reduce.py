@@ -29,17 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
-        """Return the layout of these addresses.
-
-        Args:
-            sources: in the order of ranks.
-
-        Returns:
-            The own source is the one that lies apart.
-
-        Raises:
-            Misconfigured: the addresses are not laid out so.
-        """
+        """Return the layout of the ranks' addresses, of which the own one may lie apart; raise if more of them do."""
         for index, own in enumerate(sources):
             slots = [*sources[:index], *sources[index + 1 :]]
             stride = slots[1] - slots[0] if len(slots) > 1 else 0
@@ -59,7 +49,7 @@ class Launch:
 
 
 def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> Launch:
-    """Return the launch that does `call`.
+    """Return the launch that does `call`, as data, on a GPU of so many SMs.
 
     A thread loads `THREAD_VECTORS` times 16 bytes of every source before it adds. On the whole GPU 3 blocks of 256
     threads live on each SM, as many as the registers of 8 sources allow (68 to 85 a thread), so that all run in one
@@ -67,14 +57,6 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
     is one block of 512 threads per SM, so that it takes no more SMs than it was given: 128 KiB.
 
     Cost: `(len(sources) + 1) * num_bytes` of device memory traffic, `len(sources) - 1` operations per element.
-
-    Args:
-        call: of `num_bytes` bytes, a multiple of the dtype's size.
-        reduction: how to combine.
-        device_sms: SMs of this GPU.
-
-    Returns:
-        The launch, as data.
 
     Raises:
         Misconfigured: addresses or size cut an element, or lie in no way that the kernel knows.

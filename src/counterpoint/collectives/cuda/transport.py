@@ -14,7 +14,7 @@ from counterpoint.collectives.cuda.channel import LANDING, CudaChannel
 from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
-from counterpoint.collectives.cuda.lower import MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.memory import FlagLayout
 from counterpoint.collectives.cuda.watch import Watch
 from counterpoint.collectives.host.announce import Announcer
@@ -36,22 +36,12 @@ from counterpoint.machine.profile import Profile
 
 __all__ = ["CudaTransport"]
 
-_WORD_BYTES = 4
-
 
 class CudaTransport:
     """Runs all channels of one communicator. All ranks of the group make it together.
 
-    Args:
-        gpu: of this rank: a `Gpu`, or what stands in for one.
-        memory: symmetric memory of the group.
-        boards: on the host, joined by all ranks, with one channel more than `options.channels`.
-        watchdog: of the same ranks.
-        options: what was asked for.
-        profile: of the machine.
-
-    Raises:
-        Unsupported: the driver or GPU lacks something.
+    `gpu` is a `Gpu`, or what stands in for one; `boards` are on the host, with one channel more than
+    `options.channels`. `Unsupported` is raised if the driver or GPU lacks something.
     """
 
     def __init__(
@@ -140,11 +130,7 @@ class CudaTransport:
         return tuple(at for at in found if at is not None)
 
     def accept(self, submission: Submission) -> None:
-        """Look at a new submission before it is started for the first time.
-
-        Raises:
-            Misconfigured: it cannot be done on GPUs.
-        """
+        """Look at a new submission before it is started for the first time; raise if it cannot be done on GPUs."""
         self.check()
         if submission.line < self.context.memory.world_size and submission.output_bytes and submission.at is None:
             raise Misconfigured(
@@ -152,11 +138,7 @@ class CudaTransport:
             )
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
-        """Queue a call, or raise why it cannot be done; see `Transport.start`.
-
-        Returns:
-            Its work with `async_op`, else None.
-        """
+        """Queue a call, or raise why not; return its work with `async_op`, else None. See `Transport.start`."""
         self.check()
         self.early.collect()
         work, capture = self.channels[submission.channel].start(submission, number, keep)
@@ -169,11 +151,7 @@ class CudaTransport:
         self.context.failure.check()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Note that what is queued on `stream` until `tensor` dies has to end before its memory is used again.
-
-        Raises:
-            Misconfigured: a tensor that is not from `empty`.
-        """
+        """Let what is queued on `stream` until a tensor of `empty` dies end before its memory is used again."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -212,7 +190,7 @@ class CudaTransport:
         self.context.order.taken(block.at, block.uses or ())
 
     def _release(self, block: EarlyBlock) -> bool:
-        """Tell the peers, behind everything that was queued with it, that a block is free: its tensor has died.
+        """Tell the peers, behind all that was queued with it, that a block is free: its tensor has died.
 
         Runs in a thread that uses the communicator, never in a finalizer.
 
@@ -240,6 +218,6 @@ class CudaTransport:
     def _signals(self, block: EarlyBlock) -> MemoryOperations:
         memory = self.context.memory
         word = flag_word(Flag("output", "ready", memory.rank), memory.world_size)
-        at = self.context.flags.of_block(block.number) + _WORD_BYTES * word
-        peers = [memory.address(peer, at, _WORD_BYTES) for peer in range(memory.world_size) if peer != memory.rank]
+        at = self.context.flags.of_block(block.number) + WORD_BYTES * word
+        peers = [memory.address(peer, at, WORD_BYTES) for peer in range(memory.world_size) if peer != memory.rank]
         return MemoryOperations(tuple(MemoryOperation("write", address, 1) for address in peers), COPY)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.cuda.context import STEPS, CudaContext
 from counterpoint.collectives.cuda.driver import Executor
+from counterpoint.collectives.cuda.lower import WORD_BYTES
 from counterpoint.collectives.host.watchdog import CurrentCall
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError, PeerTimeout
@@ -25,16 +26,13 @@ __all__ = ["GRACE_S", "Watch"]
 GRACE_S = 0.25  # of a call that has begun: the part of a rank that has died or left meanwhile may be done
 _LOOK_S, _CLOSING_S = 0.05, 0.002
 _MOST_S = 10.0  # until streams that were let go have to be at their ends
-_WORD_BYTES = 4
 
 
 class Watch:
     """Runs the thread that watches one communicator.
 
-    Args:
-        context: of the communicator.
-        under_way: calls that were issued, of each channel in their order; those that have ended are taken out.
-        side: its streams never wait for a peer; it sets the words that stuck calls wait for.
+    `under_way` are the calls that were issued, of each channel in their order; those that have ended are taken out. The
+    streams of `side` never wait for a peer: it sets the words that stuck calls wait for.
     """
 
     def __init__(self, context: CudaContext, under_way: Sequence[deque[CudaWork]], side: Executor) -> None:
@@ -142,5 +140,5 @@ class Watch:
         if self.captured:
             flags, memory, driver = self._context.flags, self._context.memory, self._context.gpu.driver
             mine = memory.address(memory.rank, Location(flags.region, 0), flags.channels_bytes)
-            count = flags.channels_bytes // _WORD_BYTES
+            count = flags.channels_bytes // WORD_BYTES
             self._side.call("cuMemsetD32Async", driver.CUdeviceptr(mine), 1, count, self._side.side_stream)

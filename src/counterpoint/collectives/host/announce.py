@@ -31,13 +31,7 @@ class _CallLine:
 
 
 class Announcer:
-    """Announces the calls of one channel of this rank.
-
-    Args:
-        waiter: waits for the ranks of the communicator.
-        channel: its number.
-        steps: that the record of a call counts.
-    """
+    """Announces the calls of one channel of this rank, whose records count so many steps."""
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
@@ -47,15 +41,7 @@ class Announcer:
         self._fence = threading.Lock()
 
     def announce(self, submission: Submission, number: int) -> RankStatus:
-        """Show the call, once no peer reads the slot that it takes; return its record.
-
-        Args:
-            submission: describes the call.
-            number: of the call on its line.
-
-        Returns:
-            Where peers see it; its steps are counted there.
-        """
+        """Show the call, once no peer reads the slot that it takes; return its record, in which steps are counted."""
         line = self._lines.get(submission.line) or self._line(submission.line)
         if number >= line.free_below:
             for peer, theirs, _ in line.peers:
@@ -82,11 +68,7 @@ class Announcer:
                 raise mismatch(submission.current(number), peer, records[slot].text.decode(errors="replace"))
 
     def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
-        """Wait until every peer has announced this call, and compare; raise if one does not come, or with another call.
-
-        Returns:
-            Their records, by rank.
-        """
+        """Wait until every peer has announced this call; return their records. Raise if one does not come or differs."""
         current, found = submission.current(number), {}
         for peer, theirs, records in self._line(submission.line).peers:
             self._waiter.wait_until(partial(_is_above, theirs, number - 1), current, peer)

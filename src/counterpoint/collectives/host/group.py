@@ -30,11 +30,7 @@ class PeerFailed(Unsupported):
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group, and the number of its ranks.
-
-    Raises:
-        Misconfigured: it has none, or there is no group.
-    """
+    """Return this process's rank in the group, and the number of ranks; raise if it has none, or there is no group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -83,14 +83,7 @@ class _Mapping:
 
 
 class SharedMemory:
-    """Holds the regions of this process, and those of its peers as they are needed.
-
-    Args:
-        world_size: ranks of the group.
-        rank: this one.
-        channels: of the statuses.
-        max_bytes: of all own regions together.
-    """
+    """Holds the regions of this process, up to `max_bytes` together, and those of its peers as they are needed."""
 
     def __init__(self, *, world_size: int, rank: int, channels: int, max_bytes: int) -> None:
         self.world_size, self.rank, self.max_bytes = world_size, rank, max_bytes
@@ -148,11 +141,7 @@ class SharedMemory:
             os.close(fd)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where `num_bytes` at `at` of `rank` are mapped here.
-
-        Raises:
-            Misconfigured: they do not lie within a region of that rank.
-        """
+        """Return where bytes of `rank` are mapped here; raise if they do not lie within a region of that rank."""
         mapping = self._mapping(rank, at.region)
         if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
             raise Misconfigured(
@@ -177,14 +166,7 @@ class SharedMemory:
             return known[1]
 
     def _open(self, rank: int, fd: int, num_bytes: int) -> _Mapping:
-        """Map a file of a peer.
-
-        Returns:
-            Its mapping, for as long as it is referred to.
-
-        Raises:
-            Unsupported: it is not its file, is too small, or may not be opened.
-        """
+        """Return a mapping of a peer's file; raise if it is not its file, is too small, or may not be opened."""
         pid = self._pids[rank]
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:

@@ -45,29 +45,17 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records what a peer shows.
+    """Records what a peer shows."""
 
-    Args:
-        rank: of the peer.
-        latest: number of its latest call on the line in question.
-        same: its call with the number in question; None if it has not made it.
-        now: the call that it is in, or that it did last, as a text.
-        crossed: it is in a call on the same channel which this rank has not made.
-        alive: its process has not ended.
-        state: RUNNING, CLOSED or FAILED.
-        reason: why it failed.
-        culprits: the ranks because of which it failed.
-    """
-
-    rank: int
-    latest: int = 0
-    same: str | None = None
-    now: str = "no call"
-    crossed: bool = False
-    alive: bool = True
-    state: int = 0
-    reason: str = ""
-    culprits: tuple[int, ...] = ()
+    rank: int  # of the peer
+    latest: int = 0  # number of its latest call on the line in question
+    same: str | None = None  # its call with the number in question; None if it has not made it
+    now: str = "no call"  # the call that it is in, or that it did last, as a text
+    crossed: bool = False  # it is in a call on the same channel which this rank has not made
+    alive: bool = True  # its process has not ended
+    state: int = 0  # RUNNING, CLOSED or FAILED
+    reason: str = ""  # why it failed
+    culprits: tuple[int, ...] = ()  # the ranks because of which it failed
 
 
 def verdict(
@@ -119,14 +107,7 @@ def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
 
 
 class Watchdog:
-    """Looks at the statuses and processes of the peers.
-
-    Args:
-        statuses: of all ranks.
-        rank: this one.
-        pids: of all ranks.
-        timeout_s: seconds that a wait may take.
-    """
+    """Looks at the statuses and processes of the peers, and knows how long a wait may take."""
 
     def __init__(self, statuses: Sequence[RankStatus], *, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self.statuses, self.rank, self.timeout_s = statuses, rank, timeout_s
@@ -244,11 +225,9 @@ def _text(raw: bytes) -> str:
 
 
 class Failure:
-    """Holds the error that ended this rank's communicator, if one did. Any thread may set it.
+    """Holds the error that ended this rank's communicator, if one did. Any thread may set it; the peers are told.
 
-    Args:
-        watchdog: tells the peers.
-        prints: also print the error; on GPUs the host runs ahead of the calls and may raise it late, or never.
+    With `prints` it is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
     """
 
     def __init__(self, watchdog: Watchdog, *, prints: bool = False) -> None:
@@ -282,12 +261,7 @@ class Failure:
 
 
 class PeerWaiter:
-    """Waits for ranks that a watchdog looks at.
-
-    Args:
-        watchdog: of the same ranks.
-        failure: of this rank.
-    """
+    """Waits for ranks that a watchdog looks at."""
 
     def __init__(self, watchdog: Watchdog, failure: Failure) -> None:
         self.watchdog, self._failure = watchdog, failure

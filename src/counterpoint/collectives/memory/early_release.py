@@ -31,23 +31,14 @@ _MOST_WASTE = 2  # a free block may be so many times as large as what it is used
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class EarlyBlock:
-    """Represents memory of one output after another.
+    """Represents memory of one output after another."""
 
-    Args:
-        number: selects its words; the same on all ranks.
-        part: index of its region among those of the pool.
-        at: where that is.
-        num_bytes: its size.
-        ready: peers have been told that it is free; no call has used it since.
-        uses: what has to end before it is used again, in the transport's own words.
-    """
-
-    number: int
-    part: int
-    at: Location
-    num_bytes: int
-    ready: bool = True
-    uses: Any = None
+    number: int  # selects its words; the same on all ranks
+    part: int  # index of its region among those of the pool
+    at: Location  # where that is
+    num_bytes: int  # its size
+    ready: bool = True  # peers have been told that it is free; no call has used it since
+    uses: Any = None  # what has to end before it is used again, in the transport's own words
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +61,9 @@ class EarlyUse:
 class EarlyPool:
     """Makes tensors whose memory peers may write as soon as they die.
 
-    Args:
-        memory: where regions come from.
-        region_bytes: size of the first region; further ones grow as those of `Pool`.
-        create: makes a region; None: `memory.create` does.
-        release: called with a block whose tensor has died, in the thread of the next `empty` or `collect`: signals the
-            peers, or returns False: not now.
-        taken: called with a block that a new tensor takes.
+    `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further ones grow as those of
+    `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`: it
+    signals the peers, or returns False: not now. `taken` is called with a block that a new tensor takes.
     """
 
     def __init__(

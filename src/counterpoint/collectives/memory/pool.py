@@ -46,11 +46,7 @@ class SymmetricMemory(Protocol):
         """Give up a region that this rank no longer uses; its number may come again."""
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where `num_bytes` at `at` of `rank` are mapped here.
-
-        Raises:
-            Misconfigured: they do not lie within a region of that rank.
-        """
+        """Return where bytes of `rank` are mapped here; raise `Misconfigured` if they are not within a region of it."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
         """Return where own bytes are; None if they are not in symmetric memory."""
@@ -99,14 +95,9 @@ class Pool:
     """Makes tensors in symmetric memory, at the lowest free place; it is free again when their last view has died.
 
     The place of a tensor depends on which are alive and on nothing else, so ranks that make and drop theirs in the same
-    order have them at the same offsets. Regions are added as needed and kept.
-
-    Args:
-        memory: where regions come from.
-        region_bytes: size of the first region; further ones grow, but not with what is asked for: see
-            `next_region_bytes`.
-        create: makes a region; None: `memory.create` does.
-        reuse: says when memory may be used again; None: at once.
+    order have them at the same offsets. Regions are added as needed and kept: the first one of `region_bytes`; further
+    ones grow, but not with what is asked for (`next_region_bytes`). `create` makes one (None: `memory.create` does);
+    `reuse` says when memory may be used again (None: at once).
     """
 
     def __init__(
@@ -125,12 +116,7 @@ class Pool:
         self._dropped: deque[_Block] = deque()  # storages die in any thread, between any two lines of `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor.
-
-        Args:
-            shape: its sizes, none of them 0: there would be nothing to map.
-            dtype: torch.dtype of its elements.
-        """
+        """Return an uninitialised tensor; none of its sizes is 0, or there would be nothing to map."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
@@ -200,9 +186,7 @@ def next_region_bytes(last: int) -> int:
 class GrowableRegion:
     """Holds a region that grows: a new one takes the place of the last when that is too small.
 
-    Args:
-        create: makes a region.
-        release: gives the last one back; None: it stays, since something may hold its addresses.
+    `release` gives the last one back; None: it stays, since something may hold its addresses.
     """
 
     def __init__(self, create: Callable[[int], int], release: Callable[[int], None] | None = None) -> None:

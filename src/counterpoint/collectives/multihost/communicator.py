@@ -24,26 +24,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
 from counterpoint.collectives.multihost.phases import Grid, Phase, phases, scratch_bytes
-from counterpoint.collectives.program import operations
-from counterpoint.collectives.program.calls import Call, Span
+from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.reductions import Reduction
-from counterpoint.collectives.submit.tensors import (
-    block_bytes,
-    copied,
-    described,
-    even_blocks,
-    flat_bytes,
-    is_block,
-    overlap,
-    overlap_elsewhere,
-    reduction_of,
-    sendable,
-)
+from counterpoint.collectives.submit import request
+from counterpoint.collectives.submit.tensors import copied, cut, flat_bytes, sendable
 from counterpoint.collectives.work import HostWork, Work
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
@@ -72,6 +62,7 @@ class HierarchicalCommunicator:
         self.grid = Grid(hosts=hosts, local=inside.world_size)
         self.rank, self.world_size = host * self.grid.local + inside.rank, self.grid.world_size
         self.device = inside.device
+        self._ranks = request.Ranks(rank=self.rank, world_size=self.world_size, device=self.device)
         self._failed: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         if self.device.type == "cpu":
@@ -80,12 +71,9 @@ class HierarchicalCommunicator:
 
     @classmethod
     def of_mesh(cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int = 128 << 20) -> HierarchicalCommunicator:
-        """Make one from a device mesh of two axes, the hosts first.
+        """Make one from a torch DeviceMesh of two axes, the hosts first.
 
-        Args:
-            mesh: torch DeviceMesh.
-            timeout_s: seconds that a rank waits for another of its host before it gives up.
-            slice_bytes: as above.
+        A rank waits `timeout_s` for another of its host before it gives up; `slice_bytes` as above.
 
         Returns:
             The communicator of this rank.
@@ -123,13 +111,7 @@ class HierarchicalCommunicator:
         Returns:
             Its work, with `async_op`; else None, when output may be read.
         """
-        input = sendable(input)
-        num_bytes = block_bytes(output, input, outputs=self.world_size, device=self.device)
-        in_place = is_block(input, output, self.rank)
-        if overlap_elsewhere([output], [input], [in_place]):
-            input = copied(input)
-        call = operations.all_gather(self.world_size, num_bytes, own="in_place" if in_place else "copy")
-        return self._start(f"all_gather of {described(input)} a rank", call, output, input, async_op)
+        return self._submit(request.all_gather, output, input, async_op)
 
     def reduce_scatter(
         self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
@@ -141,65 +123,55 @@ class HierarchicalCommunicator:
         Returns:
             Its work, with `async_op`; else None, when output may be read.
         """
-        input = sendable(input)
-        num_bytes = block_bytes(output, input, inputs=self.world_size, device=self.device)
-        if overlap_elsewhere([output], [input], [False]):
-            input = copied(input)
-        reduction = reduction_of(op, factor, output)
-        text = f"reduce_scatter of {described(output, reduction)} a rank"
-        call = operations.reduce_scatter(self.world_size, num_bytes)
-        return self._start(text, call, output, input, async_op, reduction)
+        return self._submit(request.reduce_scatter, output, input, async_op, op, factor)
 
     def all_reduce(self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False) -> Work | None:
         """Combine the ranks' tensors into tensor: the same bits on all of them."""
-        call = operations.all_reduce(self.world_size, block_bytes(tensor, device=self.device))
-        reduction = reduction_of(op, factor, tensor)
-        return self._start(f"all_reduce of {described(tensor, reduction)}", call, tensor, tensor, async_op, reduction)
+        return self._submit(request.all_reduce, tensor, tensor, async_op, op, factor)
 
     def all_to_all(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
         """Send block r of input to rank r; blocks have one size. Keeps what is for other hosts a second time meanwhile.
 
+        `Misconfigured` is raised for rows that cannot be divided by the number of ranks, and if output overlaps input.
+
         Returns:
             Its work, with `async_op`; else None, when output may be read.
-
-        Raises:
-            Misconfigured: rows that cannot be divided by the number of ranks, or output overlaps input.
         """
-        input = sendable(input)
-        if output.nbytes and overlap(output, input):
-            raise Misconfigured("all_to_all from a tensor to itself: its layouts differ; give another output")
-        block = even_blocks(output, input, self.world_size, self.device)
-        call = operations.all_to_all([[block] * self.world_size] * self.world_size)
-        return self._start(f"all_to_all of {described(input)} a rank", call, output, input, async_op)
+        return self._submit(request.all_to_all, output, input, async_op, False)
 
     def broadcast(self, tensor: Any, src: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy tensor of rank `src` to that of every rank; every rank of its host sends a part to the other hosts."""
-        call = operations.broadcast(self.world_size, block_bytes(tensor, device=self.device), root=src)
-        return self._start(f"broadcast of {described(tensor)} from rank {src}", call, tensor, tensor, async_op)
+        return self._submit(request.broadcast, tensor, tensor, async_op, src)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until every rank has come to it."""
-        return self._start("barrier", operations.barrier(self.world_size), None, None, async_op)
+        return self._submit(request.barrier, None, None, async_op)
 
-    def _start(
-        self, text: str, call: Call, output: Any, input: Any, async_op: bool, reduction: Reduction | None = None
+    def _submit(
+        self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
     ) -> Work | None:
         """Start a call: on CPUs in a thread, one after the other; on GPUs in the order of the current stream."""
+        in_place = output is input
+        sent = input if in_place else sendable(input)
+        asked = build(self._ranks, output, sent, *options)
+        if asked.overlaps:
+            sent = copied(sent)
         if self._failed is not None:
             raise self._failed
-        found = phases(call, self.grid, self.rank, slice_bytes=self.slice_bytes)
-        run = _PhaseRun(self, found, output, input, reduction)
+        assert isinstance(asked.call, Call)
+        found = phases(asked.call, self.grid, self.rank, slice_bytes=self.slice_bytes)
+        run = partial(self._carry_out, asked.text, _PhaseRun(self, found, output, sent, asked.reduction))
         if self.device.type != "cpu":
             if async_op:
                 raise Unsupported(
-                    f"{text} with async_op=True on {self.device}: not there yet; call it on a side stream"
+                    f"{asked.text} with async_op=True on {self.device}: not there yet; call it on a side stream"
                 )
-            self._carry_out(text, run)
+            run()
             if self._failed is not None:
                 raise self._failed
             return None
-        work = HostWork(text)
-        self._queue.put(lambda: work.end(self._carry_out(text, run)))
+        work = HostWork(asked.text)
+        self._queue.put(lambda: work.end(run()))
         if async_op:
             return work
         work.wait()
@@ -251,7 +223,7 @@ class _PhaseRun:
 
     def start(self, phase: Phase) -> list[Any]:
         """Start a phase, and return its works."""
-        output, input = self.piece(phase.output), self.piece(phase.input)
+        output, input = (cut(self.buffers[span.buffer], span) for span in (phase.output, phase.input))
         if phase.level == "inside":
             return [self.start_inside(phase.call, output, input)]
         op = "sum" if self.reduction is None or self.reduction.op in _SUMS else self.reduction.op
@@ -262,8 +234,7 @@ class _PhaseRun:
         communicator, (op, factor) = self.communicator.inside, self.op_inside()
         own = call.input_span(communicator.rank)
         if own.buffer == "output":
-            size = output.element_size()
-            input = output[own.offset // size : (own.offset + own.num_bytes) // size]
+            input = cut(output, own)
         root = call.root or 0
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
@@ -274,12 +245,6 @@ class _PhaseRun:
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
             return "premul_sum", 1.0 / self.communicator.world_size
         return self.reduction.op, self.reduction.factor
-
-    def piece(self, span: Span) -> Any:
-        """Return the part of a flat buffer that a span names."""
-        flat = self.buffers[span.buffer]
-        size = flat.element_size()
-        return flat[span.offset // size : (span.offset + span.num_bytes) // size]
 
 
 _SUMS = ("sum", "avg", "premul_sum")

@@ -42,11 +42,7 @@ LEVELS: tuple[Level, ...] = ("inside", "between")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Describes `hosts` of `local` ranks each; rank = host * local + index.
-
-    Raises:
-        Misconfigured: one of them is not positive.
-    """
+    """Describes `hosts` of `local` ranks each, both 1 or more; rank = host * local + index."""
 
     hosts: int
     local: int
@@ -70,22 +66,13 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Describes one call of one group.
+    """Describes one call of one group."""
 
-    Args:
-        level: which group.
-        call: of its ranks, counted within the group.
-        input: where its input lies in the rank's buffers; of a call in place the same as `output`.
-        output: where its output lies.
-        after: phases of this rank, by their number, that have to end before it begins. Those of one level run one
-            after the other anyway, in the order of the list, which is the same for all ranks of a group.
-    """
-
-    level: Level
-    call: Call
-    input: Span
-    output: Span
-    after: tuple[int, ...] = ()
+    level: Level  # which group
+    call: Call  # of its ranks, counted within the group
+    input: Span  # where its input lies in the rank's buffers; of a call in place the same as `output`
+    output: Span  # where its output lies
+    after: tuple[int, ...] = ()  # numbers of those of this rank that have to end before
 
 
 @lru_cache(maxsize=1024)
@@ -143,11 +130,7 @@ class _PhaseList:
         return len(self.phases) - 1
 
     def even_block(self) -> int:
-        """Return the size of every block.
-
-        Raises:
-            Misconfigured: they differ.
-        """
+        """Return the size of every block; raise if they differ."""
         found = {size for row in self.call.sizes for size in row}
         if len(found) > 1:
             raise Misconfigured(

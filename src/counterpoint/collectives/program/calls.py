@@ -32,23 +32,14 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockLayout:
-    """Says how the blocks of a collective lie, and who sends to whom.
+    """Says how the blocks of a collective lie, and who sends to whom."""
 
-    Args:
-        name: of the collective, in PyTorch's words.
-        input: `block`: one, for every rank that it goes to; `blocks`: one for each rank, in their order.
-        output: `blocks`: one of each rank; `shard`: the own one, combined; `array`: all shards, combined.
-        own: what may happen to the block that a rank gives to itself, as in `Call`.
-        all_send: every rank sends to every other, be it zero bytes; False: only where there are bytes.
-        has_data: False: a barrier, which moves nothing.
-    """
-
-    name: str
-    input: Literal["block", "blocks"]
-    output: Literal["blocks", "shard", "array"]
-    own: tuple[Own, ...]
-    all_send: bool = False
-    has_data: bool = True
+    name: str  # of the collective, in PyTorch's words
+    input: Literal["block", "blocks"]  # one for every rank that it goes to, or one for each rank
+    output: Literal["blocks", "shard", "array"]  # one of each rank; the own one, combined; all, combined
+    own: tuple[Own, ...]  # what may happen to the block that a rank gives to itself, as in `Call`
+    all_send: bool = False  # every rank sends to every other, be it zero bytes; False: only where there are bytes
+    has_data: bool = True  # False: a barrier, which moves nothing
 
     @property
     def reduces(self) -> bool:
@@ -65,18 +56,14 @@ class BlockLayout:
 class Call:
     """Represents what was asked for; equal on all ranks (which is what debug mode compares).
 
-    Args:
-        layout: of the collective.
-        sizes: `sizes[s][t]`, bytes that rank s contributes to the output of rank t (reductions: to shard t).
-        root: of broadcast, scatter and gather, else None.
-        own: the block that a rank gives to itself. `in_place`: input is a view of output (or output of input), it is
-            there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for the reader of
-            output.
+    What happens to the block that a rank gives to itself says `own`. `in_place`: input is a view of output (or output
+    of input), it is there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for the
+    reader of output.
     """
 
     layout: BlockLayout
-    sizes: tuple[tuple[int, ...], ...]
-    root: int | None = None
+    sizes: tuple[tuple[int, ...], ...]  # as `Sizes`
+    root: int | None = None  # of broadcast, scatter and gather
     own: Own = "copy"
 
     @property

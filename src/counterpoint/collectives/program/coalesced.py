@@ -23,23 +23,16 @@ __all__ = ["Parts", "TensorAddresses", "TensorLayout", "place_on_tensors"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Describes tensors of which every rank has an equal share, one rank's after the other's; all in bytes.
+    """Describes tensors of which every rank has an equal share, one rank's after the other's; all in bytes."""
 
-    Args:
-        starts: of each tensor, from the beginning of the buffer.
-        shares: of each tensor, what one rank has of it.
-        sizes: of each tensor; shares that begin or end behind it are cut there, and nobody reads or writes the rest.
-        width: bytes here for each byte of a block: 2 where sums are kept in a dtype twice as wide as what is sent.
-    """
-
-    starts: tuple[int, ...]
-    shares: tuple[int, ...]
-    sizes: tuple[int, ...]
-    width: int = 1
+    starts: tuple[int, ...]  # from the beginning of the buffer
+    shares: tuple[int, ...]  # what one rank has
+    sizes: tuple[int, ...]  # shares are cut there, and nobody reads or writes the rest
+    width: int = 1  # bytes here for each of a block: 2 where sums are in a dtype twice as wide as what is sent
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where in a block each share ends."""
+        """The end of each tensor's share within a block."""
         return tuple(accumulate(self.shares))
 
     def places(self, offset: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -66,14 +59,10 @@ class TensorAddresses:
     """Maps offsets in a buffer to the tensors that stand for it, which may lie anywhere in the memory of this rank.
 
     So a program of such tensors is planned once, and need not be placed again when they lie elsewhere.
-
-    Args:
-        starts: where each tensor begins in the buffer, as in `Parts`, ascending.
-        addresses: where each tensor lies.
     """
 
-    starts: tuple[int, ...]
-    addresses: tuple[int, ...]
+    starts: tuple[int, ...]  # where each tensor begins in the buffer, as in `Parts`, ascending
+    addresses: tuple[int, ...]  # where each tensor lies
 
     def at(self, offset: int) -> int:
         """Return the address of what is at `offset` of the buffer."""

@@ -68,13 +68,10 @@ def own_block(call: Call, rank: int) -> tuple[Step, ...]:
 
 
 def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build a broadcast: the root pushes a small one to everyone, of a large one a part to each rank, which relays it.
+    """Return a broadcast: the root pushes a small one to everyone, of a large one a part to each rank to pass on.
 
     The root's link carries the message once instead of world_size - 1 times, and each chunk goes on while the next
     comes. What the waits of `finish` do not bring, the rank's own part, is there before them.
-
-    Returns:
-        What `rank` does.
     """
     others, num_bytes = rotation(call.root or 0, call.world_size), call.output_bytes(rank)
     if len(others) < MIN_RELAYS or num_bytes < max(tuning.relay_bytes, 1):
@@ -132,12 +129,9 @@ def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
 
 
 def barrier(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build a barrier of two rounds of signals, in one batch.
+    """Return a barrier of two rounds of signals, in one batch.
 
     One round is not enough: a fast rank's next signal could meet its last one before that was reset, and be lost.
-
-    Returns:
-        What `rank` does.
     """
     return exchange(call, rank, Tuning(arrivals="together"))
 
@@ -213,25 +207,19 @@ class LinkTurns:
     """Says when a rank waits for a link and hands it on, while it pushes `rounds` times to everyone in rotation.
 
     A rank that is one copy ahead meets its neighbour at every receiver from then on, both at half the rate, while other
-    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met
-    (4 x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and
-    so on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
+    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met (4
+    x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and so
+    on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
 
     One word for each receiver is enough. The one who gives a turn is itself held by later turns on other links, which
     pass through the one that it gave to: it cannot give the same turn again before the first was taken. From call to
     call the receivers' `ready` keeps them apart, and an all_reduce has words of its own for each half.
-
-    Args:
-        rank: this one.
-        world_size: ranks.
-        buffer: that is pushed to; the words lie with it.
-        rounds: how often it pushes to everyone in turns; later, smaller chunks take none.
     """
 
-    rank: int
-    world_size: int
-    buffer: Symmetric
-    rounds: int
+    rank: int  # this one
+    world_size: int  # ranks
+    buffer: Symmetric  # that is pushed to; the words lie with it
+    rounds: int  # in which it takes turns; later, smaller chunks take none
 
     @classmethod
     def of(cls, call: Call, rank: int, tuning: Tuning, *, buffer: Symmetric, chunks: Sequence[Span]) -> LinkTurns:

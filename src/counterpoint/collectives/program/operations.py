@@ -46,36 +46,21 @@ Means = Literal["torch", "programs", "nccl_copies"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """Holds everything that is particular to one collective.
+    """Holds everything that is particular to one collective."""
 
-    Args:
-        layout: where blocks lie, and who sends to whom.
-        program: builds what one rank does, from call, rank and tuning.
-        sizes: returns the sizes of a call of even blocks, from ranks, bytes of the full array and root.
-        tuning: fields of `Tuning` that its program knows, besides chunks, arrivals and turns.
-        same_output: every rank has an output, and all lie at the same place in symmetric memory; False: ranks tell
-            each other where theirs are.
-        arguments: tensors and options of the call, with `Communicator.call` and torch.
-        torch_names: of the function of torch.distributed, the newest first; none: torch sends block by block.
-        measured_by: what `measure` runs it by: torch, programs, and (on GPUs) NCCL's copy engines.
-    """
-
-    layout: BlockLayout
-    program: ProgramBuilder
-    sizes: EvenSizes
+    layout: BlockLayout  # where blocks lie, and who sends to whom
+    program: ProgramBuilder  # builds what one rank does
+    sizes: EvenSizes  # of even blocks, from ranks, bytes of the full array and root
     tuning: frozenset[Literal["relay_bytes", "staging_bytes"]] = frozenset()
-    same_output: bool = True
-    arguments: tuple[Argument, ...] = ("output", "input")
-    torch_names: tuple[str, ...] = ()
-    measured_by: frozenset[Means] = frozenset()
+    """What its program knows, besides chunks, arrivals and turns."""
+    same_output: bool = True  # all ranks have one, at the same place; False: they tell each other where
+    arguments: tuple[Argument, ...] = ("output", "input")  # with `Communicator.call` and torch
+    torch_names: tuple[str, ...] = ()  # of torch.distributed, the newest first; none: torch sends block by block
+    measured_by: frozenset[Means] = frozenset()  # torch, programs, and (on GPUs) NCCL's copy engines
 
 
 def find_operation(name: str) -> Operation:
-    """Return the row of a collective.
-
-    Raises:
-        Misconfigured: there is none of that name.
-    """
+    """Return the row of a collective; raise `Misconfigured` if there is none of that name."""
     if name not in OPERATIONS:
         raise Misconfigured(f"there is no collective {name!r}; choose from: {', '.join(OPERATIONS)}")
     return OPERATIONS[name]

@@ -60,26 +60,17 @@ _BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """Says how values are combined.
+    """Says how values are combined; `Misconfigured` is raised for what has no meaning.
 
-    Args:
-        op: `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are
-            for floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
-        dtype: torch's name without `torch.`.
-        factor: of `premul_sum`.
-        num_sms: run on so many SMs, one large block each; None: on the whole GPU.
-        result: dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all.
-
-    Raises:
-        Misconfigured: unknown op or dtype, `avg` or `premul_sum` of integers, a factor without `premul_sum`, no SM, or
-            a result of another dtype.
+    `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are for
+    floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
     """
 
     op: ReductionOp
-    dtype: str
-    factor: float = 1.0
-    num_sms: int | None = None
-    result: str = ""
+    dtype: str  # torch's name without `torch.`
+    factor: float = 1.0  # of `premul_sum`
+    num_sms: int | None = None  # run on so many SMs, one large block each; None: on the whole GPU
+    result: str = ""  # dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -118,14 +109,11 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up what arrives.
+    """Return a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up what arrives.
 
     With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
     pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
     behind each other in one queue of the hardware.
-
-    Returns:
-        What `rank` does.
     """
     if _trivial(call):
         return _alone(call, rank, tuning)

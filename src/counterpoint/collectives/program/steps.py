@@ -249,6 +249,12 @@ class Program:
         return frozenset(op.peer for op in _operations(self.release) if isinstance(op, Signal))
 
     @cached_property
+    def receives(self) -> bool:
+        """Whether peers write into this rank's output."""
+        flags = [op.flag for op in _operations(self.cycle()) if isinstance(op, Wait)]
+        return any((flag.buffer, flag.kind) == ("output", "arrived") for flag in flags)
+
+    @cached_property
     def num_flags(self) -> dict[str, int]:
         """How many words each symmetric buffer of every rank must have for this program."""
         words: dict[str, int] = {}

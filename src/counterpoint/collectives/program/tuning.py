@@ -34,14 +34,10 @@ def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16)
 
     All ranks begin at the same time, with a handshake and with SMs free. Never slower on that clock than `Tuning()`,
     where blocks have one size. A consumer that starts on the first shard wants `arrivals="each"` and should not ask.
-
-    Args:
-        call: equal on all ranks.
-        rates: of the machine, equal on all ranks; None: of the default profile, H200.
-        max_chunks: for how many arrivals of one block there are flags.
+    `rates` are the machine's, equal on all ranks; None: those of the default profile, H200.
 
     Raises:
-        Misconfigured: `max_chunks` is below 1.
+        Misconfigured: `max_chunks`, the arrivals of one block that there are flags for, is below 1.
     """
     if max_chunks < 1:
         raise Misconfigured(f"max_chunks={max_chunks}: a block arrives at least once; give 1 or more")

@@ -42,18 +42,12 @@ MAX_VIOLATIONS = 8
 
 
 def check(rounds: Sequence[Sequence[Program]], *, early_release: bool = False) -> ProofReport:
-    """Check that calls made one after the other on the same buffers are right in every interleaving of the ranks.
+    """Return what can go wrong in any interleaving of calls that are made one after the other on the same buffers.
 
-    All rounds have the same ranks, or `Misconfigured` is raised. In every round the caller writes the input, runs the
-    cycle, and reads the output, all on lane `COPY`.
-
-    Args:
-        rounds: for each call the programs of all ranks, as `plan_all` gives them. Take small sizes and chunks: each
-            byte is followed.
-        early_release: `release` after the output was read, instead of at the start of the next cycle.
-
-    Returns:
-        What can go wrong, and the number of actions that were looked at.
+    `rounds` are for each call the programs of all ranks, as `plan_all` gives them: all of the same ranks, or
+    `Misconfigured` is raised. Take small sizes and chunks: each byte is followed. In every round the caller writes the
+    input, runs the cycle, and reads the output, all on lane `COPY`. With `early_release`, `release` comes after the
+    output was read, instead of at the start of the next cycle.
     """
     all_rounds = CallSequence(rounds, early_release=early_release)
     malformed = all_rounds.malformed()

@@ -28,16 +28,11 @@ _REDUCED = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32
 
 
 class Fallback:
-    """Decides which calls go to the process group, and starts them.
+    """Decides which calls go to the process group (None: none do), and starts them.
 
-    Args:
-        group: torch process group of the same ranks; None: they never do.
-        crossover_bytes: by operation, the size of the full array (as nccl-tests count it) below which they do; what is
-            not named is as the profile says.
-        profile: figures of the machine.
-
-    Raises:
-        Misconfigured: sizes of unknown operations, or sizes and no group that could take the calls.
+    `crossover_bytes` is, by operation, the size of the full array (as nccl-tests count it) below which they do; what is
+    not named is as the profile says. `Misconfigured` is raised for sizes of unknown operations, and for sizes and no
+    group that could take the calls.
     """
 
     def __init__(self, group: Any, crossover_bytes: Mapping[str, int] | None, profile: Profile | None = None) -> None:
@@ -93,13 +88,7 @@ class Fallback:
 
 
 class TorchWork:
-    """Represents a call of the process group; see `Work`.
-
-    Args:
-        text: the call.
-        works: of torch; all of them have to end.
-        keep: tensors that have to live until it has been waited for.
-    """
+    """Represents a call of the process group, with all of torch's works for it; see `Work`."""
 
     def __init__(self, text: str, works: list[Any], keep: tuple[Any, ...]) -> None:
         self.path: Path = "torch"
@@ -109,14 +98,11 @@ class TorchWork:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait as torch's Work does: on CUDA the current stream waits.
 
-        Args:
-            timeout_s: not possible here: torch's works have no time of their own.
-
         Returns:
             True.
 
         Raises:
-            Misconfigured: a time was given.
+            Misconfigured: a time was given; torch's works have none of their own.
         """
         if timeout_s is not None:
             raise Misconfigured(f"{self._text}: timeout_s={timeout_s} has no effect there; give the group a timeout")

@@ -40,6 +40,7 @@ from counterpoint.errors import Misconfigured
 __all__ = [
     "BuildSubmission",
     "RankContext",
+    "Ranks",
     "all_gather",
     "all_gather_coalesced",
     "all_reduce",
@@ -84,10 +85,16 @@ class Ranks:
         return True
 
     def submission(
-        self, output: Any, input: Any, *, text: str, call: Call, reduction: Reduction | None = None, **rest: Any
+        self,
+        output: Any,
+        input: Any,
+        *,
+        text: str,
+        call: Call,
+        reduction: Reduction | None = None,
+        overlaps: bool = False,
     ) -> Submission:
-        """Return the call as data, checked already; `rest` is as of `RankContext.submission`."""
-        overlaps = rest.get("overlaps", False)
+        """Return a call as data, whose tensors were checked; see `RankContext.submission`."""
         return Submission(text=text, channel=0, line=-1, call=call, reduction=reduction, overlaps=overlaps)
 
 
@@ -119,19 +126,10 @@ class RankContext(Ranks):
     ) -> Submission:
         """Return the submission of these tensors, on channel 0; raise if its output cannot be released early.
 
-        Args:
-            output: tensor, `TensorList` or None.
-            input: tensor, `TensorList` or None.
-            text: what has to be equal on all ranks, in words.
-            call: what all ranks do.
-            reduction: of calls that reduce.
-            line: of the status, on which the call is counted; None: that of all ranks.
-            layout: where several tensors lie in the buffers of the call.
-            local: where they really lie, of buffers that no peer writes.
-            overlaps: the input shares bytes with the output, and not in place.
-
-        Returns:
-            The submission of this rank.
+        Output and input are tensors, `TensorList`s or None; `text` is what has to be equal on all ranks, in words.
+        `line` of the status counts the call; None: that of all ranks. `layout` says where several tensors lie in the
+        buffers of the call, and `local` where they really lie, of buffers that no peer writes. With `overlaps` the
+        input shares bytes with the output, and not in place.
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
@@ -184,11 +182,11 @@ def _all_push_to_all(call: Call, tuning: Tuning) -> bool:
     return all(len(program.pushers) == call.world_size - 1 for program in plan_all(call, tuning))
 
 
-def all_gather(ranks: RankContext, output: Any, input: Any) -> Submission:
+def all_gather(ranks: Ranks, output: Any, input: Any) -> Submission:
     """Describe an all_gather."""
     num_bytes = block_bytes(output, input, outputs=ranks.world_size, device=ranks.device)
     in_place = is_block(input, output, ranks.rank)
-    own = ranks.transport.locate(output) is not None and in_place
+    own = in_place and ranks.is_symmetric(output)
     call = _all_gather(ranks.world_size, num_bytes, own="in_place" if own else "copy")
     overlaps = overlap_elsewhere([output], [input], [in_place])
     return ranks.submission(
@@ -196,7 +194,7 @@ def all_gather(ranks: RankContext, output: Any, input: Any) -> Submission:
     )
 
 
-def reduce_scatter(ranks: RankContext, output: Any, input: Any, op: str, factor: float) -> Submission:
+def reduce_scatter(ranks: Ranks, output: Any, input: Any, op: str, factor: float) -> Submission:
     """Describe a reduce_scatter."""
     call = _reduce_scatter(ranks.world_size, block_bytes(output, input, inputs=ranks.world_size, device=ranks.device))
     reduction = reduction_of(op, factor, output)
@@ -214,7 +212,7 @@ def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: Tensor
     """Describe several all_gathers as one."""
     pairs = _pairs(outputs, inputs)
     shares = tuple(block_bytes(*pair, outputs=ranks.world_size, device=ranks.device) for pair in pairs)
-    if sum(shares) and ranks.transport.locate(outputs) is None:
+    if sum(shares) and not ranks.is_symmetric(outputs):
         raise Misconfigured("all_gather_coalesced: its outputs have to be parts of one tensor of empty(); make one")
     apart = Parts(starts=outputs.starts, shares=shares, sizes=tuple(one.nbytes for one in outputs.tensors))
     in_place = [is_block(input, output, ranks.rank) for output, input in pairs]
@@ -269,14 +267,7 @@ def reduce_scatter_coalesced(
 def _coalesced_scatter(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> _CoalescedScatter:
-    """Check the tensors, and describe the call as if they lay one after the other.
-
-    Returns:
-        The description, wherever they lie.
-
-    Raises:
-        Misconfigured: they do not fit each other, or are of several dtypes.
-    """
+    """Return the call as if its tensors lay one after the other; raise if they do not fit, or are of several dtypes."""
     pairs = _pairs(outputs, inputs)
     for output, input in pairs:
         check(output, None, ranks.device)
@@ -325,17 +316,17 @@ def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
     return f"{len(dtypes)} tensors, {sum(parts.shares)} bytes of {dtypes[0]} a rank, layout {digest}"
 
 
-def all_reduce(ranks: RankContext, output: Any, input: Any, op: str, factor: float) -> Submission:
+def all_reduce(ranks: Ranks, output: Any, input: Any, op: str, factor: float) -> Submission:
     """Describe an all_reduce."""
-    num_bytes, at = block_bytes(output, device=ranks.device), ranks.transport.locate(output)
-    call = _all_reduce(ranks.world_size, num_bytes, own="consumer" if at is None else "in_place")
+    own: Own = "in_place" if ranks.is_symmetric(output) else "consumer"
+    call = _all_reduce(ranks.world_size, block_bytes(output, device=ranks.device), own=own)
     reduction = reduction_of(op, factor, output)
     return ranks.submission(
         output, input, text=f"all_reduce of {described(output, reduction)}", call=call, reduction=reduction
     )
 
 
-def all_to_all(ranks: RankContext, output: Any, input: Any, leave_own: bool) -> Submission:
+def all_to_all(ranks: Ranks, output: Any, input: Any, leave_own: bool) -> Submission:
     """Describe an all_to_all of equal blocks."""
     own = _own_block(ranks, output, input, leave_own)
     block = even_blocks(output, input, ranks.world_size, ranks.device)
@@ -364,16 +355,16 @@ def uneven_all_to_all(
     return ranks.submission(output, input, text=text, call=uneven)
 
 
-def _own_block(ranks: RankContext, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
+def _own_block(ranks: Ranks, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
     """Return what an all_to_all does with the block of this rank for itself."""
-    if leave_own and output.nbytes and ranks.transport.locate(output) is None:
+    if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
     if output.nbytes and overlap(output, input):
         raise Misconfigured("all_to_all from a tensor to itself: its layouts differ; give another output")
     return "consumer" if leave_own else "copy"
 
 
-def broadcast(ranks: RankContext, output: Any, input: Any, src: int) -> Submission:
+def broadcast(ranks: Ranks, output: Any, input: Any, src: int) -> Submission:
     """Describe a broadcast."""
     call = _broadcast(ranks.world_size, block_bytes(output, device=ranks.device), root=src)
     return ranks.submission(output, input, text=f"broadcast of {described(output)} from rank {src}", call=call)
@@ -416,7 +407,7 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
     return ranks.submission(output, input, text=text, call=operations.send_recv(sizes), line=peer, overlaps=overlaps)
 
 
-def barrier(ranks: RankContext, output: Any, input: Any) -> Submission:
+def barrier(ranks: Ranks, output: Any, input: Any) -> Submission:
     """Describe a barrier."""
     return ranks.submission(output, input, text="barrier", call=operations.barrier(ranks.world_size))
 
@@ -462,7 +453,7 @@ def _own_of(ranks: RankContext, row: Operation, output: Any, input: Any) -> Own:
     others: list[Own] = [way for way in ways if way != "in_place"]
     if not others or "in_place" not in ways or "root" in row.arguments:
         return (others or list(ways))[0]
-    if output is None or ranks.transport.locate(output) is None:
+    if output is None or not ranks.is_symmetric(output):
         return others[0]
     in_place = input is output or is_block(input, output, ranks.rank)
     return "in_place" if in_place else others[0]

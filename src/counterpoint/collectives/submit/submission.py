@@ -31,26 +31,15 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """The sizes of an all_to_all as one rank knows them; the ranks tell each other theirs before it begins.
+    """The sizes of an all_to_all as one rank knows them; the ranks tell each other theirs before it begins."""
 
-    Args:
-        rank: this one.
-        row: bytes that it sends to each rank.
-        column: bytes that it expects from each rank.
-        own: what is done with its block for itself.
-    """
-
-    rank: int
-    row: tuple[int, ...]
-    column: tuple[int, ...]
-    own: Own
+    rank: int  # this one
+    row: tuple[int, ...]  # bytes that it sends to each rank
+    column: tuple[int, ...]  # bytes that it expects from each rank
+    own: Own  # what is done with its block for itself
 
     def call(self, rows: Rows) -> Call:
-        """Return what all ranks do, given everyone's row.
-
-        Raises:
-            Misconfigured: the others send something else than is expected here.
-        """
+        """Return what all ranks do, given everyone's row; raise if the others send something else than expected."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -62,51 +51,28 @@ class UnevenSplits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """Describes a call of this rank, but for its number: a call that comes again is the same submission.
+    """Describes a call of this rank, but for its number: a call that comes again is the same submission."""
 
-    Args:
-        text: what has to be equal on all ranks, in words.
-        channel: that runs it.
-        line: of the board, on which it is counted.
-        call: what all ranks do; of uneven splits that follows from everyone's row.
-        program: of this rank; None if only everyone's row tells it, or if torch takes the call.
-        by_torch: the process group of `fallback` takes it.
-        meets: all ranks compare it before it begins.
-        async_op: the caller does not wait for it.
-        reduction: of calls that reduce.
-        layout: where the tensors of a call lie in its buffers, if there are several.
-        local: of buffers that no peer writes: where their tensors really lie.
-        input: address; 0 if there is none.
-        input_at: where what is read lies in symmetric memory: each tensor that does, and not within the output.
-        output: address; 0 if there is none.
-        output_bytes: size of the output.
-        at: where the output lies in symmetric memory; None if it does not.
-        shown_at: where peers may write the output, as it is shown to them.
-        early: how the output is released, if that is done early.
-        overlaps: the input shares bytes with the output, and not in place: what is asked is right for a copy of it.
-        epoch: of the transport when this was made; after a new region an address may mean something else.
-    """
-
-    text: str
-    channel: int
-    line: int
-    call: Call | UnevenSplits | None = None
-    program: Program | None = None
-    by_torch: bool = False
-    meets: bool = False
-    async_op: bool = False
-    reduction: Reduction | None = None
-    layout: TensorLayout = ()
-    local: tuple[tuple[Buffer, TensorAddresses], ...] = ()
-    input: int = 0
-    input_at: tuple[Location, ...] = ()
-    output: int = 0
-    output_bytes: int = 0
-    at: Location | None = None
-    shown_at: Location = NOWHERE
-    early: EarlyUse | None = None
-    overlaps: bool = False
-    epoch: int = 0
+    text: str  # what has to be equal on all ranks, in words
+    channel: int  # that runs it
+    line: int  # of the board, on which it is counted
+    call: Call | UnevenSplits | None = None  # of uneven splits it follows from everyone's row
+    program: Program | None = None  # of this rank; None if only everyone's row tells it, or if torch takes the call
+    by_torch: bool = False  # the process group of `fallback` takes it
+    meets: bool = False  # all ranks compare it before it begins
+    async_op: bool = False  # the caller does not wait for it
+    reduction: Reduction | None = None  # of calls that reduce
+    layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
+    local: tuple[tuple[Buffer, TensorAddresses], ...] = ()  # where tensors really lie that no peer writes
+    input: int = 0  # address; 0 if there is none
+    input_at: tuple[Location, ...] = ()  # where what is read lies in symmetric memory, if not within the output
+    output: int = 0  # address; 0 if there is none
+    output_bytes: int = 0  # size of the output
+    at: Location | None = None  # where the output lies in symmetric memory; None if it does not
+    shown_at: Location = NOWHERE  # where peers may write the output, as it is shown to them
+    early: EarlyUse | None = None  # how the output is released, if that is done early
+    overlaps: bool = False  # the input shares bytes with the output, and not in place: a copy of it is to be sent
+    epoch: int = 0  # of the transport when this was made; after a new region an address may mean something else
     words: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,25 +99,14 @@ class Tuner(Protocol):
 
 
 class Programs:
-    """Plans the programs of one rank, each of them once.
-
-    Args:
-        rank: whose programs they are.
-        tuner: chooses how calls are done.
-    """
+    """Plans the programs of one rank, each of them once; the tuner chooses how calls are done."""
 
     def __init__(self, rank: int, tuner: Tuner) -> None:
         self._rank, self._tuner = rank, tuner
         self._known: dict[tuple[Call, bool, TensorLayout], Program] = {}
 
     def get(self, call: Call, early_release: bool = False, layout: TensorLayout = ()) -> Program:
-        """Return this rank's program for a call.
-
-        Args:
-            call: what all ranks do.
-            early_release: its output is released early.
-            layout: where the tensors of the call lie, if there are several.
-        """
+        """Return this rank's program for a call; `layout` says where its tensors lie, if there are several."""
         key = call, early_release, layout
         program = self._known.get(key)
         if program is None:
@@ -191,25 +146,14 @@ class Transport(Tuner, Protocol):
         """Return where the tensors of an input lie in symmetric memory whose reuse has to wait for this call."""
 
     def accept(self, submission: Submission) -> None:
-        """Look at a new submission before it is started for the first time.
-
-        Raises:
-            Misconfigured: it cannot be done here.
-        """
+        """Look at a new submission before it is started for the first time; raise if it cannot be done here."""
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | None:
-        """Queue a call behind the others of its channel and return at once.
+        """Queue a call behind the others of its channel and return at once; None if there is nothing to wait for.
 
-        Args:
-            submission: the call; its epoch is that of this transport.
-            number: of the call on its line.
-            keep: tensors that have to live until it has ended.
-
-        Returns:
-            Its work; None if there is nothing to wait for.
-
-        Raises:
-            PeerTimeout, Misconfigured: an earlier call failed, and how; or this one cannot be done.
+        `submission` has the epoch of this transport, `number` counts the call on its line, and the tensors of `keep`
+        live until it has ended. `PeerTimeout` or `Misconfigured` is raised if an earlier call failed, or this one
+        cannot be done.
         """
 
     def check(self) -> None:

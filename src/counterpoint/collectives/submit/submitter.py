@@ -34,16 +34,7 @@ class _Counter:
 
 
 class Submitter:
-    """Starts the calls of one communicator in their order.
-
-    Args:
-        transport: carries them out.
-        fallback: takes small ones.
-        rank: this one.
-        world_size: ranks of the group.
-        channels: that a call can be on.
-        debug: all ranks compare every call before it begins.
-    """
+    """Starts the calls of one communicator in their order."""
 
     def __init__(
         self, transport: Transport, fallback: Fallback, *, rank: int, world_size: int, channels: int, debug: bool

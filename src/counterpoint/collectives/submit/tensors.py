@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from counterpoint.collectives.program.calls import Span
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Misconfigured
 
@@ -21,6 +22,7 @@ __all__ = [
     "block_bytes",
     "check",
     "copied",
+    "cut",
     "described",
     "dtype_name",
     "even_blocks",
@@ -44,14 +46,9 @@ class TensorList:
     """Holds several tensors that one call takes for one: from the first byte of all of them to the last.
 
     Empty tensors are nowhere. Places and sizes have a meaning for contiguous tensors alone: see `sendable`. A caller
-    that makes the same call again and again may keep the lists, or give a key that is cheaper than one of each tensor.
-
-    Args:
-        tensors: one or more.
-        key: equal for lists that a call cannot tell apart; None: `tensor_key` of each.
-
-    Raises:
-        Misconfigured: something else, or none.
+    that makes the same call again and again may keep the lists, or give a key that is cheaper than `tensor_key` of
+    each: equal for lists that a call cannot tell apart. `Misconfigured` is raised for something else than tensors, or
+    none.
     """
 
     __slots__ = ("_flat", "_key", "_shape_key", "_sizes", "_span", "_tensors", "is_checked")
@@ -72,9 +69,7 @@ class TensorList:
     def checked(cls, tensors: Sequence[torch.Tensor], *, shape_key: Hashable) -> TensorList:
         """Return a list of tensors that are contiguous and neither conjugated nor negated.
 
-        Args:
-            tensors: one or more.
-            shape_key: equal for lists of tensors of equal shapes and dtypes on the same device.
+        `shape_key` is equal for lists of tensors of equal shapes and dtypes on the same device.
         """
         made = cls(tensors, key=(shape_key, tuple([tensor.data_ptr() for tensor in tensors])))
         made._shape_key, made.is_checked = shape_key, True
@@ -82,12 +77,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return the parts of a contiguous flat tensor; they are made when they are needed.
-
-        Args:
-            flat: tensor of `sum(sizes)` elements.
-            sizes: elements of each part.
-        """
+        """Return the parts, of so many elements each, of a contiguous flat tensor; they are made when needed."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
@@ -170,17 +160,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 def block_bytes(
     output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
 ) -> int:
-    """Return the bytes of one block: output is `outputs` of them, input is `inputs`.
-
-    Args:
-        output: tensor; None: it fits.
-        input: tensor; None: it fits.
-        outputs: blocks in output.
-        inputs: blocks in input.
-        device: where both have to be.
-
-    Returns:
-        The size of a block.
+    """Return the bytes of one block: output is `outputs` of them, input is `inputs`; None fits.
 
     Raises:
         Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
@@ -195,11 +175,7 @@ def block_bytes(
 
 
 def check(output: Any, input: Any, device: torch.device = CPU) -> None:
-    """Check that what is given can be written or read, and that both have one dtype.
-
-    Raises:
-        Misconfigured: it cannot, or they have not.
-    """
+    """Raise if what is given cannot be written or read on this device, or both have not one dtype."""
     for tensor in (output, input):
         if tensor is not None and (tensor.device != device or tensor.layout is not torch.strided):
             raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on {device}")
@@ -210,20 +186,7 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
 
 
 def even_blocks(output: Any, input: Any, world_size: int, device: torch.device = CPU) -> int:
-    """Return the bytes of each block of an all_to_all without split sizes.
-
-    Args:
-        output: tensor.
-        input: tensor.
-        world_size: blocks in each.
-        device: where both have to be.
-
-    Returns:
-        The size of a block.
-
-    Raises:
-        Misconfigured: the rows of the tensors are no multiple of `world_size`, or the tensors differ.
-    """
+    """Return the bytes of each block of an all_to_all without split sizes; raise if the ranks cannot share its rows."""
     size = block_bytes(output, input, device=device)
     rows = input.shape[0] if input.dim() else 1
     if rows % world_size:
@@ -232,19 +195,7 @@ def even_blocks(output: Any, input: Any, world_size: int, device: torch.device =
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each block, from rows of dim 0.
-
-    Args:
-        tensor: of all blocks.
-        sizes: rows of each block.
-        world_size: how many blocks there have to be.
-
-    Returns:
-        The sizes, by rank.
-
-    Raises:
-        Misconfigured: the sizes do not add up to its rows.
-    """
+    """Return the bytes of each block, from its rows of dim 0; raise if these do not add up to the tensor's."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
@@ -280,6 +231,12 @@ def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(dtype)  # of one element strides are free
 
 
+def cut(flat: Any, span: Span) -> Any:
+    """Return the part of a flat tensor that a span names."""
+    size = flat.element_size()
+    return flat[span.offset // size : (span.offset + span.num_bytes) // size]
+
+
 def tensor_key(tensor: Any) -> Hashable:
     """Return all that a call can see of a tensor, or of a list: what has an equal key is treated the same."""
     if tensor is None:
@@ -307,13 +264,8 @@ def is_block(part: Any, whole: Any, rank: int) -> bool:
 def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
     """Return whether an input shares bytes with an output other than its own one where that is in place.
 
-    Args:
-        outputs: contiguous tensors.
-        inputs: as many, contiguous.
-        in_place: of each pair, whether one of the two is its rank's block of the other.
-
-    Returns:
-        True: a copy of the inputs has to be sent.
+    Then a copy of the inputs has to be sent. All tensors are contiguous; `in_place` says of each pair whether one of
+    the two is its rank's block of the other.
 
     Raises:
         Misconfigured: two outputs share bytes.

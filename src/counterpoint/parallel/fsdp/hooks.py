@@ -54,15 +54,8 @@ class Communicators:
     """Opens and holds one communicator for each set of ranks; process groups of the same ranks share it.
 
     All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
-    ranks' numbers, so that no two ranks wait for each other.
-
-    Args:
-        groups: process groups of this rank, in any order.
-        device: of the model.
-        options: of each communicator.
-
-    Raises:
-        Unsupported: the ranks of a group cannot share memory.
+    ranks' numbers, so that no two ranks wait for each other. `Unsupported` is raised if the ranks of a group cannot
+    share memory.
     """
 
     def __init__(self, groups: Iterable[ProcessGroup], *, device: torch.device, options: CommunicatorOptions) -> None:
@@ -77,11 +70,7 @@ class Communicators:
             raise
 
     def of(self, group: ProcessGroup) -> Communicator:
-        """Return the communicator of the ranks of `group`.
-
-        Raises:
-            Misconfigured: there is none: FSDP2 was given other ranks since.
-        """
+        """Return the communicator of the ranks of `group`; raise if there is none: FSDP2 was given other ranks."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(_ranks(group))
@@ -111,12 +100,8 @@ class Communicators:
 class GatherHook(AllGather):
     """Gathers the parameters of one module: torch's `AllGather`.
 
-    Args:
-        module: whose hook it is.
-        communicators: of all groups of the module.
-        parameters: whole parameters, which peers send to their places; None: a buffer that FSDP2 copies them out of.
-        channel: that the calls run on.
-        prefetch: learns the order of gathers; None: FSDP2 prefetches as it does by itself.
+    `parameters` are whole parameters, which peers send to their places; None: a buffer that FSDP2 copies them out of.
+    `prefetch` learns the order of gathers; None: FSDP2 prefetches as it does by itself.
     """
 
     def __init__(
@@ -154,16 +139,10 @@ class GatherHook(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> TorchWork | None:
-        """Gather as `all_gather_into_tensor` does.
-
-        Args:
-            output_tensor: of `allocate`.
-            input_tensor: this rank's part of it.
-            group: ranks that gather.
-            async_op: on the channel's own stream; False: on the current one.
+        """Gather as `all_gather_into_tensor` does, into the output of `allocate`, from this rank's part of it.
 
         Returns:
-            What FSDP2 waits for before it reads; None: the current stream has it.
+            What FSDP2 waits for before it reads; None: the current stream has it, as without `async_op`.
         """
         if self._prefetch is not None:
             self._prefetch.gathered(self._module)
@@ -200,14 +179,10 @@ class GatherHook(AllGather):
 
 
 class ScatterHook(ReduceScatter):
-    """Reduces and scatters the gradients of one module: torch's `ReduceScatter`.
+    """Reduces and scatters the gradients of one module, which so many ranks share: torch's `ReduceScatter`.
 
-    Args:
-        communicators: of all groups of the module.
-        ranks: how many ranks share the gradients.
-        direct: gradients are sent from where they are; False: from a buffer into which FSDP2 has copied them.
-        channel: that the calls run on.
-        prefetch: learns that the forward pass is over; None: FSDP2 prefetches as it does by itself.
+    With `direct` gradients are sent from where they are; else from a buffer into which FSDP2 has copied them.
+    `prefetch` learns that the forward pass is over; None: FSDP2 prefetches as it does by itself.
     """
 
     def __init__(
@@ -240,17 +215,10 @@ class ScatterHook(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> TorchWork | None:
-        """Reduce and scatter as `reduce_scatter_tensor` does, but for the sum, which is rounded once.
-
-        Args:
-            output_tensor: of `allocate`, this rank's shard of all gradients.
-            input_tensor: of `allocate`.
-            group: ranks that share the gradients.
-            op: torch's ReduceOp.
-            async_op: on the channel's own stream; False: on the current one.
+        """Reduce and scatter as `reduce_scatter_tensor` does, between tensors of `allocate`; a sum is rounded once.
 
         Returns:
-            What FSDP2 waits for before it reads; None: the current stream has it.
+            What FSDP2 waits for before it reads; None: the current stream has it, as without `async_op`.
         """
         if self._prefetch is not None:
             self._prefetch.scattered()

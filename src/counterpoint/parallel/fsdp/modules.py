@@ -58,29 +58,18 @@ class ShardedModule:
     """Describes an FSDP2 module with parameters of its own, or several that were given to `fully_shard` together.
 
     If its parameters lie on several meshes, those of one mesh are a `ShardedModule`.
-
-    Args:
-        name: in the model, or names; `(root)` for the model itself. With the number of the group, if there are several.
-        module: of FSDP2; the first of several.
-        parameters: FSDP2's own record of them.
-        device: where they are gathered.
-        shard_group: ranks over which it gathers and scatters; None if it only replicates.
-        post_forward_group: the smaller group over which it gathers again in the backward pass
-            (`reshard_after_forward` is a number); None if there is none.
-        gather_bytes: size of the whole gathered parameters, in the dtype in which they are gathered.
-        replicas: how many copies of the shards there are; their all-reduce (HSDP) is torch's.
-        kept: its whole parameters stay after forward.
     """
 
-    name: str
-    module: FSDPModule
-    parameters: FSDPParamGroup
-    device: torch.device
-    shard_group: ProcessGroup | None
+    name: str  # in the model, or names; `(root)`: the model itself; with the number of the group, if there are several
+    module: FSDPModule  # of FSDP2; the first of several
+    parameters: FSDPParamGroup  # FSDP2's own record of them
+    device: torch.device  # where they are gathered
+    shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
-    gather_bytes: int = 0
-    replicas: int = 1
-    kept: bool = False
+    """The smaller one over which it gathers again in the backward pass (`reshard_after_forward` is a number)."""
+    gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
+    replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
+    kept: bool = False  # its whole parameters stay after forward
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -103,15 +92,10 @@ class ShardedModule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredParameter:
-    """Describes one parameter as it is gathered.
+    """Describes one parameter as it is gathered."""
 
-    Args:
-        num_bytes: size of all ranks' shares, padded.
-        dtype: in which it is gathered.
-    """
-
-    num_bytes: int
-    dtype: torch.dtype
+    num_bytes: int  # size of all ranks' shares, padded
+    dtype: torch.dtype  # in which it is gathered
 
 
 def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
@@ -329,11 +313,7 @@ def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
 
 
 def inside(owner: Any, name: str) -> Any:
-    """Return an attribute of FSDP2's objects that is not public.
-
-    Raises:
-        Unsupported: this torch has no such attribute.
-    """
+    """Return an attribute of FSDP2's objects that is not public; raise `Unsupported` if this torch has none such."""
     if not hasattr(owner, name):
         raise Unsupported(
             f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
@@ -385,13 +365,10 @@ def refuse_unfinished(module: nn.Module, *_: object) -> None:
 
 
 def discard_pass(module: nn.Module) -> None:
-    """Discard what a pass that did not end has left in FSDP2, without communication.
+    """Discard what a pass that did not end has left in FSDP2, in an outermost module of it, without communication.
 
     That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
     `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.
-
-    Args:
-        module: an outermost FSDP2 module.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 

@@ -28,15 +28,7 @@ _WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where float32 is 
 
 
 class GatherPlaceholder(Tensor):
-    """Stands for the buffer of one module's all-gathers.
-
-    Args:
-        parameters: of the module.
-        channel: that its gathers run on.
-        size: shape of the buffer.
-        dtype: dtype of the buffer.
-        device: of the model.
-    """
+    """Stands for the buffer of one module's all-gathers, which run on `channel`."""
 
     parameters: ModuleParameters
     channel: int
@@ -87,13 +79,7 @@ class GatherPlaceholder(Tensor):
 class ScatterSource:
     """Holds what a reduce-scatter sends: gradients where they are, or a buffer that they are copied into.
 
-    The buffer is made when anything else is done with the placeholder than to scatter it.
-
-    Args:
-        numel: elements of the buffer.
-        dtype: in which gradients are reduced.
-        device: of the model.
-        ranks: how many ranks share the gradients.
+    The buffer, of `numel` elements, is made when anything else is done with the placeholder than to scatter it.
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
@@ -136,12 +122,7 @@ class ScatterSource:
 
 
 class ScatterPlaceholder(Tensor):
-    """Stands for the buffer of one reduce-scatter, or for a view of it.
-
-    Args:
-        source: what is sent.
-        size: shape of the buffer, or of the view.
-    """
+    """Stands for the buffer of one reduce-scatter, or for a view of it."""
 
     source: ScatterSource
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -24,13 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTargets:
-    """Names the modules that are gathered ahead when one of them runs, all of them by number.
-
-    Args:
-        module: the one that runs.
-        forward: those gathered ahead in the forward pass.
-        backward: those gathered ahead in the backward pass.
-    """
+    """Names the modules that are gathered ahead when one of them runs in each of the passes, all of them by number."""
 
     module: int
     forward: tuple[int, ...]
@@ -38,18 +32,11 @@ class PrefetchTargets:
 
 
 def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collection[object]]) -> list[PrefetchTargets]:
-    """Work out, for each of `order`, the next `depth` in the forward pass and in the backward pass.
+    """Return for each of `order` the next `depth` in the forward pass and in the backward pass.
 
-    A module's backward pass begins before those of the modules inside it, which come in reverse; so that order is the
-    reverse of the one in which forward passes end.
-
-    Args:
-        order: modules, in the order in which their forward passes begin.
-        depth: how many to gather ahead.
-        parts: the modules inside each of them.
-
-    Returns:
-        The targets of each module, in the same order.
+    `order` is that in which forward passes begin; `parts` are the modules inside each. A module's backward pass begins
+    before those of the modules inside it, which come in reverse; so that order is the reverse of the one in which
+    forward passes end.
     """
     ended: list[int] = []
     running: list[int] = []
@@ -71,14 +58,9 @@ def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collec
 
 
 class Prefetch:
-    """Learns the order of the modules, then sets FSDP2's lists.
+    """Learns the order of the modules, then sets FSDP2's lists to `depth` modules ahead.
 
-    Args:
-        depth: how many modules to gather ahead, at least one.
-        modules: whose hooks call `gathered` and `scattered`.
-
-    Raises:
-        Misconfigured: a module has lists already.
+    Their hooks call `gathered` and `scattered`. `Misconfigured` is raised if a module has lists already.
     """
 
     def __init__(self, depth: int, modules: Sequence[ShardedModule]) -> None:

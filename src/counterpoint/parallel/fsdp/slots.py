@@ -50,25 +50,17 @@ _ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Says how long a module is whole, counted in modules of the model's order.
+    """Says how long a module is whole, counted in modules of the model's order."""
 
-    Args:
-        num_bytes: size of its whole parameters.
-        span: first and last module that computes meanwhile.
-    """
-
-    num_bytes: int
-    span: tuple[int, int]
+    num_bytes: int  # size of its whole parameters
+    span: tuple[int, int]  # first and last module that computes meanwhile
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
     """Return the number of each module's slot: another one for each of those that are whole at the same time.
 
-    Of the slots that are possible it is the one that has to grow least.
-
-    Args:
-        modules: in the order of the model.
-        ahead: how many modules are gathered before they compute.
+    Of the slots that are possible it is the one that has to grow least. Modules are in the order of the model; `ahead`
+    of them are gathered before they compute.
     """
     chosen: list[int] = []
     for module in modules:
@@ -99,11 +91,7 @@ def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Li
 
 
 class ParameterSlot:
-    """Holds symmetric memory for the whole parameters of one module at a time.
-
-    Args:
-        memory: uint8 tensor of `Communicator.empty`.
-    """
+    """Holds symmetric memory, a uint8 tensor, for the whole parameters of one module at a time."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -114,10 +102,7 @@ class ParameterSlot:
 class ParameterSlots:
     """Makes the slots of one communicator, and chooses among them.
 
-    Args:
-        communicator: whose symmetric memory they are.
-        modules: that share them, in the order of the model.
-        ahead: how many modules are gathered ahead of the one that computes.
+    The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
 
     def __init__(self, communicator: Communicator, modules: Sequence[ShardedModule], *, ahead: int) -> None:
@@ -159,12 +144,7 @@ class ParameterSlots:
 
 
 class ModuleParameters:
-    """Holds one module's whole parameters: their slot, and the tensors there.
-
-    Args:
-        module: whose parameters they are.
-        slots: of its communicator.
-    """
+    """Holds one module's whole parameters: their slot, and the tensors there."""
 
     def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
         self._module, self._slots, self._communicator = module, slots, slots.communicator
