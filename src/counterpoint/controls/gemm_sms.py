@@ -82,13 +82,11 @@ class GemmSmLimit(Control):
 
     def verify(self, seen: Observation) -> Evidence:
         """Compare the grids of the GEMMs with the limit and without it."""
-        now = [one.num_blocks for one in matmul_kernels(seen.compute)]
-        before = [one.num_blocks for one in matmul_kernels(seen.compute_without)]
+        now, before, grids = _grids(seen)
         stuck = bool(now) and now == before and max(now) > self.num_sms
         return self.evidence(
             asked=f"GEMM grids of at most {self.num_sms} blocks, of more without it",
-            seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
-            + (" (not persistent, or launched where the limit does not reach)" if stuck else ""),
+            seen=grids + (" (not persistent, or launched where the limit does not reach)" if stuck else ""),
             took_effect=bool(now) and bool(before) and max(now) <= self.num_sms < max(before),
         )
 
@@ -106,14 +104,19 @@ class GemmSmFit(Control):
 
     def verify(self, seen: Observation) -> Evidence:
         """Check that the GEMMs have the grids that they have without it."""
-        now, before = (
-            [one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without)
-        )
+        now, before, grids = _grids(seen)
         return self.evidence(
             asked="all SMs: the rule found no limit that pays",
-            seen=f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}",
+            seen=grids,
             took_effect=now == before,
         )
+
+
+def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
+    """Return the blocks of each GEMM with the control, those without it, and both in words."""
+    now, before = ([one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without))
+    text = f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
+    return now, before, text
 
 
 @contextmanager

@@ -43,7 +43,10 @@ class UnshapedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Asks for so many blocks per SM, or for so much shared memory per block (static + dynamic): one of the two."""
+    """Asks for so many blocks per SM, or for so many bytes of shared memory per block, static + dynamic.
+
+    `Misconfigured` is raised for not exactly one of the two, or one below 1.
+    """
 
     blocks_per_sm: int | None = None
     smem_bytes: int | None = None

@@ -14,9 +14,9 @@ from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, Pool
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.program.calls import ALIGNMENT, Call
+from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
-from counterpoint.collectives.program.tuning import with_staging_slices
+from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging_slices
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
@@ -59,8 +59,7 @@ class CpuTransport:
         return with_staging_slices(self._tuned, call, self._staging_bytes)
 
     def _tuned(self, call: Call) -> Tuning:
-        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
-        chunk_bytes = max(self._chunk_bytes, units * ALIGNMENT)
+        chunk_bytes = chunk_bytes_of(call, self._chunk_bytes, max_chunks=MAX_CHUNKS)
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
 
     def locate(self, tensor: Any) -> Location | None:

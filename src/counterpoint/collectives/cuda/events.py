@@ -53,7 +53,7 @@ class EventPool:
         return handle
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return the present point of a stream, in the capture of this number (0: none); raise if the driver refused."""
+        """Return the present point of a stream that is in this capture (0: in none); raise if the driver refuses."""
         try:
             event = self._free.popleft()
         except IndexError:

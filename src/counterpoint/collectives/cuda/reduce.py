@@ -29,7 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
-        """Return the layout of the ranks' addresses, of which the own one may lie apart; raise if more of them do."""
+        """Return the layout of the ranks' addresses, of which one, the own, may lie apart; raise if more of them do."""
         for index, own in enumerate(sources):
             slots = [*sources[:index], *sources[index + 1 :]]
             stride = slots[1] - slots[0] if len(slots) > 1 else 0

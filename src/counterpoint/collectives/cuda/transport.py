@@ -24,10 +24,10 @@ from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, Pool, SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.program.calls import ALIGNMENT, Call
+from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import has_equal_outputs
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
-from counterpoint.collectives.program.tuning import best_tuning, with_link_turns, with_staging_slices
+from counterpoint.collectives.program.tuning import best_tuning, chunk_bytes_of, with_link_turns, with_staging_slices
 from counterpoint.collectives.submit.fallback import BY_TORCH
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import tensors_of
@@ -105,8 +105,8 @@ class CudaTransport:
             return Tuning(arrivals="together")
         if self._chunk_bytes is None:
             return best_tuning(call, self._rates, max_chunks=MAX_CHUNKS)
-        units = -(-max(map(max, call.sizes)) // (MAX_CHUNKS * ALIGNMENT))
-        return Tuning(chunk_bytes=max(self._chunk_bytes, units * ALIGNMENT), arrivals="together")
+        chunk_bytes = chunk_bytes_of(call, self._chunk_bytes, max_chunks=MAX_CHUNKS)
+        return Tuning(chunk_bytes=chunk_bytes, arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
         """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""

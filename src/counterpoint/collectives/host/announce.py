@@ -68,7 +68,7 @@ class Announcer:
                 raise mismatch(submission.current(number), peer, records[slot].text.decode(errors="replace"))
 
     def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
-        """Wait until every peer has announced this call; return their records. Raise if one does not come or differs."""
+        """Wait until every peer has announced this call, and compare; return their records by rank, or raise."""
         current, found = submission.current(number), {}
         for peer, theirs, records in self._line(submission.line).peers:
             self._waiter.wait_until(partial(_is_above, theirs, number - 1), current, peer)

@@ -17,7 +17,7 @@ __all__ = ["MISMATCH_AFTER_S", "CurrentCall", "Failure", "PeerStatus", "PeerWait
 
 MISMATCH_AFTER_S = 2.0
 """Seconds after which two ranks that wait for each other in different calls get an error that says so."""
-_forks = 0  # between the process that started and this one
+_forks = 0  # that lie between this process and the one that was started
 
 
 def _note_fork() -> None:

@@ -150,9 +150,8 @@ class HierarchicalCommunicator:
     def _submit(
         self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
     ) -> Work | None:
-        """Start a call: on CPUs in a thread, one after the other; on GPUs in the order of the current stream."""
-        in_place = output is input
-        sent = input if in_place else sendable(input)
+        """Check and start a call: on CPUs in a thread, one after the other; on GPUs in the order of the current stream."""
+        sent = sendable(input)
         asked = build(self._ranks, output, sent, *options)
         if asked.overlaps:
             sent = copied(sent)

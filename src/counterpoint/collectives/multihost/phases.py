@@ -66,13 +66,17 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Describes one call of one group."""
+    """Describes one call of one group.
+
+    Phases of one level run one after the other anyway, in the order of the list, which is the same for all ranks of a
+    group.
+    """
 
     level: Level  # which group
     call: Call  # of its ranks, counted within the group
     input: Span  # where its input lies in the rank's buffers; of a call in place the same as `output`
     output: Span  # where its output lies
-    after: tuple[int, ...] = ()  # numbers of those of this rank that have to end before
+    after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
 
 
 @lru_cache(maxsize=1024)

@@ -32,11 +32,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockLayout:
-    """Says how the blocks of a collective lie, and who sends to whom."""
+    """Says how the blocks of a collective lie, and who sends to whom.
+
+    The input is one `block` for every rank that it goes to, or `blocks`, one for each rank in their order. The output
+    is `blocks`, one of each rank; a `shard`, the own one, combined; or an `array`, all shards, combined.
+    """
 
     name: str  # of the collective, in PyTorch's words
-    input: Literal["block", "blocks"]  # one for every rank that it goes to, or one for each rank
-    output: Literal["blocks", "shard", "array"]  # one of each rank; the own one, combined; all, combined
+    input: Literal["block", "blocks"]
+    output: Literal["blocks", "shard", "array"]
     own: tuple[Own, ...]  # what may happen to the block that a rank gives to itself, as in `Call`
     all_send: bool = False  # every rank sends to every other, be it zero bytes; False: only where there are bytes
     has_data: bool = True  # False: a barrier, which moves nothing
@@ -56,7 +60,7 @@ class BlockLayout:
 class Call:
     """Represents what was asked for; equal on all ranks (which is what debug mode compares).
 
-    What happens to the block that a rank gives to itself says `own`. `in_place`: input is a view of output (or output
+    `own` says what happens to the block that a rank gives to itself. `in_place`: input is a view of output (or output
     of input), it is there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for the
     reader of output.
     """

@@ -207,9 +207,9 @@ class LinkTurns:
     """Says when a rank waits for a link and hands it on, while it pushes `rounds` times to everyone in rotation.
 
     A rank that is one copy ahead meets its neighbour at every receiver from then on, both at half the rate, while other
-    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met (4
-    x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and so
-    on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
+    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met
+    (4 x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and
+    so on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
 
     One word for each receiver is enough. The one who gives a turn is itself held by later turns on other links, which
     pass through the one that it gave to: it cannot give the same turn again before the first was taken. From call to

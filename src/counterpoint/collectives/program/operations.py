@@ -52,7 +52,7 @@ class Operation:
     program: ProgramBuilder  # builds what one rank does
     sizes: EvenSizes  # of even blocks, from ranks, bytes of the full array and root
     tuning: frozenset[Literal["relay_bytes", "staging_bytes"]] = frozenset()
-    """What its program knows, besides chunks, arrivals and turns."""
+    """Fields of `Tuning` that its program knows, besides chunks, arrivals and turns."""
     same_output: bool = True  # all ranks have one, at the same place; False: they tell each other where
     arguments: tuple[Argument, ...] = ("output", "input")  # with `Communicator.call` and torch
     torch_names: tuple[str, ...] = ()  # of torch.distributed, the newest first; none: torch sends block by block

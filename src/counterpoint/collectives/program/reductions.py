@@ -129,14 +129,11 @@ def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build an all_reduce: a reduce_scatter whose combined chunks are pushed to every output as soon as they are ready.
+    """Return an all_reduce: a reduce_scatter whose combined chunks are pushed to every output when they are ready.
 
     All slices go out first: by the time the last is sent, the first chunks are combined, so the links never wait.
-    Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a
-    chunk arrive before any of the chunk is pushed back. For the same reason it may be in place.
-
-    Returns:
-        What `rank` does.
+    Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a chunk
+    arrive before any of the chunk is pushed back. For the same reason it may be in place.
     """
     if _trivial(call):
         return _alone(call, rank, tuning)

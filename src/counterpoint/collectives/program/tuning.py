@@ -19,7 +19,15 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Rates
 
-__all__ = ["MAX_SLICES", "TURN_BYTES", "best_tuning", "candidates", "with_link_turns", "with_staging_slices"]
+__all__ = [
+    "MAX_SLICES",
+    "TURN_BYTES",
+    "best_tuning",
+    "candidates",
+    "chunk_bytes_of",
+    "with_link_turns",
+    "with_staging_slices",
+]
 
 TURN_BYTES = 1 << 23  # a copy of 22 µs: a turn costs a fifth of it, a meeting all of it
 MAX_SLICES = 1024  # of a reduce_scatter
@@ -45,6 +53,11 @@ def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16)
     if len(found) == 1:
         return found[0]
     return min(found, key=lambda tuning: simulate(plan_all(call, tuning), rates).us)  # the first of equals
+
+
+def chunk_bytes_of(call: Call, least: int, *, max_chunks: int) -> int:
+    """Return a size of chunks, at least `least`, with which no block of the call has more than `max_chunks`."""
+    return max(least, -(-max(map(max, call.sizes)) // (max_chunks * ALIGNMENT)) * ALIGNMENT)
 
 
 def with_link_turns(tuning: Tuning) -> Tuning:

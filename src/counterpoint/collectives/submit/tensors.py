@@ -160,7 +160,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 def block_bytes(
     output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
 ) -> int:
-    """Return the bytes of one block: output is `outputs` of them, input is `inputs`; None fits.
+    """Return the bytes of one block: output, if there is one, is `outputs` of them, and input `inputs`.
 
     Raises:
         Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.

@@ -70,7 +70,7 @@ class Communicators:
             raise
 
     def of(self, group: ProcessGroup) -> Communicator:
-        """Return the communicator of the ranks of `group`; raise if there is none: FSDP2 was given other ranks."""
+        """Return the communicator of the ranks of `group`; raise if FSDP2 did not have these ranks before."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(_ranks(group))

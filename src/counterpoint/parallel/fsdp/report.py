@@ -10,15 +10,24 @@ __all__ = ["HookTraffic", "OverlapReport", "OverlappedModule"]
 
 
 class HookTraffic(Record, frozen=True, kw_only=True):
-    """Counts the calls of one hook."""
+    """Counts the calls of one hook.
 
-    calls: int = 0  # so far
+    Args:
+        calls: how many so far.
+        num_bytes: size of the whole array in the latest of them: gathered parameters, or gradients before they are
+            reduced.
+        dtype: torch's name of it.
+        op: how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather.
+        copied_bytes: what the latest call copied in addition to sending it: 0 if it was in place.
+        direct: FSDP2 copied nothing either: parameters came to where they are used, gradients went from where they are.
+    """
+
+    calls: int = 0
     num_bytes: int = 0
-    """Of the whole array in the latest call: gathered parameters, or gradients before they are reduced."""
-    dtype: str = ""  # torch's name of it
-    op: str = ""  # how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather
-    copied_bytes: int = 0  # by the latest call in addition to sending: 0 if it was in place
-    direct: bool = False  # FSDP2 copied nothing either: parameters came to their places, gradients went from theirs
+    dtype: str = ""
+    op: str = ""
+    copied_bytes: int = 0
+    direct: bool = False
 
     def __str__(self) -> str:
         if not self.calls:
@@ -30,24 +39,41 @@ class HookTraffic(Record, frozen=True, kw_only=True):
 
 
 class OverlappedModule(Record, frozen=True, kw_only=True):
-    """Reports one FSDP2 module."""
+    """Reports one FSDP2 module.
 
-    name: str  # in the model
-    ranks: tuple[int, ...]  # over which it is sharded, counted in the job
-    gather_bytes: int  # size of its whole parameters in the dtype in which they are gathered
-    replicas: int = 1  # how many copies of the shards there are (HSDP); torch adds their gradients up
-    all_gather: HookTraffic | None = None  # what the hook has done; None if torch's own collective is in use
-    reduce_scatter: HookTraffic | None = None  # what the hook has done; None if torch's own collective is in use
-    torch_why: str = ""  # why torch's own collectives stay; empty if they do not
-    copied_why: str = ""  # why FSDP2 copies what ours have gathered; empty if it does not
+    Args:
+        name: in the model.
+        ranks: over which it is sharded, counted in the job.
+        replicas: how many copies of the shards there are (HSDP); torch adds their gradients up.
+        gather_bytes: size of its whole parameters in the dtype in which they are gathered.
+        all_gather: what the hook has done; None if torch's own collective is in use.
+        reduce_scatter: what the hook has done; None if torch's own collective is in use.
+        torch_why: why torch's own collectives stay; empty if they do not.
+        copied_why: why FSDP2 copies what ours have gathered; empty if it does not.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    gather_bytes: int
+    replicas: int = 1
+    all_gather: HookTraffic | None = None
+    reduce_scatter: HookTraffic | None = None
+    torch_why: str = ""
+    copied_why: str = ""
 
 
 class OverlapReport(Record, frozen=True, kw_only=True):
-    """Reports all FSDP2 modules of a model. Prints as a table."""
+    """Reports all FSDP2 modules of a model. Prints as a table.
 
-    modules: tuple[OverlappedModule, ...]  # in the order of `named_modules`
-    prefetch: str = ""  # what became of `OverlapOptions.prefetch`; empty if it was not given
-    unmanaged_bytes: int = 0  # size of parameters that FSDP2 does not manage: nothing gathers or scatters them
+    Args:
+        modules: in the order of `named_modules`.
+        prefetch: what became of `OverlapOptions.prefetch`; empty if it was not given.
+        unmanaged_bytes: size of parameters that FSDP2 does not manage: nothing gathers or scatters them.
+    """
+
+    modules: tuple[OverlappedModule, ...]
+    prefetch: str = ""
+    unmanaged_bytes: int = 0
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
