@@ -463,13 +463,8 @@ class Communicator:
         return self._submitter.submit(request.even_blocks_of, output, input, channel, async_op, *options)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Wait until every rank has come to this call.
+        """Return when every rank has come to this call; on a GPU the current stream waits, not the host.
 
-        Args:
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None: on a GPU the current stream waits, not the host.
+        `channel` runs the call, behind its earlier ones; with `async_op` its `Work` is returned at once.
         """
         return self._submitter.submit(request.barrier, None, None, channel, async_op)

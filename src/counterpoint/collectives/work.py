@@ -23,13 +23,9 @@ class Work(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when the output may be read and the input overwritten; on a GPU the current stream waits.
 
-        Args:
-            timeout_s: seconds to wait here; None: until it ends, or the communicator's watchdog ends it. A shorter
-                time only ends this wait: the collective goes on.
-
-        Raises:
-            PeerTimeout: a rank died or did not come, or `timeout_s` has passed.
-            Misconfigured: another rank made another call.
+        With `timeout_s`, in seconds, only this wait ends sooner and the collective goes on; None: until it ends, or the
+        communicator's watchdog ends it. `PeerTimeout` is raised if a rank died or did not come, or `timeout_s` has
+        passed; `Misconfigured` if another rank made another call.
         """
 
     def is_completed(self) -> bool:

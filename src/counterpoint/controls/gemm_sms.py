@@ -57,11 +57,7 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Limit everything that this thread launches on the current device; undo it on exit.
-
-        Raises:
-            Unsupported: cuBLAS or its function is not there.
-        """
+        """Limit all that this thread launches on the current device, until exit; raise `Unsupported` if cuBLAS cannot."""
         import torch
 
         with ExitStack() as undo:

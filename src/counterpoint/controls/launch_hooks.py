@@ -92,15 +92,10 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 class LaunchHook:
     """Makes every kernel launch of the process, inside its context, ask `smem_for` how much shared memory to have.
 
-    Cooperative launches through their own old driver call are left alone.
-
-    Args:
-        smem_for: from the launch to bytes of dynamic shared memory, or None to leave it as it is. It is called in the
-            launching thread and must not launch anything. What it raises is raised on exit, and the launch goes on
-            unchanged.
-
-    Raises:
-        Unsupported: on entering: no CUPTI, or somebody else has subscribed.
+    Cooperative launches through their own old driver call are left alone. `smem_for` is called in the launching thread,
+    must not launch anything, and returns bytes of dynamic shared memory, or None to leave it as it is. What it raises
+    is raised on exit, and the launch goes on unchanged. On entering, `Unsupported` is raised if there is no CUPTI, or
+    if somebody else has subscribed.
     """
 
     def __init__(self, smem_for: Callable[[KernelLaunch], int | None]) -> None:

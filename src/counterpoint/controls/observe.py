@@ -321,10 +321,7 @@ def sm_ids(stream: Any) -> tuple[int, ...]:
     """Return the SMs on which a probe launched on `stream` ran; on an idle device these are all that it may use.
 
     Every block takes the whole shared memory of an SM for 20 µs, and there is one for every SM of the device. The
-    stream is synchronized.
-
-    Raises:
-        Unsupported: the driver refused the probe.
+    stream is synchronized. `Unsupported` is raised if the driver refuses the probe.
     """
     import torch
     from cuda.bindings import driver
@@ -367,11 +364,8 @@ class CapturedKernel:
 def captured_kernels(launch: Callable[[], None], *, device: Any) -> tuple[CapturedKernel, ...]:
     """Return the kernels that `launch` queues on the current stream, in the order of the graph's nodes. Nothing runs.
 
-    In a collective all ranks have to call it. `launch` has run before, so that it does not initialise anything.
-
-    Raises:
-        Unsupported: the driver refused.
-        RuntimeError: `launch` cannot be captured.
+    In a collective all ranks have to call it. `launch` has run before, so that it does not initialise anything; if it
+    cannot be captured, RuntimeError is raised, and `Unsupported` if the driver refuses.
     """
     import torch
     from cuda.bindings import driver

@@ -210,11 +210,7 @@ class Shaper:
 
 
 def device_limits(device: int | None = None) -> SmLimits:
-    """Return what an SM of the device (None: of the current context) holds, as the driver reports it.
-
-    Raises:
-        Unsupported: no context, or the driver is too old to say.
-    """
+    """Return what an SM of the device (None: of the current context) holds, as the driver says; raise if it cannot."""
     from cuda.bindings import driver
 
     which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)

@@ -170,11 +170,9 @@ class GreenContexts(Control):
         """Return two streams on `device`, made once for the same numbers and kept as long as the process runs.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
-        when that memory is freed, however late; on a destroyed green context this ends the process.
-
-        Raises:
-            Misconfigured: this GPU cannot split its SMs so.
-            Unsupported: the driver refused, or gave other numbers than asked for.
+        when that memory is freed, however late; on a destroyed green context this ends the process. `Misconfigured` is
+        raised if this GPU cannot split its SMs so, `Unsupported` if the driver refused, or gave other numbers than
+        asked for.
         """
         import torch
 

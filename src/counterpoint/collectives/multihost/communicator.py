@@ -62,7 +62,7 @@ class HierarchicalCommunicator:
         self.grid = Grid(hosts=hosts, local=inside.world_size)
         self.rank, self.world_size = host * self.grid.local + inside.rank, self.grid.world_size
         self.device = inside.device
-        self._ranks = request.Ranks(rank=self.rank, world_size=self.world_size, device=self.device)
+        self._ranks = request.GroupRank(rank=self.rank, world_size=self.world_size, device=self.device)
         self._failed: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         if self.device.type == "cpu":
@@ -150,7 +150,7 @@ class HierarchicalCommunicator:
     def _submit(
         self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
     ) -> Work | None:
-        """Check and start a call: on CPUs in a thread, one after the other; on GPUs in the order of the current stream."""
+        """Check and start a call: on CPUs one by one in a thread, on GPUs in the order of the current stream."""
         sent = sendable(input)
         asked = build(self._ranks, output, sent, *options)
         if asked.overlaps:

@@ -39,8 +39,8 @@ from counterpoint.errors import Misconfigured
 
 __all__ = [
     "BuildSubmission",
+    "GroupRank",
     "RankContext",
-    "Ranks",
     "all_gather",
     "all_gather_coalesced",
     "all_reduce",
@@ -73,7 +73,7 @@ It returns the submission, or raises Misconfigured: the tensors or options do no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class GroupRank:
     """Knows a rank and its group; its submissions say what is asked, and not where anything lies."""
 
     rank: int
@@ -99,7 +99,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankContext(Ranks):
+class RankContext(GroupRank):
     """Knows where a rank's calls are made, and completes their submissions."""
 
     transport: Transport  # carries the calls out
@@ -182,7 +182,7 @@ def _all_push_to_all(call: Call, tuning: Tuning) -> bool:
     return all(len(program.pushers) == call.world_size - 1 for program in plan_all(call, tuning))
 
 
-def all_gather(ranks: Ranks, output: Any, input: Any) -> Submission:
+def all_gather(ranks: GroupRank, output: Any, input: Any) -> Submission:
     """Describe an all_gather."""
     num_bytes = block_bytes(output, input, outputs=ranks.world_size, device=ranks.device)
     in_place = is_block(input, output, ranks.rank)
@@ -194,7 +194,7 @@ def all_gather(ranks: Ranks, output: Any, input: Any) -> Submission:
     )
 
 
-def reduce_scatter(ranks: Ranks, output: Any, input: Any, op: str, factor: float) -> Submission:
+def reduce_scatter(ranks: GroupRank, output: Any, input: Any, op: str, factor: float) -> Submission:
     """Describe a reduce_scatter."""
     call = _reduce_scatter(ranks.world_size, block_bytes(output, input, inputs=ranks.world_size, device=ranks.device))
     reduction = reduction_of(op, factor, output)
@@ -316,7 +316,7 @@ def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
     return f"{len(dtypes)} tensors, {sum(parts.shares)} bytes of {dtypes[0]} a rank, layout {digest}"
 
 
-def all_reduce(ranks: Ranks, output: Any, input: Any, op: str, factor: float) -> Submission:
+def all_reduce(ranks: GroupRank, output: Any, input: Any, op: str, factor: float) -> Submission:
     """Describe an all_reduce."""
     own: Own = "in_place" if ranks.is_symmetric(output) else "consumer"
     call = _all_reduce(ranks.world_size, block_bytes(output, device=ranks.device), own=own)
@@ -326,7 +326,7 @@ def all_reduce(ranks: Ranks, output: Any, input: Any, op: str, factor: float) ->
     )
 
 
-def all_to_all(ranks: Ranks, output: Any, input: Any, leave_own: bool) -> Submission:
+def all_to_all(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Submission:
     """Describe an all_to_all of equal blocks."""
     own = _own_block(ranks, output, input, leave_own)
     block = even_blocks(output, input, ranks.world_size, ranks.device)
@@ -355,7 +355,7 @@ def uneven_all_to_all(
     return ranks.submission(output, input, text=text, call=uneven)
 
 
-def _own_block(ranks: Ranks, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
+def _own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
     """Return what an all_to_all does with the block of this rank for itself."""
     if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
@@ -364,7 +364,7 @@ def _own_block(ranks: Ranks, output: Any, input: Any, leave_own: bool) -> Litera
     return "consumer" if leave_own else "copy"
 
 
-def broadcast(ranks: Ranks, output: Any, input: Any, src: int) -> Submission:
+def broadcast(ranks: GroupRank, output: Any, input: Any, src: int) -> Submission:
     """Describe a broadcast."""
     call = _broadcast(ranks.world_size, block_bytes(output, device=ranks.device), root=src)
     return ranks.submission(output, input, text=f"broadcast of {described(output)} from rank {src}", call=call)
@@ -407,7 +407,7 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
     return ranks.submission(output, input, text=text, call=operations.send_recv(sizes), line=peer, overlaps=overlaps)
 
 
-def barrier(ranks: Ranks, output: Any, input: Any) -> Submission:
+def barrier(ranks: GroupRank, output: Any, input: Any) -> Submission:
     """Describe a barrier."""
     return ranks.submission(output, input, text="barrier", call=operations.barrier(ranks.world_size))
 
