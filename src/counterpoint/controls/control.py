@@ -106,7 +106,11 @@ def no_driver_calls(*names: str) -> str | None:
 
 
 def call_driver(name: str, *arguments: Any) -> Any:
-    """Return what a function of the driver returns after its error code: None, one value, or a tuple; or raise."""
+    """Return what the driver's function `name` returns after its error code: nothing, one value, or a tuple.
+
+    Raises:
+        Unsupported: the driver refused.
+    """
     from cuda.bindings import driver
 
     error, *values = getattr(driver, name)(*arguments)

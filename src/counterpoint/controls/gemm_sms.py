@@ -57,7 +57,10 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Limit all that this thread launches on the current device, until exit; raise `Unsupported` if cuBLAS cannot."""
+        """Limit everything that this thread launches on the current device; undo it on exit.
+
+        `Unsupported` is raised if cuBLAS or its function is not there.
+        """
         import torch
 
         with ExitStack() as undo:

@@ -115,7 +115,11 @@ class Executor:
         self._taken_events, self._free_events, self._streams = [], [], []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Return what a function of the driver returns after its error code: None, one value, or a tuple; or raise."""
+        """Return what the driver's function `name` returns after its error code: None, one value, or a tuple.
+
+        Raises:
+            Unsupported: it failed.
+        """
         error, *values = getattr(self.driver, name)(*arguments)
         if error:
             raise Unsupported(
