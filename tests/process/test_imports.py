@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "polars", "plotly", "jinja2", "numpy")
+HEAVY = ("torch", "polars", "jinja2", "numpy")
 HELP = "import sys; sys.argv = ['counterpoint', '--help']; from counterpoint.cli import main; main()"
 PROGRAMS = (
     "from counterpoint.collectives import program; from counterpoint.collectives.program import clock, operations; "
@@ -25,10 +25,10 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "programs and proofs": (PROGRAMS, ("torch", "numpy")),
     "overlap": ("import counterpoint.parallel.overlap", ("torch",)),
     "a bad suite": (REFUSED, ("torch",)),
-    "the report on a terminal": ("import counterpoint.report.diagnosis_terminal", ("plotly", "polars")),
-    "the report as a page": ("import counterpoint.report.diagnosis_html", ("plotly", "polars")),
-    "the report for Perfetto": ("import counterpoint.report.diagnosis_perfetto", ("plotly", "polars")),
-    "data frames": ("import counterpoint.diagnosis.frames", ("plotly", "polars")),
+    "the report on a terminal": ("import counterpoint.report.diagnosis_terminal", ("polars",)),
+    "the report as a page": ("import counterpoint.report.diagnosis_html", ("polars",)),
+    "the report for Perfetto": ("import counterpoint.report.diagnosis_perfetto", ("polars",)),
+    "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }
 
 

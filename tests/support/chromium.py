@@ -21,6 +21,18 @@ FLAGS = (
     "--remote-debugging-pipe",
 )  # fmt: skip
 TIMEOUT_S = 60.0
+SHOWN = """(() => {
+  const canvas = document.querySelector(BOX + " canvas");
+  canvas.scrollIntoView({ behavior: "instant", block: "center" });
+  const hex = getComputedStyle(document.documentElement).getPropertyValue(COLOUR).trim();
+  const wanted = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const pixels = [];
+  for (let i = 0; i < data.length; i += 4) if (wanted.every((part, j) => data[i + j] === part)) pixels.push(i / 4);
+  const first = pixels[0] || 0;
+  const place = canvas.getBoundingClientRect();
+  return [pixels.length, place.left + (first % canvas.width) + 1, place.top + Math.floor(first / canvas.width) + 1];
+})()"""
 
 
 @dataclass
@@ -87,6 +99,33 @@ class Chromium:
 
     def screenshot(self, page: Page, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", page, format="png")["data"]))
+
+    def shown(self, page: Page, box: str, colour: str) -> tuple[int, float, float]:
+        """How many pixels of the first canvas in `box` have a colour of page.css, and where the topmost is."""
+        found = self.evaluate(page, SHOWN.replace("BOX", json.dumps(box)).replace("COLOUR", json.dumps(colour)))
+        return int(found[0]), float(found[1]), float(found[2])
+
+    def move(self, page: Page, x: float, y: float) -> None:
+        """Move the pointer, and let the page follow."""
+        self.call("Input.dispatchMouseEvent", page, type="mouseMoved", x=x, y=y, button="none", buttons=0)
+        self.evaluate(page, "new Promise(done => setTimeout(done, 200))")
+
+    def drag(self, page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the left button at `start` and let it go at `end`."""
+        for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            self._press(page, kind, x, y, 1)
+        self.evaluate(page, "new Promise(done => setTimeout(done, 200))")
+
+    def double_click(self, page: Page, x: float, y: float) -> None:
+        """Click twice at once."""
+        for clicks in (1, 2):
+            self._press(page, "mousePressed", x, y, clicks)
+            self._press(page, "mouseReleased", x, y, clicks)
+        self.evaluate(page, "new Promise(done => setTimeout(done, 200))")
+
+    def _press(self, page: Page, kind: str, x: float, y: float, clicks: int) -> None:
+        where = {"x": x, "y": y, "button": "left", "buttons": 1, "clickCount": clicks}
+        self.call("Input.dispatchMouseEvent", page, type=kind, **where)
 
     def call(self, method: str, page: Page | None = None, **params: Any) -> dict[str, Any]:
         self._next += 1

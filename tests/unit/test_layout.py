@@ -32,7 +32,7 @@ FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
 NO_TORCH = {"errors", "records", "trace", "diagnosis", "report", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel"}
-ANALYSIS_PACKAGES = {"polars", "plotly", "jinja2", "scipy", "yaml"}
+ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 
 @cache

@@ -36,7 +36,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
-    """Write the page; `path` appears whole or not at all (about 5 MB, most of it plotly.js).
+    """Write the page; `path` appears whole or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.

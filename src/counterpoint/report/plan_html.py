@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from counterpoint.records.prediction import Bar, Curve, Prediction
 from counterpoint.report import formatting as say
+from counterpoint.report.figures import Axis, Figure, Look, Marks, Panel
 from counterpoint.report.plan_terminal import headline
 from counterpoint.report.safe_html import clean, write_page
 
@@ -28,16 +28,17 @@ LOOKS = {  # of a part: class of its bar
 }
 KINDS = {"F": ("forward", "--compute"), "B": ("backward", "--overlapped"), "W": ("weight gradients", "--memcpy")}
 STAGE_PX = 22
-CURVE_PX = 300
+CURVE_PX = 260
 
 
 def write_plan_page(path: Path, found: Prediction) -> None:
-    """Write the page, or raise OSError; `path` appears whole or not at all (about 5 MB, most of it plotly.js)."""
+    """Write the page, or raise OSError; `path` appears whole or not at all."""
     figures = {}
     if found.timeline:
         figures["timeline-plot"] = timeline_figure(found.timeline)
     for number, curve in enumerate(found.curves):
-        figures[f"curve-{number}"] = curves_figure(curve)
+        if any(point.step_us is not None for point in curve.points):
+            figures[f"curve-{number}"] = curves_figure(curve)
     write_page(
         path,
         "plan",
@@ -50,66 +51,57 @@ def write_plan_page(path: Path, found: Prediction) -> None:
         looks=LOOKS,
         longest=max(part.us for part in found.parts),
         most=max((abs(each.change) for each in found.sensitivities), default=0.0) or 1.0,
-        heights={name: figure["layout"]["height"] for name, figure in figures.items()},
+        figures=figures,
         stages=len({bar.stage for bar in found.timeline}),
     )
 
 
-def timeline_figure(bars: Sequence[Bar]) -> dict[str, Any]:
+def timeline_figure(bars: Sequence[Bar]) -> Figure:
     """Return a row for each stage, the first on top; a bar for each forward and backward of a micro-batch."""
     stages = sorted({bar.stage for bar in bars})
-    return {
-        "traces": list(_kinds(bars)),
-        "layout": {
-            "barmode": "overlay",
-            "bargap": 0.15,
-            "height": 120 + STAGE_PX * len(stages),
-            "margin": {"l": 64, "r": 12, "t": 36, "b": 48},
-            "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom"},
-            "xaxis": {"title": {"text": "ms"}},
-            "yaxis": {"title": {"text": "stage"}, "autorange": "reversed", "tickvals": stages, "type": "category"},
-        },
-    }
-
-
-def _kinds(bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
-    for kind, (name, colour) in KINDS.items():
-        of = [bar for bar in bars if bar.kind == kind]
-        if of:
-            yield {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "y": [str(bar.stage) for bar in of],
-                "base": [bar.start_us / 1e3 for bar in of],
-                "x": [(bar.end_us - bar.start_us) / 1e3 for bar in of],
-                "text": [f"micro-batch {bar.micro}, part {bar.part}" for bar in of],
-                "textposition": "none",
-                "hovertemplate": "%{text}: %{x:.2f} ms from %{base:.2f}<extra>" + name + "</extra>",
-                "marker": {"color": colour, "line": {"width": 0.5, "color": "rgba(127,127,127,.5)"}},
-            }
-
-
-def curves_figure(curve: Curve) -> dict[str, Any]:
-    """Return step time, MFU and the exposed share, each on an axis of its own, over the values of the curve."""
-    points = [point for point in curve.points if point.step_us is not None]
-    values = [html.escape(clean(point.value, 40), quote=False) for point in points]
-    shown = (
-        ("step, ms", [(point.step_us or 0.0) / 1e3 for point in points], "--overlapped", ",.4~r"),
-        ("MFU", [point.mfu for point in points], "--compute", ".1%"),
-        ("exposed", [(point.exposed_comm_us or 0.0) / (point.step_us or 1.0) for point in points], "--transfer", ".1%"),
+    drawn = {kind: [bar for bar in bars if bar.kind == kind] for kind in KINDS}
+    drawn = {kind: of for kind, of in drawn.items() if of}
+    marks = [
+        Marks(
+            kind="bars",
+            look=look,
+            x=[round(bar.start_us / 1e3, 4) for bar in of],
+            ends=[round(bar.end_us / 1e3, 4) for bar in of],
+            y=[bar.stage for bar in of],
+            texts=[f"micro-batch {bar.micro}, part {bar.part}" for bar in of],
+        )
+        for look, of in enumerate(drawn.values())
+    ]
+    x = Axis(label="ms", low=0.0, high=max(bar.end_us for bar in bars) / 1e3)
+    ticks = [(stage, str(stage)) for stage in stages]
+    y = Axis(label="stage", low=stages[0] - 0.5, high=stages[-1] + 0.5, down=True, grid=False, ticks=ticks)
+    return Figure(
+        looks=[Look(name=name, colour=colour) for name, colour in (KINDS[kind] for kind in drawn)],
+        panels=[Panel(title="", x=x, y=y, marks=marks)],
+        columns=1,
+        height=64 + STAGE_PX * len(stages),
+        shared=True,
     )
-    layout: dict[str, Any] = {
-        "grid": {"rows": 1, "columns": len(shown), "pattern": "independent"},
-        "height": CURVE_PX,
-        "showlegend": False,
-        "margin": {"l": 56, "r": 12, "t": 12, "b": 56},
-    }
-    traces = []
-    for number, (name, y, colour, digits) in enumerate(shown, start=1):
-        axes = {"xaxis": f"x{number}", "yaxis": f"y{number}"}
-        look = {"line": {"color": colour, "width": 2}, "marker": {"color": colour, "size": 7}}
-        traces.append({"name": name, "mode": "lines+markers", "x": values, "y": y, **axes, **look})
-        layout[f"xaxis{number}"] = {"title": {"text": clean(curve.name, 40)}, "type": "category"}
-        layout[f"yaxis{number}"] = {"title": {"text": name}, "rangemode": "tozero", "tickformat": digits}
-    return {"traces": traces, "layout": layout}
+
+
+def curves_figure(curve: Curve) -> Figure:
+    """Return step time, MFU and the exposed share, each in a panel of its own, over the values of the curve."""
+    points = [point for point in curve.points if point.step_us is not None]
+    names = [clean(point.value, 40) for point in points]
+    x = Axis(label=clean(curve.name, 40), low=-0.3, high=len(points) - 0.7, ticks=list(enumerate(names)))
+    shown: tuple[tuple[str, str, list[float | None]], ...] = (
+        ("step, ms", "--overlapped", [(point.step_us or 0.0) / 1e3 for point in points]),
+        ("MFU", "--compute", [point.mfu for point in points]),
+        ("exposed", "--transfer", [(point.exposed_comm_us or 0.0) / (point.step_us or 1.0) for point in points]),
+    )
+    panels = []
+    for look, (name, _, found) in enumerate(shown):
+        values = {place: value for place, value in enumerate(found) if value is not None}
+        percent = name != "step, ms"
+        y = Axis(label="", low=0.0, high=1.08 * max(values.values(), default=0.0) or 1.0, percent=percent)
+        line = Marks(kind="line", look=look, x=list(values), y=list(values.values()))
+        texts = [f"{names[place]}: {f'{value:.1%}' if percent else f'{value:.1f}'}" for place, value in values.items()]
+        points_on_it = replace(line, kind="points", texts=texts)
+        panels.append(Panel(title=name, x=x, y=y, marks=[line, points_on_it]))
+    looks = [Look(name=name, colour=colour) for name, colour, _ in shown]
+    return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)

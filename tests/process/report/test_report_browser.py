@@ -23,7 +23,7 @@ CASES: dict[str, Callable[[], tuple[Diagnosis, list[TimelineLane]]]] = {
         [TimelineLane(rank=0, name="host", start_us=(), duration_us=(), labels=())],
     ),
 }
-RANGE = "document.getElementById('timeline').layout.xaxis.range"
+RANGE = "(({ from, to }) => [Number(from), Number(to)])(document.getElementById('timeline').dataset)"
 SETTLE = "new Promise(done => setTimeout(done, 400))"
 
 
@@ -52,11 +52,6 @@ def timeline(browser: Chromium, page: Page) -> tuple[float, float]:
     browser.evaluate(page, f"{box}.scrollIntoView({{behavior: 'instant'}})")
     left, top = browser.evaluate(page, f"(r => [r.left, r.top])({box}.getBoundingClientRect())")
     return float(left), float(top)
-
-
-def mouse(browser: Chromium, page: Page, kind: str, x: float, y: float, clicks: int = 0) -> None:
-    button, held = ("left", 1) if clicks else ("none", 0)
-    browser.call("Input.dispatchMouseEvent", page, type=kind, x=x, y=y, button=button, buttons=held, clickCount=clicks)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -96,15 +91,61 @@ def test_policy_stops_a_request(browser: Chromium, opened: Page) -> None:
 
 
 def test_timeline_draws_every_kind_of_lane(browser: Chromium, opened: Page) -> None:
-    points = "document.getElementById('timeline').data.slice(0, 4).map(trace => trace.x.length > 0)"
-    assert browser.evaluate(opened, points) == [True] * 4
+    for colour in ("--compute", "--transfer", "--wait", "--memcpy"):
+        assert browser.shown(opened, "#timeline", colour)[0] > 100, colour
+
+
+def test_timeline_takes_the_colours_of_the_dark_page(browser: Chromium, pages: dict[str, Path]) -> None:
+    """Also when the scheme changes while the page is open."""
+    page = browser.open(pages["training"])
+    light = browser.evaluate(page, "getComputedStyle(document.documentElement).getPropertyValue('--compute')")
+    scheme = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.call("Emulation.setEmulatedMedia", page, features=[scheme])
+    browser.evaluate(page, SETTLE)
+    dark = browser.evaluate(page, "getComputedStyle(document.documentElement).getPropertyValue('--compute')")
+    assert dark != light
+    assert browser.shown(page, "#timeline", "--compute")[0] > 100
+
+
+def test_timeline_writes_names_into_bars_that_have_room(browser: Chromium, opened: Page) -> None:
+    labels = "Number(document.getElementById('timeline').dataset.labels)"
+    for _ in range(4):
+        browser.evaluate(opened, "document.querySelector('[data-move=in]').click()")
+    browser.evaluate(opened, SETTLE)
+    assert browser.evaluate(opened, labels) > 5
+
+
+def test_timeline_is_as_wide_as_the_page_after_a_change(browser: Chromium, opened: Page) -> None:
+    screen = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", opened, **screen)
+    browser.evaluate(opened, SETTLE)
+    wide = "document.querySelector('#timeline canvas').getBoundingClientRect().width"
+    assert browser.evaluate(opened, wide) == browser.evaluate(opened, "document.getElementById('timeline').clientWidth")
+    assert browser.evaluate(opened, "document.documentElement.scrollWidth") == 700
+
+
+def test_keys_move_and_zoom_the_timeline(browser: Chromium, opened: Page) -> None:
+    browser.evaluate(opened, "document.getElementById('timeline').focus()")
+    whole = browser.evaluate(opened, RANGE)
+    width = whole[1] - whole[0]
+    for key, expected in (
+        ("+", (whole[0] + width / 4, whole[1] - width / 4)),
+        ("ArrowLeft", (whole[0], whole[1] - width / 2)),
+        ("ArrowRight", (whole[0] + width / 4, whole[1] - width / 4)),
+        ("-", tuple(whole)),
+    ):
+        browser.call("Input.dispatchKeyEvent", opened, type="keyDown", key=key)
+        browser.evaluate(opened, SETTLE)
+        assert browser.evaluate(opened, RANGE) == pytest.approx(expected), key
 
 
 def test_timeline_draws_no_more_than_the_screen_holds(browser: Chromium, tmp_path: Path) -> None:
     write_html(tmp_path / "many.html", example.training(), example.lanes(100_000))
     page = browser.open(tmp_path / "many.html")
-    points = browser.evaluate(page, "document.getElementById('timeline').data.reduce((n, t) => n + t.x.length, 0)")
-    assert points < 3 * 4 * 8 * 1280  # points a segment, lanes a rank, ranks, pixels
+    for _ in range(2):
+        bars = browser.evaluate(page, "Number(document.getElementById('timeline').dataset.bars)")
+        assert 0 < bars < 4 * 8 * 1280  # lanes a rank, ranks, pixels
+        browser.evaluate(page, "document.querySelector('[data-move=in]').click()")
 
 
 def test_button_of_a_finding_zooms_to_its_range(browser: Chromium, opened: Page) -> None:
@@ -116,25 +157,19 @@ def test_button_of_a_finding_zooms_to_its_range(browser: Chromium, opened: Page)
 def test_dragging_zooms_and_double_click_shows_everything(browser: Chromium, opened: Page) -> None:
     left, top = timeline(browser, opened)
     whole = browser.evaluate(opened, RANGE)
-    mouse(browser, opened, "mousePressed", left + 300, top + 100, 1)
-    mouse(browser, opened, "mouseMoved", left + 500, top + 100, 1)
-    mouse(browser, opened, "mouseReleased", left + 500, top + 100, 1)
-    browser.evaluate(opened, SETTLE)
+    browser.drag(opened, (left + 300, top + 100), (left + 500, top + 100))
     zoomed = browser.evaluate(opened, RANGE)
-    assert zoomed[1] - zoomed[0] == pytest.approx(200 / (1096 - 68) * (whole[1] - whole[0]), rel=0.02)
-    for clicks in (1, 2):
-        mouse(browser, opened, "mousePressed", left + 300, top + 100, clicks)
-        mouse(browser, opened, "mouseReleased", left + 300, top + 100, clicks)
-    browser.evaluate(opened, SETTLE)
+    wide = browser.evaluate(opened, "document.querySelector('#timeline .u-over').clientWidth")
+    assert zoomed[1] - zoomed[0] == pytest.approx(200 / wide * (whole[1] - whole[0]), rel=0.02)
+    browser.double_click(opened, left + 300, top + 100)
     assert browser.evaluate(opened, RANGE) == pytest.approx(whole)
 
 
 def test_label_under_the_pointer_is_text(browser: Chromium, pages: dict[str, Path]) -> None:
     page = browser.open(pages["hostile"])
-    left, top = timeline(browser, page)
-    mouse(browser, page, "mouseMoved", left + 60, top + 26 + 5 + 6)
-    browser.evaluate(page, SETTLE)
-    assert browser.evaluate(page, "document.querySelector('#tip b').textContent").startswith("<script>alert(1)")
+    browser.move(page, *browser.shown(page, "#timeline", "--compute")[1:])
+    assert browser.evaluate(page, "document.querySelectorAll('.tip:not([hidden]) *').length") == 2
+    assert browser.evaluate(page, "document.querySelector('.tip b').textContent").startswith("<script>alert(1)")
 
 
 def test_table_sorts_by_the_column_that_is_clicked(browser: Chromium, opened: Page) -> None:

@@ -123,12 +123,22 @@ def test_ids_are_unique(text: str) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_plotly_is_embedded_once(text: str) -> None:
-    assert text.count("* plotly.js v") == 1
+def test_uplot_is_embedded_once_with_its_licence(text: str) -> None:
+    assert text.count("https://github.com/leeoniya/uPlot (v1.6.32)") == 1
+    assert text.count("Copyright (c) 2022 Leon Sorokin") == 1
 
 
-def test_page_without_lanes_needs_no_plotly(tmp_path: Path, empty: Diagnosis) -> None:
-    assert len(page(tmp_path, empty, [])) < 60_000
+def test_page_without_lanes_needs_no_uplot(tmp_path: Path, empty: Diagnosis) -> None:
+    text = page(tmp_path, empty, [])
+    assert "leeoniya" not in text
+    assert len(text) < 60_000
+
+
+def test_page_is_small_besides_its_spans(tmp_path: Path, training: Diagnosis) -> None:
+    """Sixteen bytes a span, and a quarter of a megabyte."""
+    lanes = example.lanes(10_000)
+    spans = sum(len(lane.start_us) for lane in lanes)
+    assert len(page(tmp_path, training, lanes).encode()) < 16 * spans + 250_000
 
 
 def test_long_list_of_collectives_is_cut_and_says_so(tmp_path: Path, training: Diagnosis) -> None:

@@ -16,31 +16,49 @@ def page(tmp_path: Path, case: str) -> Path:
 
 
 def test_a_panel_per_collective_and_order() -> None:
+    """In rows and columns, also where a pair was not measured."""
     rows = (measured.row(), measured.row(order="comm_first"), measured.row(collective="all_reduce"))
-    assert figure(rows)["layout"]["grid"] == {"rows": 2, "columns": 2, "pattern": "coupled"}
+    drawn = figure(rows)
+    assert (drawn.columns, [panel.title for panel in drawn.panels]) == (
+        2,
+        ["all_gather, together", "all_gather, comm first", "all_reduce, together", "all_reduce, comm first"],
+    )
+    assert [len(panel.marks) for panel in drawn.panels] == [2, 2, 2, 0]
 
 
 def test_the_line_goes_through_the_means() -> None:
     """Two rows that were asked for ratio 1 are one point of the line."""
     rows = (measured.row(together=1000.0), measured.row(together=2000.0), measured.row(comm=2000.0, ratio=2.0))
-    line = next(trace for trace in figure(rows)["traces"] if trace["mode"] == "lines")
-    assert (line["x"], line["y"]) == ((1.0, 2.0), (0.5, 1.5))
+    line = next(marks for marks in figure(rows).panels[0].marks if marks.kind == "line")
+    assert (list(line.x), list(line.y)) == ([1.0, 2.0], [0.5, 1.5])
 
 
 def test_what_hides_far_less_than_nothing_is_a_triangle_on_the_floor() -> None:
     """One bad mechanism does not flatten the others, and its real value is what a reader gets to see."""
-    points = next(trace for trace in figure((measured.row(together=6000.0),))["traces"] if trace["mode"] == "markers")
-    assert (points["y"], points["marker"]["symbol"], points["customdata"]) == ([-1.0], ["triangle-down"], [-4.0])
+    _, points = figure((measured.row(together=6000.0),)).panels[0].marks
+    assert (points.y, points.symbols) == ([-1.0], ["triangle"])
+    assert points.texts[0].startswith("hidden -4.00 at T_c/T_g 1.00: gemm")
 
 
 def test_a_marked_row_is_a_cross_and_off_the_line() -> None:
-    modes = {trace["mode"]: trace for trace in figure((measured.row(marked="late"),))["traces"]}
-    assert (list(modes), modes["markers"]["marker"]["symbol"]) == (["markers"], ["x"])
+    (points,) = figure((measured.row(marked="late"),)).panels[0].marks
+    assert (points.kind, points.symbols) == ("points", ["cross"])
+    assert points.texts[0].endswith("MARKED: late")
 
 
 def test_a_mechanism_is_named_once_in_the_legend() -> None:
-    rows = (measured.row(), measured.row(order="comm_first"), measured.row(collective="all_reduce"))
-    assert sum(trace["showlegend"] for trace in figure(rows)["traces"]) == 1
+    rows = (measured.row(), measured.row(order="comm_first"), measured.row("zero_sm", collective="all_reduce"))
+    assert [look.name for look in figure(rows).looks] == ["nccl", "zero_sm"]
+
+
+def test_twenty_mechanisms_look_different() -> None:
+    looks = figure([measured.row(f"mechanism {number}") for number in range(20)]).looks
+    assert len({(look.colour, look.dash) for look in looks}) == 20
+
+
+def test_what_was_measured_lies_inside_the_axis() -> None:
+    x = figure((measured.row(comm=100.0), measured.row(comm=9000.0))).panels[0].x
+    assert 0.0 < x.low < 0.1 < 9.0 < x.high
 
 
 def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:

@@ -59,16 +59,34 @@ def test_a_hostile_name_moves_no_cursor() -> None:
 
 def test_the_timeline_has_a_bar_for_each_slot_and_a_row_for_each_stage() -> None:
     drawn = timeline_figure(predicted.usual().timeline)
-    assert {trace["name"]: len(trace["x"]) for trace in drawn["traces"]} == {"forward": 4, "backward": 2}
-    assert drawn["layout"]["yaxis"]["tickvals"] == [0, 1]
+    (panel,) = drawn.panels
+    assert {drawn.looks[marks.look].name: len(marks.x) for marks in panel.marks} == {"forward": 4, "backward": 2}
+    assert (panel.y.ticks, panel.y.down) == ([(0, "0"), (1, "1")], True)
+    assert panel.x.high == max(end for marks in panel.marks for end in marks.ends)
 
 
 def test_a_curve_leaves_out_what_cannot_be() -> None:
     """Three lines of two points."""
-    drawn = curves_figure(predicted.usual().curves[0])
-    assert [(trace["name"], trace["x"]) for trace in drawn["traces"]] == [
-        (name, ["2", "4"]) for name in ("step, ms", "MFU", "exposed")
-    ]
+    panels = curves_figure(predicted.usual().curves[0]).panels
+    assert [panel.title for panel in panels] == ["step, ms", "MFU", "exposed"]
+    assert [(len(marks.x), panel.x.ticks) for panel in panels for marks in panel.marks] == [
+        (2, [(0, "2"), (1, "4")])
+    ] * 6
+
+
+def test_a_curve_without_a_gpu_of_known_speed_has_no_points_of_mfu() -> None:
+    curve = predicted.usual().curves[0]
+    unknown = [msgspec.structs.replace(point, mfu=None) for point in curve.points]
+    panels = curves_figure(msgspec.structs.replace(curve, points=tuple(unknown))).panels
+    assert [len(panel.marks[0].x) for panel in panels] == [2, 0, 2]
+
+
+def test_a_curve_of_which_nothing_can_be_has_a_table_and_no_figure(tmp_path: Path) -> None:
+    whole = predicted.usual()
+    curve = msgspec.structs.replace(whole.curves[0], points=(whole.curves[0].points[1],))
+    write_plan_page(tmp_path / "page.html", msgspec.structs.replace(whole, curves=(curve,)))
+    text = (tmp_path / "page.html").read_text()
+    assert ("3 does not divide 16" in text, 'id="curve-0"' in text) == (True, False)
 
 
 def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:

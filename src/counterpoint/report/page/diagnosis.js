@@ -1,6 +1,5 @@
-"use strict";
 // The timeline draws at most a pixel's worth of detail: for each view, the spans of a lane that fall together on the
-// screen become one segment, and a kind of lane is one trace. Text of a trace only ever becomes text, never markup.
+// screen become one bar.
 
 (function sortableTables() {
   const value = (row, column) => {
@@ -28,20 +27,20 @@
 
 (function timeline() {
   const box = document.getElementById("timeline");
-  if (!box || !window.Plotly) return;
-  const data = JSON.parse(document.getElementById("data").textContent);
+  if (!box) return;
+  const data = carried();
   const KINDS = ["compute", "communication", "wait", "memcpy", "host"];
   const HEIGHT = { compute: 13, communication: 13, wait: 13, memcpy: 6, host: 6 };
   const COLOUR = { compute: "--compute", communication: "--transfer", wait: "--wait", memcpy: "--memcpy", host: "--host" };
   const INK = { compute: "--on-compute", communication: "--on-transfer" };
-  const GAP = 2, BETWEEN_RANKS = 11, MARGIN = { l: 58, r: 10, t: 26, b: 44 };
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const GAP = 2, BETWEEN_RANKS = 11, ABOVE = 26, BELOW = 52;
 
   const ticks = (text) => {
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     return new Uint32Array(bytes.buffer);
   };
   const toMs = (tick) => (data.origin + tick * data.tick) / 1000;
+  const toTick = (ms) => (ms * 1000 - data.origin) / data.tick;
 
   // Rows from the top: per rank host, compute, communication (wait is drawn over it), copies. One unit of y is one pixel.
   const kindOf = (name) => (KINDS.includes(name) ? name : "host");
@@ -65,6 +64,7 @@
     depth += BETWEEN_RANKS;
   }
   depth -= BETWEEN_RANKS;
+  lanes.sort((a, b) => KINDS.indexOf(a.kind) - KINDS.indexOf(b.kind)); // what comes later is drawn on top
   const whole = [toMs(0), toMs(2 ** 32 - 1)];
   const clamp = ([a, b]) => {
     const width = Math.min(Math.max(b - a, 1e-4), whole[1] - whole[0]);
@@ -108,93 +108,117 @@
     return i >= 0 ? waits.end[i] : start;
   };
 
-  function traces(range) {
-    const pixels = Math.max(100, box.clientWidth - MARGIN.l - MARGIN.r);
-    const tick = (ms) => (ms * 1000 - data.origin) / data.tick;
-    const [from, to] = [tick(range[0]), tick(range[1])];
-    const out = KINDS.map((kind) => ({
-      type: "scatter", mode: "lines", x: [], y: [], hoverinfo: "skip", connectgaps: false,
-      line: { color: css(COLOUR[kind]), width: HEIGHT[kind], simplify: false },
-    }));
-    const text = { type: "scatter", mode: "text", x: [], y: [], text: [], textposition: "middle right", hoverinfo: "skip", textfont: { size: 10, color: [] } };
-    const edge = (0.5 * (to - from)) / pixels; // half a pixel of air between neighbours
+  const shown = { x: whole, y: [-BETWEEN_RANKS / 2, depth + BETWEEN_RANKS / 2] };
+
+  function draw(ctx, { wide, high, px, py }) {
+    const [from, to] = shown.x.map(toTick);
+    const perTick = wide / (to - from);
+    const left = (tick) => (Math.max(tick, from) - from) * perTick;
+    const labels = [];
+    let bars = 0;
+    for (const { x0, x1, top, tall } of markPlaces(px, py)) {
+      ctx.globalAlpha = 0.14;
+      ctx.fillStyle = css("--mark");
+      ctx.fillRect(x0, top, x1 - x0, tall);
+      ctx.globalAlpha = 1;
+    }
     for (const lane of lanes) {
-      const trace = out[KINDS.indexOf(lane.kind)];
-      segments(lane, from, to, pixels, (start, end, only) => {
-        const wide = end - start > 6 * edge;
-        trace.x.push(toMs(Math.max(start, from)), toMs(Math.min(wide ? end - edge : end, to)), null);
-        trace.y.push(lane.y, lane.y, null);
-        const left = Math.max(from, waited(lane, start)); // a label stands beside the wait, not on it
-        const room = Math.floor((((Math.min(end, to) - left) / (to - from)) * pixels - 8) / 5.6);
-        if (only >= 0 && room >= 6 && lane.kind in INK && text.x.length < 400) {
-          const label = data.labels[lane.label[only]];
-          text.x.push(toMs(left));
-          text.y.push(lane.y);
-          text.text.push(plain(label.length > room ? label.slice(0, room - 1) + "…" : label));
-          text.textfont.color.push(css(INK[lane.kind]));
-        }
+      const tall = HEIGHT[lane.kind], top = py(lane.y) - tall / 2;
+      ctx.fillStyle = css(COLOUR[lane.kind]);
+      segments(lane, from, to, wide, (start, end, only) => {
+        const right = (Math.min(end, to) - from) * perTick;
+        const air = right - left(start) > 3 ? 0.5 : 0; // half a pixel between neighbours
+        ctx.fillRect(left(start), top, right - left(start) - air, tall);
+        bars += 1;
+        const place = left(waited(lane, start)) + 4; // a label stands beside the wait, not on it
+        const room = Math.floor((right - place - 4) / 5.6);
+        if (only >= 0 && room >= 6 && lane.kind in INK)
+          labels.push({ text: data.labels[lane.label[only]], room, place, y: top + tall / 2, colour: INK[lane.kind] });
       });
     }
-    return [...out, text];
-  }
-
-  // plotly reads a few tags in text; an escaped < is a plain character to it.
-  const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
-  function marks() {
-    const shapes = [], annotations = [];
-    const room = (96 / Math.max(100, box.clientWidth - MARGIN.l - MARGIN.r)) * (range[1] - range[0]);
-    let named = -Infinity; // where the last name stands: names must not run into each other
+    ctx.font = ctx.font.replace("12px", "10px");
+    ctx.textBaseline = "middle";
+    for (const { text, room, place, y, colour } of labels) {
+      ctx.fillStyle = css(colour);
+      ctx.fillText(text.length > room ? text.slice(0, room - 1) + "…" : text, place, y + 0.5);
+    }
+    ctx.lineWidth = 1;
+    ctx.strokeStyle = css("--soft");
+    ctx.setLineDash([1, 3]);
     for (const step of data.steps) {
-      const x = step.start / 1000;
-      shapes.push({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("--soft"), width: 1, dash: "dot" } });
-      if (x < range[0] || x - named < room) continue;
-      named = x;
-      annotations.push({ x, y: 1, yref: "paper", yanchor: "bottom", xanchor: "left", showarrow: false, text: plain(step.name), font: { size: 11, color: css("--soft") } });
+      ctx.beginPath();
+      ctx.moveTo(px(step.start / 1000), 0);
+      ctx.lineTo(px(step.start / 1000), high);
+      ctx.stroke();
     }
-    for (const mark of data.marks) {
-      const [top, bottom] = bands[mark.rank] || [-BETWEEN_RANKS / 2, depth + BETWEEN_RANKS / 2];
-      const [x0, x1] = [mark.start / 1000, mark.end / 1000];
-      shapes.push({ type: "rect", x0, x1, y0: top, y1: bottom, fillcolor: css("--mark"), opacity: 0.14, line: { width: 0 }, layer: "below" });
-      shapes.push({ type: "rect", x0, x1, y0: top, y1: bottom, line: { width: 1.5, color: css("--mark") } });
-      annotations.push({ x: x0, y: top, xanchor: "center", yanchor: "middle", showarrow: false, text: "<b>" + mark.number + "</b>", font: { size: 11, color: css("--paper") }, bgcolor: css("--ink"), borderpad: 2 });
-    }
-    return { shapes, annotations };
+    ctx.setLineDash([]);
+    ctx.lineWidth = 1.5;
+    ctx.strokeStyle = css("--mark");
+    for (const { x0, x1, top, tall } of markPlaces(px, py)) ctx.strokeRect(x0, top, x1 - x0, tall);
+    Object.assign(box.dataset, { from: shown.x[0], to: shown.x[1], bars, labels: labels.length });
   }
 
-  let range = whole.slice();
-  const layout = () => ({
-    height: depth + MARGIN.t + MARGIN.b + BETWEEN_RANKS, margin: { ...MARGIN, autoexpand: false }, showlegend: false, hovermode: false,
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: css("--panel"), font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") },
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    xaxis: { range: range.slice(), title: { text: "ms since the first step began", standoff: 8 }, zeroline: false, gridcolor: css("--line"), tickformat: ",~f", exponentformat: "none", automargin: false },
-    yaxis: {
-      range: [depth + BETWEEN_RANKS / 2, -BETWEEN_RANKS / 2], fixedrange: true, zeroline: false, showgrid: false, ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)", automargin: false,
-      tickvals: data.ranks.map((rank) => (bands[rank][0] + bands[rank][1]) / 2), ticktext: data.ranks.map((rank) => "rank " + rank),
-    },
-    ...marks(),
+  const markPlaces = (px, py) => data.marks.map(({ number, rank, start, end }) => {
+    const [top, bottom] = (bands[rank] || shown.y).map(py);
+    return { number, x0: px(start / 1000), x1: px(end / 1000), top, tall: bottom - top };
   });
-  const config = { displayModeBar: false, responsive: true, doubleClick: false, displaylogo: false };
-  const draw = () => Plotly.react(box, traces(range), layout(), config);
-  const show = (wanted) => { range = clamp(wanted); return draw(); };
 
-  draw().then(() => {
-    box.on("plotly_relayout", (change) => {
-      const [a, b] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-      if (Number.isFinite(a) && Number.isFinite(b)) show([a, b]);
-      else if (change.autosize) draw();
-    });
-    box.on("plotly_doubleclick", () => show(whole));
-    box.dataset.ready = "yes";
+  function names(ctx, { wide, px, py }) { // of steps and marks: they may stand over the edge
+    ctx.font = ctx.font.replace("12px", "11px");
+    let free = 0; // where the last name ends: names must not run into each other
+    ctx.fillStyle = css("--soft");
+    for (const step of data.steps) {
+      const x = px(step.start / 1000);
+      if (x < free || x > wide - 10) continue;
+      ctx.fillText(step.name, x, -6);
+      free = x + ctx.measureText(step.name).width + 12;
+    }
+    ctx.font = "bold " + ctx.font;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    for (const { number, x0, top } of markPlaces(px, py)) {
+      if (x0 < 0 || x0 > wide) continue;
+      const half = ctx.measureText(number).width / 2 + 4;
+      ctx.fillStyle = css("--ink");
+      ctx.fillRect(x0 - half, top - 8, 2 * half, 16);
+      ctx.fillStyle = css("--paper");
+      ctx.fillText(number, x0, top + 0.5);
+    }
+  }
+
+  function tip(left, down, wide) {
+    const perPixel = (toTick(shown.x[1]) - toTick(shown.x[0])) / wide;
+    const tick = toTick(shown.x[0]) + left * perPixel;
+    const y = down - BETWEEN_RANKS / 2;
+    const hit = lanes.map((lane) => [lane, Math.abs(lane.y - y) <= HEIGHT[lane.kind] / 2 + 1 ? under(lane, tick, 1.5 * perPixel) : -1])
+      .filter(([, i]) => i >= 0).pop();
+    if (!hit) return null;
+    const [lane, i] = hit;
+    const took = (lane.end[i] - lane.start[i]) * data.tick;
+    const long = took >= 1000 ? (took / 1000).toFixed(3) + " ms" : took.toFixed(1) + " µs";
+    return [data.labels[lane.label[i]], `rank ${lane.rank} · ${lane.name} · ${long} from ${toMs(lane.start[i]).toFixed(3)} ms`];
+  }
+
+  const redraw = chart(box, {
+    x: { label: "ms since the first step began" },
+    y: { label: "", size: 58, down: true, grid: false, ticks: data.ranks.map((rank) => [(bands[rank][0] + bands[rank][1]) / 2, "rank " + rank]) },
+    shown, height: depth + BETWEEN_RANKS + ABOVE + BELOW, top: ABOVE, draw, above: names, tip,
+    zoomed: (ranges) => show(ranges ? ranges.x : whole),
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  const show = (wanted) => { shown.x = clamp(wanted); redraw(); };
 
   const moves = {
     in: (a, w) => [a + w / 4, a + (3 * w) / 4], out: (a, w) => [a - w / 2, a + 1.5 * w],
     left: (a, w) => [a - w / 2, a + w / 2], right: (a, w) => [a + w / 2, a + 1.5 * w], all: () => whole,
   };
-  for (const button of document.querySelectorAll("[data-move]"))
-    button.addEventListener("click", () => show(moves[button.dataset.move](range[0], range[1] - range[0])));
+  const move = (name) => show(moves[name](shown.x[0], shown.x[1] - shown.x[0]));
+  for (const button of document.querySelectorAll("[data-move]")) button.addEventListener("click", () => move(button.dataset.move));
+  const keys = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all" };
+  box.addEventListener("keydown", (event) => {
+    if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    move(keys[event.key]);
+  });
   for (const button of document.querySelectorAll(".show"))
     button.addEventListener("click", () => {
       const [a, b] = [Number(button.dataset.start) / 1000, Number(button.dataset.end) / 1000];
@@ -202,30 +226,4 @@
       show([a - air, b + air]);
       document.getElementById("timeline-title").scrollIntoView();
     });
-
-  const tip = document.getElementById("tip");
-  const at = (event) => {
-    const frame = box.getBoundingClientRect();
-    const [px, py] = [event.clientX - frame.left, event.clientY - frame.top];
-    const wide = frame.width - MARGIN.l - MARGIN.r;
-    const ms = range[0] + ((px - MARGIN.l) / wide) * (range[1] - range[0]);
-    const slack = (((range[1] - range[0]) * 1000) / wide / data.tick) * 1.5;
-    return { px, py, y: py - MARGIN.t - BETWEEN_RANKS / 2, tick: (ms * 1000 - data.origin) / data.tick, slack, inside: px >= MARGIN.l && px <= frame.width - MARGIN.r };
-  };
-  box.addEventListener("pointermove", (event) => {
-    const { px, py, y, tick, slack, inside } = at(event);
-    const hit = inside && lanes.map((lane) => [lane, Math.abs(lane.y - y) <= HEIGHT[lane.kind] / 2 + 1 ? under(lane, tick, slack) : -1])
-      .filter(([, i]) => i >= 0).pop();
-    tip.hidden = !hit;
-    if (!hit) return;
-    const [lane, i] = hit;
-    const bold = document.createElement("b");
-    bold.textContent = data.labels[lane.label[i]];
-    const took = (lane.end[i] - lane.start[i]) * data.tick;
-    const rest = `rank ${lane.rank} · ${lane.name} · ${took >= 1000 ? (took / 1000).toFixed(3) + " ms" : took.toFixed(1) + " µs"} from ${toMs(lane.start[i]).toFixed(3)} ms`;
-    tip.replaceChildren(bold, document.createElement("br"), rest);
-    tip.style.left = Math.max(0, Math.min(px + 14, box.clientWidth - tip.offsetWidth - 4)) + "px";
-    tip.style.top = py + 16 + "px";
-  });
-  box.addEventListener("pointerleave", () => { tip.hidden = true; });
 })();

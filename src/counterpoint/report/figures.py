@@ -1,0 +1,68 @@
+"""Describe the figures of a page: panels with two axes and, in them, lines, points or bars; page/figures.js draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Axis", "Figure", "Look", "Marks", "Panel", "Symbol"]
+
+Symbol = Literal["circle", "cross", "triangle"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """Describes an axis before any zoom; without `ticks` the browser chooses them."""
+
+    label: str
+    low: float
+    high: float
+    log: bool = False
+    down: bool = False  # the smallest value on top
+    percent: bool = False
+    grid: bool = True
+    ticks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Holds what the marks of one name have in common, which is what the legend shows."""
+
+    name: str
+    colour: str  # of page.css, such as --compute
+    dash: Sequence[int] = ()  # pixels on, off, on, ...; empty: solid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """Holds one line, a set of points, or a set of bars from `x` to `ends`, all of one look."""
+
+    kind: Literal["line", "points", "bars"]
+    look: int  # place in the looks of the figure
+    x: Sequence[float]
+    y: Sequence[float]
+    ends: Sequence[float] = ()  # of bars
+    texts: Sequence[str] = ()  # what the pointer shows of points and bars
+    symbols: Sequence[Symbol] = ()  # of points; empty: circles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """Holds one plot area."""
+
+    title: str
+    x: Axis
+    y: Axis
+    marks: Sequence[Marks]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """Holds panels in rows of `columns`; `shared` panels have one legend and are zoomed together."""
+
+    looks: Sequence[Look]
+    panels: Sequence[Panel]
+    columns: int
+    height: int  # of a panel, pixels
+    shared: bool
