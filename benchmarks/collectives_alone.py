@@ -1,6 +1,6 @@
 """Zero-SM collectives alone: time, bus bandwidth and host time by size, beside NCCL and NCCL zero-CTA in the same run.
 
-    torchrun --nproc-per-node=8 benchmarks/collectives_alone.py --json benchmarks/results/collectives_alone.json
+    torchrun --nproc-per-node=8 benchmarks/collectives_alone.py --json results/collectives-alone.json
 
 Every trial is queued behind a spin that begins after a tiny all_reduce: neither the host's launch time nor a late rank
 is measured. Mechanisms are interleaved in rounds; median per rank, maximum over ranks. Also the reduction kernel alone.

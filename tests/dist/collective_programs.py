@@ -747,14 +747,14 @@ def same_place(session: Session) -> list[int]:
 
 def _mapped() -> Iterator[int]:
     """Sizes of the shared memory that this process has mapped."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/memfd:counterpoint" in line:
-            low, high = (int(address, 16) for address in line.split()[0].split("-"))
-            yield high - low
+    for line in _lines_of_maps():
+        low, high = (int(address, 16) for address in line.split()[0].split("-"))
+        yield high - low
 
 
 def left_behind(session: Session) -> tuple[int, int]:
     """(mappings, descriptors) that a communicator leaves after it was closed and its tensors dropped."""
+    mapped, opened = _lines_of_maps(), _open_inodes()  # by programs that ran in this process before
     communicator = Communicator(timeout_s=30)
     tensor = communicator.empty(1000, dtype=torch.float32)
     communicator.all_reduce(tensor.zero_())
@@ -763,8 +763,18 @@ def left_behind(session: Session) -> tuple[int, int]:
     usable = bool((tensor == 0).all())
     del tensor, communicator
     gc.collect()
-    files = [link for link in Path("/proc/self/fd").iterdir() if "counterpoint" in str(_target(link))]
-    return len(list(_mapped())) + (not usable), len(files)
+    return len(_lines_of_maps() - mapped) + (not usable), len(_open_inodes() - opened)
+
+
+def _lines_of_maps() -> set[str]:
+    """What this process has mapped of the library's shared memory: address and inode are in the line."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:counterpoint" in line}
+
+
+def _open_inodes() -> set[int]:
+    """Inodes of the library's files that this process holds open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if "counterpoint" in str(_target(link))]
+    return {link.stat().st_ino for link in links}
 
 
 def _target(link: Path) -> Path | None:
