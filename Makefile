@@ -31,13 +31,12 @@ unit: $(DEV) ## tests that start no process and need no GPU: half a minute
 	$(PYTEST) -n 2 --hypothesis-profile=quick tests/unit $(SELECTED)
 
 test: check docs unit ## check, docs, and the tests but the proofs: four minutes; PYTEST_ARGS="..." goes to pytest
-	$(PYTEST) -n 2 --dist loadfile tests/process tests/golden $(SELECTED)
-	$(PYTEST) -n 2 --dist loadfile -m "not long" tests/dist $(SELECTED)
+	$(PYTEST) -n 2 --dist loadfile -m "not long" tests/process tests/golden tests/dist $(SELECTED)
 
 prove: $(DEV) ## state spaces, mutants, sweeps, soaks, damaged input; and the random tests of unit with more examples
 	$(PYTEST) -n 2 tests/proof $(SELECTED)
 	$(PYTEST) -n 2 -m hypothesis tests/unit $(SELECTED)
-	$(PYTEST) -n 2 --dist loadfile -m long tests/dist $(SELECTED)
+	$(PYTEST) -n 2 --dist loadfile -m long tests/process tests/dist $(SELECTED)
 
 bench: $(DEV) ## the planner's error on published steps; the reader beside HolisticTraceAnalysis (BENCH_ARGS="--quick")
 	$(BIN)/python benchmarks/plan_published.py

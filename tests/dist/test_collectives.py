@@ -7,15 +7,16 @@ import pytest
 import torch
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
+from tests.support.sweep import sweep
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", sweep([0, 1], every=2))
 def test_random_collectives_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
     """Every bit is right: any operation, dtype, size, alignment, channel and memory, in place or not, ranks delayed."""
     assert two_ranks.run(programs.random_collectives, seed, 1000, 1 << 20) == [1000] * 2
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", sweep([2, 3], every=2))
 def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> None:
     """The same where nothing is symmetric."""
     assert three_ranks.run(programs.random_collectives, seed, 600, 1 << 18) == [600] * 3

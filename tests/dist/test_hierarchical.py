@@ -16,7 +16,7 @@ def test_random_collectives_are_those_of_gloo(four_ranks: Ranks, hosts: int, loc
     assert four_ranks.run(programs.random_collectives, hosts, local, 7, count) == [count] * 4
 
 
-@pytest.mark.parametrize(("hosts", "local"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("hosts", "local"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_random_collectives_of_six_ranks_are_those_of_gloo(hosts: int, local: int) -> None:
     """The same where hosts and local ranks differ in number."""
     assert run_once(6, programs.random_collectives, hosts, local, 8, 100) == [100] * 6

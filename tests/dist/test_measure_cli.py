@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from counterpoint.records.measurement import Measurement, Outcome
+from tests.support.sweep import sweep
 
 COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
 QUICK = ("quick", "--device", "cpu", "--rounds", "6")
@@ -168,7 +169,7 @@ def test_the_command_is_kept_with_the_results(story: Story) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", sweep([signal.SIGKILL, signal.SIGINT], every=2), ids=lambda number: number.name)
 def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """Exit 2; the line names rank, signal and pair; the other rank is gone."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
