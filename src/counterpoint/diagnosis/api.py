@@ -14,6 +14,8 @@ from counterpoint.diagnosis import accounts as account
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
+from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.idle import idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
@@ -31,6 +33,7 @@ __all__ = ["Result", "diagnose", "diagnose_digests"]
 
 _SPANS = 6000  # per lane: more are not seen on any screen
 _LONGEST_LABEL = 80
+_SHORTEST_GAP_US = 100.0  # that is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
     kernels = compare_overlap(job, busy)
     blocked = find_blocked(job)
     played = _replay(job, stragglers, kernels, blocked, per_rank)
-    findings = find_findings(job, total, waits, stragglers, kernels.kernels, blocked, played)
+    idle = idle_of_ranks(job, per_rank)
+    findings = find_findings(job, total, waits, busy, idle, stragglers, kernels.kernels, blocked, played)
     clocks, ranks = job.clocks, job.ranks
     formats = {d.format for d in digests}
     diagnosis = Diagnosis(
@@ -121,6 +125,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
         kernels=kernels.kernels,
         findings=findings,
         replay=played,
+        idle=summarise_idle(job, idle),
     )
     return Result(diagnosis=diagnosis, job=job, waits=waits)
 
@@ -159,13 +164,20 @@ def _draw_lanes(job: TracedJob, waits: account.Waits) -> tuple[TimelineLane, ...
             labels = [names[i] for i in job.digests[column].gpu.name[rows].tolist()]
             out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels)
         out += _communication(job, column, waits)
-        gaps = [g for g in job.digests[column].gaps if g.category not in ("launch",) and g.end - g.start > 100]
-        start = job.on_job_clock(column, np.array([g.start for g in gaps]))
-        end = job.on_job_clock(column, np.array([g.end for g in gaps]))
-        out += _lane(
-            job, column, "host", start, end, [g.operation or f"{g.category} ({g.inside or '?'})" for g in gaps]
-        )
+        out += _host(job, column)
     return tuple(out)
+
+
+def _host(job: TracedJob, column: int) -> list[TimelineLane]:
+    """Return what the host was in during the longer gaps, but not where it was only slow."""
+    gaps, names = job.digests[column].gaps, job.digests[column].names
+    late = np.isin(gaps.category, (CATEGORIES.index("launch"), CATEGORIES.index("queued")))
+    rows = np.flatnonzero(gaps.whole & ~late & (gaps.end - gaps.start > _SHORTEST_GAP_US))
+    labels = []
+    for category, operation in zip(gaps.category[rows].tolist(), gaps.operation[rows].tolist(), strict=True):
+        labels.append(names[operation] if operation >= 0 else CATEGORIES[category].replace("_", " "))
+    start, end = (job.on_job_clock(column, at[rows]) for at in (gaps.start, gaps.end))
+    return _lane(job, column, "host", start, end, labels)
 
 
 def _communication(job: TracedJob, column: int, waits: account.Waits) -> list[TimelineLane]:

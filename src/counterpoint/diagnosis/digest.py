@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.comm_rows import CommRows, comm_rows
-from counterpoint.diagnosis.gaps import Gap, find_gaps
+from counterpoint.diagnosis.gaps import Gaps, find_gaps
 from counterpoint.diagnosis.steps import StepWindows, find_steps
 from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
@@ -45,16 +45,18 @@ class RankDigest(RankFacts):
     gpu: GpuOps
     comm: CommRows
     steps: StepWindows
-    gaps: tuple[Gap, ...]
+    gaps: Gaps
     waits: HostWaits
     flops: F64  # per GPU operation; NaN: unknown
 
 
 def digest(timeline: Timeline) -> RankDigest:
     """Return all that can be said of a rank without the others."""
-    gpu = timeline.gpu
-    used = np.unique(gpu.name)
-    renumber = np.zeros(len(timeline.names) + 1, np.int32)
+    gpu, steps = timeline.gpu, find_steps(timeline)
+    gaps = find_gaps(timeline, steps)
+    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside)))
+    used = used[used >= 0]
+    renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last: no name
     renumber[used] = np.arange(len(used), dtype=np.int32)
     return RankDigest(
         **{name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__},
@@ -62,8 +64,8 @@ def digest(timeline: Timeline) -> RankDigest:
         shapes=timeline.shapes,
         gpu=replace(gpu, name=renumber[gpu.name]),
         comm=comm_rows(timeline),
-        steps=find_steps(timeline),
-        gaps=tuple(find_gaps(timeline)),
+        steps=steps,
+        gaps=replace(gaps, operation=renumber[gaps.operation], inside=renumber[gaps.inside]),
         waits=_waits(timeline),
         flops=_matmul_flops(timeline),
     )

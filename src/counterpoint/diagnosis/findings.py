@@ -11,7 +11,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from counterpoint.diagnosis.accounts import Waits
+from counterpoint.diagnosis.accounts import Activity, Waits
+from counterpoint.diagnosis.copies import find_copies
+from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
@@ -20,6 +22,8 @@ __all__ = ["find_findings", "verdict"]
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
+_SYMPTOM = 0.2  # a cause says more than the symptom, unless it is this much cheaper
+_LEAST_US = 5.0  # less reads as 0.00 ms
 _KERNELS_NAMED = 3
 _CAUSE_TITLE = {
     "host_stall": "its host stalls",
@@ -33,34 +37,6 @@ _KERNEL_TITLE = {
     "sm_contention": "{kernels} slowed by the SMs that communication takes",
     "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
-_IDLE_TITLE = {
-    "launch": "The GPUs wait for launches: host-bound",
-    "synchronise": "The GPUs run dry at synchronisations",
-    "late_input": "The GPUs wait for input",
-    "allocator": "The GPUs wait for the allocator",
-    "garbage_collection": "The GPUs wait for garbage collection",
-    "operation": "The GPUs run dry while the host is in one operation",
-    "unrecorded": "The GPUs run dry while the host does something unrecorded",
-}
-_INPUT_ADVICE = (
-    "raise DataLoader(num_workers=...) and prefetch_factor, set pin_memory=True, and copy with non_blocking=True"
-)
-_ALLOCATOR_ADVICE = (
-    "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, remove torch.cuda.empty_cache() from the step, and "
-    "lower peak memory until torch.cuda.memory_stats()['num_alloc_retries'] stays 0"
-)
-_GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
-_IDLE_ADVICE = {
-    "launch": "fewer, larger launches: torch.compile the blocks, with mode='reduce-overhead' (CUDA graphs) where "
-    "shapes are fixed",
-    "synchronise": "remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value "
-    "a step later",
-    "late_input": _INPUT_ADVICE,
-    "allocator": _ALLOCATOR_ADVICE,
-    "garbage_collection": _GC_ADVICE,
-    "operation": "move that operation out of the step or to another thread or process",
-    "unrecorded": f"record with torch.profiler.profile(with_stack=True) to see which Python code it is; {_GC_ADVICE}",
-}
 _NO_SM_COLLECTIVES = (
     "collectives that take no SM (copy engines): NCCL's zero-CTA policy needs both buffers registered as symmetric "
     "windows and a stream that is not the default one; check that the trace shows Memcpy PtoP"
@@ -71,22 +47,37 @@ def find_findings(
     job: TracedJob,
     account: Account,
     w: Waits,
+    busy: list[Activity],
+    idle: tuple[RankIdle, ...],
     stragglers: tuple[Straggler, ...],
     kernels: tuple[KernelComparison, ...],
     blocked: tuple[Blocked, ...],
     replay: Replay | None,
 ) -> tuple[Finding, ...]:
-    """Return the findings, dearest first; `cost_us` is time per step."""
+    """Return the findings, dearest first; `cost_us` is time per step.
+
+    Args:
+        job: ranks on one clock.
+        account: means over ranks.
+        w: waits in collectives.
+        busy: per rank, when its GPU did what.
+        idle: per rank, why it did nothing.
+        stragglers: ranks that make the others wait.
+        kernels: those slowed by communication.
+        blocked: collectives that found no SM.
+        replay: what the step would be without each trouble, if it could be replayed.
+    """
     step = account.duration_us / max(len(job.step_names), 1)
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     found = [
         *_stragglers(job, stragglers, saved, step),
         *_slow_kernels(job, kernels, saved, step),
         *_launch_order(job, blocked, saved, step),
-        *(_idle(job, account, stragglers, step) if job.digests[0].device.name != "cpu" else ()),
+        *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
+        *find_copies(job, busy, saved, step),
         *_exposed(job, account, w, saved, step),
     ]
-    return tuple(sorted(found, key=lambda f: -f.cost_us))
+    return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
 
 def _severity(cost_us: float, step_us: float) -> Severity:
@@ -200,42 +191,6 @@ def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str,
     ]
 
 
-def _idle(job: TracedJob, account: Account, stragglers: tuple[Straggler, ...], step: float) -> list[Finding]:
-    """Return findings on gaps that every rank has: the host is too slow for all of them."""
-    steps = max(len(job.step_names), 1)
-    late = {s.rank for s in stragglers}
-    columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
-    lost: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(columns))
-    example: dict[str, str] = {}
-    longest: dict[str, float] = {}
-    for i, c in enumerate(columns):
-        low, high = job.step_start[0, c], job.step_end[-1, c]
-        gaps = job.digests[c].gaps
-        at = job.on_job_clock(c, np.array([g.start for g in gaps]))
-        for g, start in zip(gaps, at.tolist(), strict=True):
-            if low <= start < high:
-                lost[g.category][i] += g.end - g.start
-                if g.end - g.start > longest.get(g.category, 0.0):
-                    longest[g.category], example[g.category] = g.end - g.start, g.operation or g.inside or ""
-    out = []
-    for category, per_rank in lost.items():
-        cost = float(np.median(per_rank)) / steps
-        if cost < 3 * _WORTH * step:
-            continue
-        seen = f", the longest ({longest[category] / 1e3:.2f} ms) in {example[category]}" if example[category] else ""
-        out.append(
-            Finding(
-                kind="host_bound" if category == "launch" else category if category == "late_input" else "host_stall",
-                cost_us=cost,
-                severity=_severity(cost, step),
-                title=_IDLE_TITLE[category],
-                evidence=f"the GPU of a typical rank idles {cost / 1e3:.2f} ms a step for this{seen}",
-                advice=_IDLE_ADVICE[category],
-            )
-        )
-    return out
-
-
 def _exposed(job: TracedJob, account: Account, w: Waits, saved: dict[str, float], step: float) -> list[Finding]:
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
@@ -273,14 +228,16 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
         )
     if not findings:
         return f"{head} Nothing stands out."
-    worst = next((f for f in findings if f.kind != "exposed_comm"), findings[0])  # a cause says more than the symptom
-    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({worst.cost_us / 1e3:.1f} ms a step)."
+    causes = [f for f in findings if f.kind != "exposed_comm" and f.cost_us >= _SYMPTOM * findings[0].cost_us]
+    worst = causes[0] if causes else findings[0]
+    cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms a step)."
 
 
 def _advise_straggler(s: Straggler) -> str:
     """Say what to change about one late rank."""
     if s.cause == "late_input":
-        return _INPUT_ADVICE
+        return ADVICE["late_input"]
     if s.cause == "more_work":
         return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
     if s.cause == "slow_kernels":
@@ -289,10 +246,9 @@ def _advise_straggler(s: Straggler) -> str:
             "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
         )
     if s.cause == "host_stall":
-        known = {"allocator": _ALLOCATOR_ADVICE, "garbage_collection": _GC_ADVICE, "launch": _IDLE_ADVICE["launch"]}
         if s.detail is None:
-            return _IDLE_ADVICE["unrecorded"]
-        return known.get(
+            return ADVICE["unrecorded"]
+        return ADVICE.get(
             s.detail, f"take {s.detail} out of the step of rank {s.rank}: do it ahead, or in a worker process"
         )
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"

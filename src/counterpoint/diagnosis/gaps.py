@@ -1,142 +1,458 @@
-"""Find where a rank's GPU ran dry, and what its host was doing meanwhile."""
+"""Account for all time in which a rank's GPU had nothing to do, by what the host did meanwhile.
+
+A gap ends with an operation. Until that was launched the GPU waited for the host: what counts is what the launching
+thread was in at each moment of the gap, innermost range first, and where it was in nothing, the other threads. From the
+launch on it waited for something else (`queued`). Everything is computed for all gaps at once; see `Gaps`.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from counterpoint.trace.timeline import F64, GpuOps, HostKind, HostOps, Timeline
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.steps import StepWindows
+from counterpoint.trace.timeline import F64, I32, I64, U8, HostKind, HostOps, Kind, Timeline
 
-__all__ = ["Gap", "find_gaps"]
+__all__ = ["CATEGORIES", "STALL_US", "Gaps", "find_gaps"]
 
-_SHORTEST_US = 20.0
-_MOST = 256  # the longest gaps are explained; the rest only counted in the accounts
-_CATEGORIES = (
+Bools = npt.NDArray[np.bool_]
+
+CATEGORIES = (
+    "operation",  # the host was in an operation or a Python function for long
+    "launch",  # host-bound: launch after launch came too late, none of them by much
+    "allocator",
+    "garbage_collection",
+    "late_input",
+    "synchronise",  # the host had waited for the GPU, so nothing was queued
+    "copy",  # a blocking copy held the host
+    "start_up",  # CUDA starts, kernels are loaded or compiled, a graph is captured
+    "profiler",  # the profiler's own work
+    "queued",  # launched in time, but something held it: an event, another stream, another rank
+    "between_kernels",  # launched in time: the few µs from one kernel to the next
+    "no_launch_recorded",  # the trace does not say when it was launched, nor what the host did
+    "unrecorded",  # the host launched nothing, and nothing says why
+)
+_NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
+OPERATION, LAUNCH = _NUMBER["operation"], _NUMBER["launch"]
+QUEUED, BETWEEN = _NUMBER["queued"], _NUMBER["between_kernels"]
+SYNCHRONISE, COPY, START_UP = _NUMBER["synchronise"], _NUMBER["copy"], _NUMBER["start_up"]
+ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_recorded"], _NUMBER["unrecorded"]
+
+STALL_US = 500.0  # a host that launches nothing for longer stalls; below, it is slow
+_LOADING_US = 500_000.0  # no call takes as long but one that starts CUDA or loads a library of kernels
+_SOON_US = 20.0  # an operation that nothing holds begins this soon after its launch
+_BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
+_DEEPEST = 512  # ranges nested deeper count as those around them
+_THREADS = 64  # that are looked into: those that launch most, then those with most ranges
+_PATTERNS = (
     ("allocator", re.compile(r"^(cuda|hip)(Malloc|Free|HostAlloc|HostFree|Mem(Pool|Create|Map|Unmap|Release|SetAccess))"
-                             r"|^cuMem(Alloc|Create|Map|Unmap|Release|SetAccess|Free|AddressReserve)")),
+                             r"|^cuMem(Alloc|Create|Map|Unmap|Release|SetAccess|Free|AddressReserve|HostAlloc)")),
     ("garbage_collection", re.compile(r"\bgc\b.*collect|^gc\.|python gc|garbage", re.I)),
+    ("start_up", re.compile(r"Lazy Function Loading|Module ?Load|LibraryLoad|^(cuda|hip|cu)(Init$|DeviceReset|CtxCreate"
+                            r"|StreamCreate|Stream(Begin|End)Capture|Graph(Instantiate|Destroy|GetNodes))"
+                            r"|^cu(dnn|blas\w*|fft)Create|^(nccl|rccl)CommInit|ncclGetUniqueId"
+                            r"|torch/_dynamo/(convert_frame|output_graph|symbolic_convert)|torch/_inductor/(compile_fx|"
+                            r"codecache|async_compile|scheduler|graph|lowering)"
+                            r"|triton/(backends/\w+/compiler|compiler/code_generator)\.py|triton/compiler/compiler\.py"
+                            r"\(\d+\): (compile|_init_handles|make_|parse)"
+                            r"|dynamo_timed|_compile\.compile_inner|OutputGraph\.call_user_compiler"
+                            r"|torch/cuda/graphs\.py\(\d+\): (capture_begin|capture_end)")),
+    ("profiler", re.compile(r"^(Activity Buffer Request|Buffer Flush|Instrumentation|Resource|Command Buffer Full)$"
+                            r"|^(cuda|hip|roc)Profiler|^CUPTI", re.I)),
     ("late_input", re.compile(r"dataloader|datapipe|__next__.*(loader|iter)|enumerate\(|pin_memory|prefetch.*batch"
                               r"|next_batch|get_batch|load_batch|fetch_data|data_?loading", re.I)),
-    ("synchronise", re.compile(r"synchronize|^cudaMemcpy$|^aten::(item|_local_scalar_dense)$|^(Stream|Context|Event|"
-                               r"Device) Sync", re.I)),
+    ("synchronise", re.compile(r"synchronize|^aten::(item|_local_scalar_dense)$|^(Stream|Context|Event|Device) Sync",
+                               re.I)),
+    ("copy", re.compile(r"^(cuda|hip)Memcpy(?!.*Peer)|^cuMemcpy(?!Peer)|^hipMemcpyWithStream")),
 )  # fmt: skip
 _FRAME = re.compile(r"^(ProfilerStep|PyTorch Profiler|torch/profiler|profiler)")
+_WAITING = re.compile(r"^<built-in .*(acquire|poll|select|wait|sleep|recv|read)\b|^(threading|queue|selectors)\.py\(")
+_LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|contextlib|functools)\.py\(")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
-    """Describes a time [start, end) without GPU operations, which the host explains in [host_start, host_end)."""
+class Gaps:
+    """Holds all times [start, end) without GPU operations, with what explains them; columns of one length.
 
-    start: float
-    end: float
-    op: int  # the GPU operation that ended it
-    host_start: float
-    host_end: float
-    category: str  # allocator | garbage_collection | late_input | synchronise | operation | unrecorded | launch
-    operation: str | None = None  # what the host was in; None: nothing was recorded
-    inside: str | None = None  # the range around it
+    A gap has as many rows as causes, which share its length: `time` is each one's part, the longest first. Gaps are
+    cut where steps begin and end. Names are indices into the rank's names, -1: not known.
+    """
+
+    start: F64
+    end: F64
+    time: F64
+    category: U8  # into CATEGORIES
+    operation: I32  # the host range that took most of `time`; of what was launched in time: what ran next
+    inside: I32  # the Python function or the range around it
+    host_us: F64  # for how long of the gap no thread launched anything
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def whole(self) -> Bools:
+        """Return the first row of each gap, which has its main cause."""
+        return np.concatenate(([True], self.start[1:] > self.start[:-1])) if len(self) else np.zeros(0, bool)
 
 
-def find_gaps(timeline: Timeline) -> list[Gap]:
-    """Return the longest gaps of a rank, in order of time."""
+def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
+    """Return every gap of a rank, from the first thing recorded to the last."""
+    start, end, op = _idle(timeline, steps)
+    own = np.array([_category(n) for n in timeline.names], np.uint8)
+    waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
+    threads = _Threads.of(timeline, own, start, waits.held)
+    parts = [_queued(waits, end)]
+    by = np.where(np.isin(waits.thread, threads.order), waits.thread, -1)
+    for thread in np.unique(by).tolist():
+        own = np.flatnonzero(by == thread)
+        parts.append(threads.explain(thread, own, start[own], waits.held[own]))
+    pieces = _Pieces.joined(parts)
+    _judge(timeline, threads, waits, pieces, start, end)
+    host_us = np.minimum(waits.since_launch + waits.call_us, waits.held - start)
+    return _table(timeline, threads, pieces, start, end, op, host_us)
+
+
+def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
+    """Return the gaps, cut at the edges of steps, and the operation that ends each; -1: none, the trace ends."""
     gpu, host = timeline.gpu, timeline.host
-    if len(gpu) < 2:
-        return []
-    busy_until = np.maximum.accumulate(gpu.end)[:-1]
-    length = gpu.start[1:] - busy_until
-    at = np.flatnonzero(length >= _SHORTEST_US)
-    if len(at) > _MOST:
-        at = np.sort(at[np.argpartition(-length[at], _MOST)[:_MOST]])
-    launches = _Launches.of(gpu)
-    ranges = _HostRanges.of(host)
-    return [_explain(timeline, launches, ranges, int(i) + 1, float(busy_until[i])) for i in at]
+    low = min(float(t.start[0]) for t in (gpu, host) if len(t))
+    high = max(float(t.end.max()) for t in (gpu, host) if len(t))
+    low, high = min(low, float(steps.start.min())), max(high, float(steps.end.max()))
+    start = np.concatenate(([low], np.maximum.accumulate(gpu.end)))
+    end = np.concatenate((gpu.start, [high]))
+    op = np.concatenate((np.arange(len(gpu)), [-1]))
+    real = end > start
+    start, end, op = start[real], end[real], op[real]
+    edges = np.unique(np.concatenate((steps.start, steps.end)))
+    at = np.searchsorted(end, edges, side="right")  # the gap that an edge cuts, if it begins before
+    at = np.minimum(at, len(start) - 1)
+    cuts = (start[at] < edges) & (edges < end[at]) if len(start) else np.zeros(len(edges), bool)
+    begins = np.concatenate((start, edges[cuts]))
+    order = np.argsort(begins, kind="stable")
+    of = np.concatenate((np.arange(len(start)), at[cuts]))[order]
+    begins = begins[order]
+    last = np.concatenate((of[1:] != of[:-1], [True])) if len(of) else np.zeros(0, bool)
+    ends = np.where(last, end[of], np.concatenate((begins[1:], [0.0])))
+    return begins, ends, op[of]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Launches:
-    start: F64  # sorted
-    reach: F64  # the latest end so far
+    """Says, for each gap, when and where the operation that ends it was launched."""
+
+    known: Bools
+    launched: F64  # where it is not known: when the gap ended
+    call_us: F64
+    held: F64  # until here the gap is the host's; what follows it is `queued`
+    thread: I32
+    op: I64
+    since_launch: F64  # or since a call that waited for the GPU
+    blocking: I64  # rows of HostOps: those calls
 
     @classmethod
-    def of(cls, gpu: GpuOps) -> _Launches:
-        known = np.flatnonzero(np.isfinite(gpu.launch_start))
-        order = known[np.argsort(gpu.launch_start[known], kind="stable")]
-        return cls(gpu.launch_start[order], np.maximum.accumulate(gpu.launch_end[order]))
+    def of(cls, timeline: Timeline, blocking: I64, start: F64, end: F64, op: I64) -> _Launches:
+        gpu, host = timeline.gpu, timeline.host
+        launches, returns = (np.append(column, np.nan)[op] for column in (gpu.launch_start, gpu.launch_end))
+        begins = np.append(gpu.start, np.inf)[op]
+        known = np.isfinite(launches) | (op < 0)  # at the end of the trace: surely not yet
+        waited = known & (begins - returns > _SOON_US)
+        held = np.where(waited, np.clip(returns, start, end), end)
+        busiest = gpu.launch_thread[gpu.launch_thread >= 0]
+        main = np.bincount(busiest).argmax() if len(busiest) else -1
+        thread = np.append(gpu.launch_thread, -1)[op]
+        launched = np.where(np.isfinite(launches), launches, end)
+        recorded = np.flatnonzero(np.isfinite(gpu.launch_start))
+        recorded = recorded[np.argsort(gpu.launch_start[recorded], kind="stable")]
+        reach = np.concatenate(([-np.inf], np.maximum.accumulate(gpu.launch_end[recorded])))
+        before = reach[np.searchsorted(gpu.launch_start[recorded], launched, side="left")]
+        returned = np.concatenate(([-np.inf], np.sort(host.end[blocking])))
+        before = np.maximum(before, returned[np.searchsorted(returned, launched + 1.0, side="right") - 1])
+        return cls(
+            known=known,
+            launched=launched,
+            call_us=np.nan_to_num(returns - launches),
+            held=held,
+            thread=np.where(thread >= 0, thread, main).astype(np.int32),
+            op=op,
+            since_launch=np.maximum(launched - np.maximum(before, start.min(initial=0.0)), 0.0),
+            blocking=blocking,
+        )
 
-    def last_before(self, at: float) -> float | None:
-        index = int(np.searchsorted(self.start, at, side="left")) - 1
-        return float(self.reach[index]) if index >= 0 else None
+
+@dataclass(slots=True)
+class _Pieces:
+    """Holds parts of gaps, each with a cause and the host range that it was in; -1: none."""
+
+    gap: I64
+    start: F64
+    end: F64
+    category: U8
+    row: I64
+
+    @classmethod
+    def joined(cls, parts: list[_Pieces]) -> _Pieces:
+        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
+
+
+def _queued(waits: _Launches, end: F64) -> _Pieces:
+    """Return the parts of gaps after the launch of the operation that ends them."""
+    gap = np.flatnonzero(waits.held < end)
+    short = end[gap] - waits.held[gap] <= _SOON_US
+    category = np.where(short, BETWEEN, QUEUED).astype(np.uint8)
+    return _Pieces(gap, waits.held[gap], end[gap], category, np.full(len(gap), -1))
 
 
 @dataclass(frozen=True, slots=True)
-class _HostRanges:
-    """Finds host ranges by time; `long` are the rows of those longer than the look-back of a search."""
+class _Layer:
+    """Holds disjoint times of one thread, or of what holds all threads up, with the innermost host range of each."""
+
+    start: F64
+    end: F64
+    row: I64
+
+    @classmethod
+    def flat(cls, host: HostOps, rows: I64, parent: I64) -> _Layer:
+        """Return when each of `rows`, sorted by start, is the innermost; `parent` is the range around a row."""
+        start, end = host.start[rows], host.end[rows]
+        edge = np.concatenate((end[::-1], start))  # at one time the inner ranges end first, and all before others begin
+        label = np.concatenate((parent[rows][::-1], rows))
+        order = np.argsort(edge, kind="stable")
+        edge, label = edge[order], label[order]
+        keep = (edge[1:] > edge[:-1]) & (label[:-1] >= 0)
+        return cls(edge[:-1][keep], edge[1:][keep], label[:-1][keep])
+
+    def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
+        """Return the parts of disjoint, sorted times that the layer covers, with rows, and those that it leaves."""
+        low = np.searchsorted(self.end, start, side="right")
+        high = np.searchsorted(self.start, end, side="left")
+        here = np.unique(np.concatenate((start, end, *_inside(self, low, high))))
+        middle = (here[:-1] + here[1:]) / 2
+        at = np.searchsorted(start, middle, side="right") - 1
+        ours = (at >= 0) & (middle < end[np.maximum(at, 0)])
+        begins, ends, middle, at = here[:-1][ours], here[1:][ours], middle[ours], at[ours]
+        span = np.searchsorted(self.start, middle, side="right") - 1
+        covered = (span >= 0) & (middle < self.end[np.maximum(span, 0)])
+        left = ~covered
+        return (
+            (gap[at[covered]], begins[covered], ends[covered], self.row[span[covered]]),
+            (gap[at[left]], begins[left], ends[left]),
+        )
+
+
+def _inside(layer: _Layer, low: I64, high: I64) -> tuple[F64, F64]:
+    """Return the edges of those spans of a layer that one of the ranges [low, high) names."""
+    marks = np.zeros(len(layer.start) + 1, np.int64)
+    some = high > low
+    np.add.at(marks, low[some], 1)
+    np.add.at(marks, high[some], -1)
+    near = np.cumsum(marks)[:-1] > 0
+    return layer.start[near], layer.end[near]
+
+
+@dataclass(frozen=True, slots=True)
+class _Threads:
+    """Holds what the host did during the gaps: the ranges that matter, and a layer for each thread.
+
+    `category` and `inside` belong to rows of HostOps: a range inside an allocator, a data loader, ... is part of it.
+    """
 
     host: HostOps
-    long: Any
+    category: U8
+    inside: I64  # row; -1: none
+    shared: _Layer  # what holds up every thread
+    layers: dict[int, _Layer]
+    order: tuple[int, ...]  # threads, those that launch most first
 
     @classmethod
-    def of(cls, host: HostOps) -> _HostRanges:
-        return cls(host, np.flatnonzero(host.end - host.start > 1000.0))
+    def of(cls, timeline: Timeline, own: U8, start: F64, end: F64) -> _Threads:
+        host, gpu = timeline.host, timeline.gpu
+        frames = np.array([bool(_FRAME.match(n)) for n in timeline.names], bool)
+        idle = Intervals.union(start, end)
+        use = (host.end > host.start) & (host.kind != HostKind.SYNC)
+        if len(host):
+            use &= ~frames[host.name] & (idle.within(host.start, host.end) > 0)
+        use &= ~_around_everything(host, use)
+        rows = np.flatnonzero(use)
+        parent, category, inside = _nested(timeline, own, rows)
+        threads, count = np.unique(host.thread[rows], return_counts=True)
+        launches = np.bincount(gpu.launch_thread[gpu.launch_thread >= 0], minlength=int(threads.max(initial=0)) + 1)
+        ranked = threads[np.lexsort((-count, -launches[threads]))][:_THREADS]
+        waiting = np.array([bool(_WAITING.search(n)) for n in timeline.names], bool)
+        layers = {}
+        for thread in ranked.tolist():
+            on = rows[(host.thread[rows] == thread) & (parent[rows] > -2)]
+            layers[thread] = _Layer.flat(host, on, parent)
+        blocks = np.isin(category, (ALLOCATOR, _NUMBER["garbage_collection"], _NUMBER["profiler"]))
+        held = rows[blocks[rows] & np.isin(host.kind[rows], (HostKind.RUNTIME, HostKind.PYTHON))]
+        held = held[host.start[held] >= np.concatenate(([-np.inf], np.maximum.accumulate(host.end[held])[:-1]))]
+        shared = _Layer(host.start[held], host.end[held], held)
+        idle_others = {
+            t: _Layer(layer.start[k], layer.end[k], layer.row[k])
+            for t, layer in layers.items()
+            for k in [~waiting[host.name[layer.row]]]
+        }
+        layers |= {~t: layer for t, layer in idle_others.items()}
+        return cls(host, category, inside, shared, layers, tuple(ranked.tolist()))
 
-    def during(self, start: float, end: float) -> Any:
-        """Return the rows of ranges that overlap [start, end)."""
-        host = self.host
-        low, high = np.searchsorted(host.start, [start - 1000.0, end])
-        near = np.arange(low, high)
-        far = self.long[self.long < low]
-        rows = np.concatenate((far, near))
-        return rows[(host.end[rows] > start) & (host.start[rows] < end)]
+    def explain(self, thread: int, gap: I64, start: F64, end: F64) -> _Pieces:
+        """Return what the host did in [start, end) of each gap, as far as `thread`, or else another one, shows it."""
+        others = [~t for t in self.order if t != thread]
+        some = end > start
+        left = (gap[some], start[some], end[some])
+        parts = []
+        for layer in [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]:
+            if not len(left[0]) or not len(layer.start):
+                continue
+            (of, begins, ends, row), left = layer.over(*left)
+            parts.append(_Pieces(of, begins, ends, self.category[row], row))
+        none = np.full(len(left[0]), UNRECORDED, np.uint8)
+        return _Pieces.joined([*parts, _Pieces(*left, none, np.full(len(none), -1))])
 
 
-def _explain(timeline: Timeline, launches: _Launches, ranges: _HostRanges, op: int, start: float) -> Gap:
-    gpu, end = timeline.gpu, float(timeline.gpu.start[op])
-    launched, launch_end = float(gpu.launch_start[op]), float(gpu.launch_end[op])
-    if not np.isfinite(launched):
-        return Gap(start=start, end=end, op=op, host_start=start, host_end=end, category="unrecorded")
-    before = launches.last_before(launched)
-    host_start = max(start, min(before, launched)) if before is not None else start
-    if launched - host_start < 0.25 * (end - start):
-        if launch_end - launched < 0.5 * (end - start):
-            return Gap(start=start, end=end, op=op, host_start=host_start, host_end=launched, category="launch")
-        host_start, launched = launched, launch_end  # the launch call itself took the time
-    operation, category, inside = _occupation(timeline, ranges, int(gpu.launch_thread[op]), host_start, launched)
-    return Gap(start=start, end=end, op=op, host_start=host_start, host_end=launched,
-               operation=operation, category=category, inside=inside)  # fmt: skip
+def _blocking(host: HostOps, own: U8) -> I64:
+    """Return the calls that wait for the GPU: synchronisations, and copies that block."""
+    if not len(host):
+        return np.empty(0, np.int64)
+    category = own[host.name]
+    copies = (category == COPY) & (host.end - host.start >= _BLOCKING_COPY_US)
+    return np.flatnonzero((host.kind == HostKind.RUNTIME) & ((category == SYNCHRONISE) | copies)).astype(np.int64)
 
 
-def _occupation(
-    timeline: Timeline, ranges: _HostRanges, thread: int, start: float, end: float
-) -> tuple[str | None, str, str | None]:
-    """Return operation, category and enclosing range of the time in which a thread launched nothing."""
+def _category(name: str) -> int:
+    return next((_NUMBER[category] for category, pattern in _PATTERNS if pattern.search(name)), OPERATION)
+
+
+def _around_everything(host: HostOps, use: Bools) -> Bools:
+    """Return the annotations that hold at least half of what was recorded: a step or an epoch explains no gap in it."""
+    if not use.any():
+        return np.zeros(len(host), bool)
+    length = float(host.end[use].max() - host.start[use].min())
+    return np.asarray((host.kind == HostKind.ANNOTATION) & (host.end - host.start >= 0.5 * length))
+
+
+def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64]:
+    """Find, for rows of HostOps, the row around each on its thread, its category, and what it is inside of.
+
+    Returns:
+        Columns as long as HostOps. Row -1: nothing is around it; -2: it is nested too deep. A range takes the category
+        of what is around it, unless it has one of its own.
+    """
+    host = timeline.host
+    library = np.array([bool(_LIBRARY.search(n)) for n in timeline.names], bool)
+    category, parent = np.zeros(len(host), np.uint8), np.full(len(host), -1)
+    inside = np.full(len(host), -1)
+    if not len(rows):
+        return parent, category, inside
+    category[rows] = own[host.name[rows]]
+    quick = (category == COPY) & (host.end - host.start < _BLOCKING_COPY_US)
+    category[quick] = OPERATION
+    function = (host.kind == HostKind.PYTHON) & ~library[host.name]
+    order = rows[np.argsort(host.thread[rows], kind="stable")]
+    depth = np.empty(len(order), np.int64)
+    edges = np.flatnonzero(np.concatenate(([True], np.diff(host.thread[order]) != 0, [True])))
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        own_rows = order[low:high]
+        depth[low:high] = np.arange(high - low) - np.searchsorted(
+            np.sort(host.end[own_rows]), host.start[own_rows], side="right"
+        )
+    parent[order[depth >= _DEEPEST]] = -2
+    by_depth = np.argsort(depth, kind="stable")
+    levels = np.searchsorted(depth[by_depth], np.arange(min(int(depth.max()) + 1, _DEEPEST) + 1))
+    for level in range(1, len(levels) - 1):
+        here, above = by_depth[levels[level] : levels[level + 1]], by_depth[levels[level - 1] : levels[level]]
+        around = order[above[np.searchsorted(above, here) - 1]]
+        row = order[here]
+        parent[row] = around
+        category[row] = np.where(category[row] == OPERATION, category[around], category[row])
+        inside[row] = np.where(function[around] | (inside[around] < 0) | ~function[inside[around]], around,
+                               inside[around])  # fmt: skip
+    return parent, category, inside
+
+
+def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pieces, start: F64, end: F64) -> None:
+    """Turn what the host was in into causes: slow launches, stalls, the start of CUDA, what followed a wait."""
+    gpu, host, gap = timeline.gpu, timeline.host, pieces.gap
+    kernels = gpu.launch_start[(gpu.kind != Kind.MEMCPY) & np.isfinite(gpu.launch_start)]
+    first = float(kernels.min(initial=np.inf))
+    row = np.maximum(pieces.row, 0)
+    call = (pieces.row >= 0) & (host.kind[row] == HostKind.RUNTIME) if len(host) else np.zeros(len(gap), bool)
+    long = call & (host.end[row] - host.start[row] >= STALL_US) if len(host) else call
+    others = np.isin(pieces.category, (OPERATION, ALLOCATOR, COPY))
+    loading = call & (host.end[row] - host.start[row] >= _LOADING_US) if len(host) else call
+    pieces.category[others & ((long & (pieces.start < first)) | loading)] = START_UP
+    fresh = np.zeros(len(gpu) + 1, bool)
+    fresh[np.unique(gpu.name, return_index=True)[1]] = True
+    loads = long & (pieces.category == OPERATION) & fresh[waits.op[gap]] & (waits.call_us[gap] >= STALL_US)
+    pieces.category[loads] = START_UP
+    stalls = np.maximum(waits.since_launch, np.maximum(waits.call_us, waits.held - start)) >= STALL_US
+    generic = np.isin(pieces.category, (OPERATION, UNRECORDED))
+    slow = generic & ~stalls[gap]
+    if timeline.device.name == "cpu":  # its operations are their own launches
+        pieces.category[slow] = OPERATION
+    else:
+        pieces.category[slow & waits.known[gap]] = LAUNCH
+        after, by = _after_waiting(timeline, waits, start)
+        waited = (pieces.category == LAUNCH) & after[gap]
+        pieces.category[waited], pieces.row[waited] = SYNCHRONISE, by[gap[waited]]
+        blind = (pieces.category == UNRECORDED) & ~waits.known[gap]
+        pieces.category[blind] = NO_LAUNCH
+    captured = _captures(timeline).covers((pieces.start + pieces.end) / 2)
+    pieces.category[captured & np.isin(pieces.category, (OPERATION, UNRECORDED, LAUNCH))] = START_UP
+
+
+def _after_waiting(timeline: Timeline, waits: _Launches, start: F64) -> tuple[Bools, I64]:
+    """Return whether the host waited for the GPU when it ran dry, before the launch that ended the gap; and where."""
+    host, rows = timeline.host, waits.blocking
+    if not len(rows):
+        return np.zeros(len(start), bool), np.full(len(start), -1)
+    at = np.searchsorted(host.start[rows], start + 1.0, side="right") - 1
+    row = rows[np.maximum(at, 0)]
+    found = (at >= 0) & (host.end[row] >= start - 5.0) & (host.end[row] <= waits.launched + 1.0)
+    return found, row
+
+
+def _captures(timeline: Timeline) -> Intervals:
+    """Return when a CUDA graph is captured: launches put nothing on the GPU."""
     host, names = timeline.host, timeline.names
-    rows = ranges.during(start, end)
-    rows = rows[host.kind[rows] != HostKind.SYNC]
-    shared: dict[str, float] = {}
-    for row in rows[np.isin(host.kind[rows], (HostKind.RUNTIME, HostKind.PYTHON))].tolist():
-        name = names[host.name[row]]
-        if (category := _category(name)) in ("allocator", "garbage_collection"):
-            shared[category] = shared.get(category, 0.0) + min(host.end[row], end) - max(host.start[row], start)
-    own = rows[host.thread[rows] == thread]
-    overlap = np.minimum(host.end[own], end) - np.maximum(host.start[own], start)
-    covering = own[overlap >= 0.5 * (end - start)]
-    covering = covering[np.argsort(host.end[covering] - host.start[covering], kind="stable")]
-    named = [names[host.name[row]] for row in covering.tolist() if not _FRAME.match(names[host.name[row]])]
-    inside = named[1] if len(named) > 1 else None
-    for category, time in shared.items():
-        if time >= 0.3 * (end - start):
-            return (named[0] if named else category), category, inside
-    for name in named[:8]:
-        if (category := _category(name)) != "operation":
-            return name, category, inside
-    if named:
-        return named[0], "operation", inside
-    frames = [names[host.name[row]] for row in covering.tolist()]
-    return None, "unrecorded", (frames[0] if frames else None)
+    if not len(host):
+        return Intervals(np.empty(0), np.empty(0))
+    begins, ends = (
+        np.flatnonzero(np.array([n.endswith(what) for n in names], bool)[host.name] & (host.kind == HostKind.RUNTIME))
+        for what in ("StreamBeginCapture", "StreamEndCapture")
+    )
+    after = np.searchsorted(host.start[ends], host.start[begins])
+    begins, after = begins[after < len(ends)], after[after < len(ends)]
+    return Intervals.union(host.start[begins], host.end[ends[after]])
 
 
-def _category(name: str) -> str:
-    return next((category for category, pattern in _CATEGORIES if pattern.search(name)), "operation")
+def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, end: F64, op: I64, host_us: F64) -> Gaps:
+    """Sum the pieces to one row for each gap and cause, named after the range that took most of it."""
+    name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
+    key = pieces.gap * len(CATEGORIES) + pieces.category
+    order = np.lexsort((name, key))
+    key, name, row = key[order], name[order], pieces.row[order]
+    time = (pieces.end - pieces.start)[order]
+    firsts = np.flatnonzero(np.concatenate(([True], (key[1:] != key[:-1]) | (name[1:] != name[:-1])))[: len(key)])
+    if not len(firsts):
+        none, no = np.empty(0), np.empty(0, np.int32)
+        return Gaps(start=none, end=none, time=none, category=np.empty(0, np.uint8), operation=no, inside=no,
+                    host_us=none)  # fmt: skip
+    key, row, part = key[firsts], row[firsts], np.add.reduceat(time, firsts)
+    best = np.lexsort((part, row >= 0, key))  # a name is better than none
+    causes = np.flatnonzero(np.concatenate((key[1:] != key[:-1], [True])))
+    whole = np.add.reduceat(part, np.concatenate(([0], causes[:-1] + 1)))
+    row = row[best[causes]]
+    gap, category = key[causes] // len(CATEGORIES), (key[causes] % len(CATEGORIES)).astype(np.uint8)
+    around = np.where(row >= 0, np.append(threads.inside, -1)[row], -1)
+    names = np.append(timeline.host.name, -1).astype(np.int32)
+    order = np.lexsort((-whole, gap))
+    operation, in_time = names[row], np.isin(category, (QUEUED, BETWEEN))
+    operation[in_time] = np.append(timeline.gpu.name, -1)[op[gap[in_time]]]
+    return Gaps(
+        start=start[gap[order]], end=end[gap[order]], time=whole[order], category=category[order],
+        operation=operation[order], inside=names[around[order]], host_us=host_us[gap[order]],
+    )  # fmt: skip

@@ -12,6 +12,10 @@ the graph explains; only where that is too little (a trace without launches, say
   transfer cannot be told from waiting: the whole collective is scaled.
 - launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
   kernel is not slowed in turn.
+- hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that no
+  event, stream or other operation was seen to hold still follows what had ended when it began.
+- no stall on any rank: a host that launched nothing for long goes on at its usual pace.
+- no copies: copies between host and GPU, and the calls that start them, take no time.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from dataclasses import replace as changed
 
 import numpy as np
 
+from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import Bools, ReplayGraph, build_graph
+from counterpoint.diagnosis.replay_graph import LOOK_BACK, Bools, ReplayGraph, build_graph
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -30,6 +35,7 @@ __all__ = ["replay", "simulate"]
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
 _SOON_US = 20.0  # an operation that nothing holds has begun by then
+_WORTH = 0.01  # of the time replayed: copies that take less are not left out
 _CLOSE = 0.01  # error of a graph that explains a trace
 
 
@@ -68,6 +74,13 @@ def replay(
     what_if["communication free"] = _communication(graph, 0.0)
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
+    hosted = np.isfinite(graph.order) & (graph.row >= 0)
+    if hosted.any():
+        what_if["hosts free (CUDA graphs)"] = _hosts_free(graph)
+        if (graph.host_gap >= STALL_US).any():
+            what_if["no stall on any rank"] = _no_stall(graph)
+    if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
+        what_if["no copies"] = _no_copies(graph, job)
     measured, replayed = graph.window_us / graph.steps, _step_us(graph)
     return Replay(
         measured_us=measured,
@@ -143,6 +156,50 @@ def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayG
         own = own[rows[graph.row[own]]]
         seen[own], lag[own] = 0, np.minimum(lag[own], _SOON_US)
     return changed(graph, seen=seen, lag=lag)
+
+
+def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
+    after_host, event = graph.after_host.copy(), graph.event.copy()
+    for column in np.unique(graph.column[1:]).tolist():
+        own = _by_host(graph, column)
+        after_host[own] -= _since_host(graph, own, graph.host_gap[own])
+        ops = np.flatnonzero((graph.column == column) & (graph.row >= 0))
+        free = ops[(graph.event[ops] == 0) & (graph.seen[ops] == 0)]
+        event[free] = _ended_before(graph, ops, free)
+    return changed(graph, after_host=after_host, event=event)
+
+
+def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
+    """Return, for each node, the last of `ops` to end that was launched before it and had ended when it began."""
+    by_end = ops[np.argsort(graph.end[ops], kind="stable")]
+    near = np.searchsorted(graph.end[by_end], graph.begin[nodes], side="right")[:, None] - 1 - np.arange(LOOK_BACK)
+    candidate = by_end[np.maximum(near, 0)]
+    joins = graph.leaves[candidate]  # its end is known when the last rank has arrived, which may be later
+    fits = (near >= 0) & (graph.order[candidate] < graph.order[nodes][:, None]) & (candidate < nodes[:, None]) & ~joins
+    return np.where(fits.any(axis=1), candidate[np.arange(len(nodes)), fits.argmax(axis=1)], 0)
+
+
+def _no_stall(graph: ReplayGraph) -> ReplayGraph:
+    after_host = graph.after_host.copy()
+    for column in np.unique(graph.column[1:]).tolist():
+        own = _by_host(graph, column)
+        gap = graph.host_gap[own]
+        usual = gap[(gap > 0) & (gap < STALL_US)]
+        pace = float(np.median(usual)) if len(usual) else 0.0
+        after_host[own] += _since_host(graph, own, np.where(gap >= STALL_US, pace - gap, 0.0))
+    return changed(graph, after_host=after_host)
+
+
+def _no_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
+    copies = graph.kind == Kind.MEMCPY
+    after_host = graph.after_host.copy()
+    for column in np.unique(graph.column[1:]).tolist():
+        own = _by_host(graph, column)
+        gpu, row = job.digests[column].gpu, graph.row[own]
+        call = np.where(copies[own], (gpu.launch_end - gpu.launch_start)[np.maximum(row, 0)], 0.0)
+        calling = np.minimum(np.concatenate(([0.0], call[:-1])), graph.host_gap[own])  # it is in the next one's gap
+        after_host[own] -= _since_host(graph, own, calling)
+    return changed(graph, after_host=after_host, duration=np.where(copies, 0.0, graph.duration))
 
 
 def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph:

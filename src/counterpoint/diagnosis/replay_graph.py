@@ -28,7 +28,7 @@ import numpy.typing as npt
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.trace.timeline import F64, I64, U8, Kind, previous_on_stream
 
-__all__ = ["ReplayGraph", "build_graph"]
+__all__ = ["LOOK_BACK", "ReplayGraph", "build_graph"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -38,7 +38,7 @@ _MORE_US = 1.0  # which must explain this much more of its begin
 _TAIL = 0.15  # the part of a kernel in which its last blocks leave SMs free
 _RETURN_US = 100.0  # a host call that waited returns this soon after the end that it waited for
 _BLOCKED_CALL_US = 100.0  # a launch that takes longer met a full queue
-_LOOK_BACK = 16  # ends that are looked at for each begin
+LOOK_BACK = 16  # ends that are looked at for each begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +202,7 @@ def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
     all_done = (last <= enter) | ((last <= leave) & (leave - last <= _RETURN_US))
     found[all_done] = launched[reached[at[all_done]]]
     by_end = launched[np.argsort(end[launched], kind="stable")]
-    near = np.searchsorted(end[by_end], leave, side="right")[:, None] - 1 - np.arange(_LOOK_BACK)
+    near = np.searchsorted(end[by_end], leave, side="right")[:, None] - 1 - np.arange(LOOK_BACK)
     candidate = by_end[np.maximum(near, 0)]
     fits = (near >= 0) & (launch[candidate] <= enter[:, None])
     fits &= (end[candidate] > enter[:, None]) & (leave[:, None] - end[candidate] <= _RETURN_US)
@@ -278,7 +278,7 @@ def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -
     """
     late = np.flatnonzero(~(start - base <= _LATE_US))
     by_end = np.argsort(end, kind="stable")
-    near = np.searchsorted(end[by_end], start[late])[:, None] + np.arange(-_LOOK_BACK, _LOOK_BACK)
+    near = np.searchsorted(end[by_end], start[late])[:, None] + np.arange(-LOOK_BACK, LOOK_BACK)
     candidate = by_end[np.clip(near, 0, len(end) - 1)]
     waited = (start[late][:, None] - end[candidate] >= 0) & ~(launch[candidate] >= launch[late][:, None])
     tail = np.maximum(_EDGE_US, _TAIL * (end - start))[candidate]

@@ -12,13 +12,13 @@ every collective of the backward pass. A rank that waits longer itself, in anoth
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
-from counterpoint.diagnosis.gaps import Gap
+from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.idle import time_in
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Cause, Straggler
@@ -123,7 +123,7 @@ def _explain(
     if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
         cause, detail, evidence, gap = _host_cause(job, column, steps)
         if gap is not None:
-            start, end = job.on_job_clock(column, np.array([gap.start, gap.end])).tolist()
+            start, end = job.on_job_clock(column, np.array(gap)).tolist()
     elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
         cause, detail, evidence = _copy_cause(excess.memcpy, shown)
     else:
@@ -174,26 +174,22 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
     return compute, copying - compute, working - copying, float((end - start).sum()) - working
 
 
-def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | None, str, Gap | None]:
-    """Find what the host did while the GPU had nothing to do, in these steps."""
-    blamed: dict[tuple[str, str | None], float] = defaultdict(float)
-    longest: dict[tuple[str, str | None], Gap] = {}
-    gaps = job.digests[column].gaps
-    middle = job.on_job_clock(column, np.array([(g.start + g.end) / 2 for g in gaps]))
-    for at, gap in zip(middle.tolist(), gaps, strict=True):
-        if not ((at >= job.step_start[steps, column]) & (at < job.step_end[steps, column])).any():
-            continue
-        key = (gap.category, gap.operation)
-        blamed[key] += gap.end - gap.start
-        if key not in longest or gap.end - gap.start > longest[key].end - longest[key].start:
-            longest[key] = gap
-    if not blamed:
+def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | None, str, tuple[float, float] | None]:
+    """Find what the host did while the GPU had nothing to do, in these steps; the last is the longest such gap."""
+    gaps, names = job.digests[column].gaps, job.digests[column].names
+    us = time_in(job, column, steps)
+    rows = np.flatnonzero(us > 0)
+    if not len(rows):
         return "host_stall", None, "its GPU had nothing to do; no single gap is long enough to say why", None
-    (category, operation), idle = max(blamed.items(), key=lambda item: item[1])
-    gap = longest[category, operation]
-    host_ms, gap_ms = (gap.host_end - gap.host_start) / 1e3, (gap.end - gap.start) / 1e3
-    where = f" (inside {gap.inside})" if gap.inside else ""
-    dry = f"its GPU ran dry for {idle / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    keys, which = np.unique(np.stack([gaps.category[rows], gaps.operation[rows]]), axis=1, return_inverse=True)
+    idle = np.bincount(which.ravel(), weights=us[rows])
+    most = int(idle.argmax())
+    own = rows[which.ravel() == most]
+    gap = int(own[us[own].argmax()])
+    category, operation = CATEGORIES[keys[0, most]], names[keys[1, most]] if keys[1, most] >= 0 else None
+    host_ms, gap_ms = float(gaps.host_us[gap]) / 1e3, float(us[gap]) / 1e3
+    where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
+    dry = f"its GPU ran dry for {idle[most] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
     cause: Cause = "host_stall"
     detail = operation
     if category == "late_input":
@@ -202,18 +198,21 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | N
     elif category == "launch":
         detail = "launch"
         evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound)"
-    elif category == "unrecorded":
+    elif category == "queued":
+        cause, detail = "unknown", None
+        evidence = f"{dry}, with work queued that waited for something else: an event, a stream, another rank"
+    elif operation is None:
         detail = None
         evidence = (
             f"{dry}; its host launched nothing for {host_ms:.2f} ms and no operation was recorded{where}: Python code, "
             "garbage collection or the system"
         )
-    elif category in ("allocator", "garbage_collection"):
+    elif category in ("allocator", "garbage_collection", "start_up", "profiler", "copy"):
         detail = category
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {category.replace('_', ' ')} ({operation}){where}"
     else:
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
-    return cause, detail, evidence, gap
+    return cause, detail, evidence, (float(gaps.start[gap]), float(gaps.end[gap]))
 
 
 def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:

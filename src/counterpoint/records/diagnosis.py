@@ -17,6 +17,9 @@ __all__ = [
     "Collective",
     "Diagnosis",
     "Finding",
+    "HostTime",
+    "Idle",
+    "IdleCause",
     "KernelCause",
     "KernelComparison",
     "RankAccount",
@@ -160,6 +163,39 @@ class Finding(Record, frozen=True, kw_only=True):
     end_us: float | None = None
 
 
+class HostTime(Record, frozen=True, kw_only=True):
+    """Names a host operation or Python function, and its part of a time."""
+
+    name: str
+    us: float
+
+
+class IdleCause(Record, frozen=True, kw_only=True):
+    """Says how long the GPU of a rank idles for one cause: µs a step, mean over ranks; `longest_us` is one gap."""
+
+    category: str  # operation | launch | allocator | ... | queued | no_launch_recorded | unrecorded
+    us: float
+    count: float  # gaps a step
+    longest_us: float
+    operations: tuple[HostTime, ...]  # what the host was in, most time first; at most 5
+    functions: tuple[HostTime, ...]  # the Python functions around those, where stacks were recorded; at most 5
+
+
+class Idle(Record, frozen=True, kw_only=True):
+    """Accounts for the idle time of a step, mean over ranks: the causes add up to `idle_us`, dearest first.
+
+    `explained_us` is what has another cause than that nothing was recorded. launches: calls a step that put something
+    on the GPU; launch_interval_us: from one to the next, stalls left out; kernel_us: mean compute kernel.
+    """
+
+    idle_us: float
+    explained_us: float
+    causes: tuple[IdleCause, ...]
+    launches: float | None
+    launch_interval_us: float | None
+    kernel_us: float | None
+
+
 class WhatIfStep(Record, frozen=True, kw_only=True):
     """Says how long the step would take if one thing were different: replayed, not subtracted."""
 
@@ -209,3 +245,4 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     kernels: tuple[KernelComparison, ...]
     findings: tuple[Finding, ...]
     replay: Replay | None
+    idle: Idle | None = None

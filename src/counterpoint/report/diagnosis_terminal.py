@@ -31,6 +31,7 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     console.print(say.text(_scope(diagnosis), say.QUIET))
     _findings(diagnosis.findings, console)
     _budget(diagnosis, console)
+    _idle(diagnosis, console)
     _collectives(diagnosis, console)
     _stragglers(diagnosis, console)
     _kernels(diagnosis, console)
@@ -100,6 +101,26 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
         console.print(
             f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."
         )
+
+
+def _idle(diagnosis: Diagnosis, console: Console) -> None:
+    causes = say.idle_causes(diagnosis)
+    if diagnosis.idle is None or not causes:
+        return
+    idle, ranks = diagnosis.idle, len(diagnosis.ranks)
+    say.heading(console, say.idle_sentence(idle), "ms per step" + (", mean over ranks" if ranks > 1 else ""))
+    rows = (
+        (
+            say.IDLE_CAUSES[c.category],
+            say.milliseconds(c.us),
+            f"{c.count:,.0f}" if c.count >= 1 else "<1",
+            say.milliseconds(c.longest_us),
+            say.text(c.operations[0].name if c.operations else say.UNKNOWN, limit=60),
+        )
+        for c in causes
+    )
+    columns = ("cause", "ms", "gaps", "longest", "mostly in")
+    say.print_table(console, columns, rows, left=("cause", "mostly in"))
 
 
 def _mean_wait(collective: Collective) -> float:

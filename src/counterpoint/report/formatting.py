@@ -16,12 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Account, Collective, Diagnosis, KernelComparison, RankAccount
+from counterpoint.records.diagnosis import (
+    Account,
+    Collective,
+    Diagnosis,
+    Idle,
+    IdleCause,
+    KernelComparison,
+    RankAccount,
+)
 
 __all__ = [
-    "CAUSES", "KERNEL_CAUSES", "PARTS", "QUIET", "UNKNOWN", "AccountPart", "bandwidth", "budget", "by_exposed",
-    "factor", "heading", "milliseconds", "new_table", "notes", "percent", "print_table", "ratio", "size", "speed_up",
-    "steps_in", "text", "waves", "worst_ranks",
+    "CAUSES", "IDLE_CAUSES", "KERNEL_CAUSES", "PARTS", "QUIET", "UNKNOWN", "AccountPart", "bandwidth", "budget",
+    "by_exposed", "factor", "heading", "idle_causes", "idle_sentence", "milliseconds", "new_table", "notes", "percent",
+    "print_table", "ratio", "size", "speed_up", "steps_in", "text", "waves", "worst_ranks",
 ]  # fmt: skip
 
 UNKNOWN = "–"
@@ -39,6 +47,22 @@ KERNEL_CAUSES = {
     "bandwidth": "bandwidth or power",
     "none": "none",
 }
+IDLE_CAUSES = {
+    "operation": "long host operation",
+    "launch": "slow launches (host-bound)",
+    "allocator": "allocator",
+    "garbage_collection": "garbage collection",
+    "late_input": "late input",
+    "synchronise": "synchronisation",
+    "copy": "blocking copy",
+    "start_up": "start-up, compilation, capture",
+    "profiler": "profiler",
+    "queued": "queued, but held up",
+    "between_kernels": "between queued kernels",
+    "no_launch_recorded": "launch not recorded",
+    "unrecorded": "nothing recorded",
+}
+MAX_IDLE_CAUSES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +110,17 @@ def worst_ranks(accounts: Sequence[RankAccount], limit: int) -> list[RankAccount
         return list(accounts)
     worst = sorted(accounts, key=lambda a: (a.compute_us / a.duration_us if a.duration_us else 0.0, a.rank))[:limit]
     return sorted(worst, key=lambda a: a.rank)
+
+
+def idle_sentence(idle: Idle) -> str:
+    """Say how long the GPUs idle in a step, and how much of that is explained."""
+    return f"Idle {milliseconds(idle.idle_us)} ms a step, of which {milliseconds(idle.explained_us)} explained"
+
+
+def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
+    """Return the causes of idle time that are worth a line: none that would read 0.00 ms."""
+    causes = diagnosis.idle.causes if diagnosis.idle else ()
+    return [c for c in causes if c.us >= 5.0][:MAX_IDLE_CAUSES]
 
 
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:

@@ -1,0 +1,136 @@
+"""Find copies between host and GPU that hold up the step: offload, and input from pageable memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.accounts import Activity
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.records.diagnosis import Finding, Severity
+from counterpoint.trace.timeline import Kind
+
+__all__ = ["find_copies"]
+
+_WORTH = 0.03  # of a step
+_WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
+_SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
+_WHAT = {
+    "HtoD": "to the GPU", "DtoH": "from the GPU", "DtoD": "within the GPU", "HtoH": "within the host",
+    "memset": "memsets", "other": "of unknown direction",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Copies:
+    """Sums the copies of one direction and kind of host memory, over all steps and ranks."""
+
+    way: str
+    memory: str  # pageable | pinned | ""
+    exposed_us: float
+    hidden_us: float
+    count: int
+    gb_per_s: float | None
+
+
+def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], step: float) -> list[Finding]:
+    """Return a finding if copies with nothing beside them take much of a step; `cost_us` is time per step."""
+    steps, ranks = max(len(job.step_names), 1), len(job.ranks)
+    exposed = 0.0
+    for c, rank in enumerate(busy):
+        alone = (rank.any.within(job.step_start[:, c], job.step_end[:, c])
+                 - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
+        exposed += float(alone.sum()) / (steps * ranks)
+    cost = min(max(saved.get("no copies", 0.0), exposed), step)
+    if exposed < _WORTH * step:
+        return []
+    kinds = _kinds(job, busy)
+    share = cost / step
+    severity: Severity = "high" if share >= 0.1 else "medium"
+    scale = 1.0 / (steps * ranks * 1e3)
+    parts = []
+    for k in kinds[:3]:
+        rate = f" at {k.gb_per_s:.1f} GB/s" if k.gb_per_s is not None else ""
+        memory = f" ({k.memory} host memory)" if k.memory else ""
+        parts.append(
+            f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "
+            f"{k.count / (steps * ranks):,.0f} copies{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
+        )
+    return [
+        Finding(
+            kind="copies",
+            cost_us=cost,
+            severity=severity,
+            title=f"{exposed / step:.0%} of the step is copying between host and GPU with nothing beside it"
+            if kinds[0].way in ("HtoD", "DtoH")
+            else f"{exposed / step:.0%} of the step is copying with nothing beside it",
+            evidence=f"a step and rank: {'; '.join(parts)}",
+            advice=_advise(kinds),
+        )
+    ]
+
+
+def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:
+    """Return the copies of the steps by direction and memory, most exposed first."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for c, d in enumerate(job.digests):
+        labels = [_label(name) for name in d.names]
+        kinds = sorted(set(labels))
+        number = np.array([kinds.index(label) for label in labels], np.int64)
+        inside = job.in_steps(c, np.arange(len(job.step_names))) & (d.gpu.kind == Kind.MEMCPY)
+        rows = np.flatnonzero(inside)
+        which = number[d.gpu.name[rows]]
+        others = busy[c].compute | busy[c].comm
+        for at in np.unique(which).tolist():
+            own = rows[which == at]
+            time = Intervals.union(job.op_start[c][own], job.op_end[c][own])
+            hidden = float(others.within(time.start, time.end).sum())
+            sized = own[d.gpu.bytes[own] > 0]
+            total = sums.setdefault(kinds[at], [0.0] * 5)
+            whole = float((time.end - time.start).sum())
+            values = (whole - hidden, hidden, len(own), float(d.gpu.bytes[sized].sum()),
+                      float((d.gpu.end - d.gpu.start)[sized].sum()))  # fmt: skip
+            sums[kinds[at]] = [a + b for a, b in zip(total, values, strict=True)]
+    found = [
+        _Copies(way=way, memory=memory, exposed_us=exposed, hidden_us=hidden, count=int(count),
+                gb_per_s=size / time / 1e3 if time > 0 and way != "memset" else None)
+        for (way, memory), (exposed, hidden, count, size, time) in sums.items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda k: -k.exposed_us)
+
+
+def _label(name: str) -> tuple[str, str]:
+    if "memset" in name.lower() or name.startswith("FillBuffer"):
+        return "memset", ""
+    found = _WAY.search(name)
+    way = _SPELT.get(found.group(0).lower(), found.group(0)) if found else "other"
+    memory = "pageable" if "Pageable" in name else "pinned" if "Pinned" in name else ""
+    return way, memory if way in ("HtoD", "DtoH") else ""
+
+
+def _advise(kinds: list[_Copies]) -> str:
+    """Say what to change about the copies that are most exposed; rates are only compared where both were seen."""
+    worst = kinds[0]
+    if worst.memory == "pageable":
+        pinned = next((k for k in kinds if k.way == worst.way and k.memory == "pinned" and k.gb_per_s), None)
+        seen = f" (pinned copies of this job reach {pinned.gb_per_s:.1f} GB/s)" if pinned else ""
+        return (
+            f"copy from and to pinned memory{seen}: DataLoader(pin_memory=True) or tensor.pin_memory(), and "
+            ".to(device, non_blocking=True)"
+        )
+    if worst.way == "HtoD":
+        return (
+            "copy ahead on a stream of its own: the next batch while this one computes "
+            "(non_blocking=True from pinned memory), offloaded parameters one layer before they are needed"
+        )
+    if worst.way == "DtoH":
+        return (
+            "copy back on a stream of its own into pinned memory with non_blocking=True, and wait for it only where "
+            "the host needs the values; offload less if the link is the limit"
+        )
+    if worst.way == "memset":
+        return "allocate with torch.empty where everything is overwritten, and zero_grad(set_to_none=True)"
+    return "avoid the copy: .contiguous(), .clone() and torch.cat on large tensors; write into the final buffer instead"

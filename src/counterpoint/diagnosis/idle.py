@@ -1,0 +1,296 @@
+"""Say how long the GPUs of a job idle, why, and what to change; all idle time of the steps is accounted for.
+
+What each rank's gaps come from is found when the rank is read (gaps.py); here they are cut to the steps of the job and
+summed. Times are per step, means over ranks, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.gaps import CATEGORIES, STALL_US
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.job import TracedJob
+from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, Severity
+from counterpoint.trace.timeline import F64, I64, Kind
+
+__all__ = ["ADVICE", "RankIdle", "find_idle", "idle_of_ranks", "summarise_idle", "time_in"]
+
+_UNEXPLAINED = ("unrecorded", "no_launch_recorded")
+_STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
+_WORTH = 0.03  # of a step: a cause that costs less is left out ...
+_MUCH = 0.1  # ... unless the GPUs idle this much of it and no cause reaches that
+_LONG_US = 5000.0  # a host that launches nothing for longer is said to pause
+_NAMED = 5
+_TITLE = {
+    "operation": "The GPUs run dry while the host is in long operations",
+    "launch": "The GPUs wait for launches: host-bound",
+    "allocator": "The GPUs wait for the allocator",
+    "garbage_collection": "The GPUs wait for garbage collection",
+    "late_input": "The GPUs wait for input",
+    "synchronise": "The GPUs run dry at synchronisations",
+    "copy": "The GPUs run dry while a copy blocks the host",
+    "start_up": "The GPUs wait for start-up: CUDA, kernels and graphs are loaded, compiled or captured",
+    "profiler": "The GPUs wait for the profiler",
+    "queued": "Work that was launched in time starts late",
+    "between_kernels": "Short pauses between queued kernels add up",
+    "no_launch_recorded": "The GPUs idle, and the trace does not hold the launches that would say why",
+    "unrecorded": "The GPUs run dry while the host does something unrecorded",
+}
+_KIND = {
+    "launch": "host_bound", "late_input": "late_input", "queued": "queued", "between_kernels": "queued",
+    "start_up": "start_up",
+}  # fmt: skip
+_GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
+_LAUNCH_ADVICE = (
+    "fewer, larger launches: CUDA graphs or torch.compile(mode='reduce-overhead') where shapes are fixed, larger "
+    "batches, fewer small kernels (fuse element-wise operations)"
+)
+ADVICE = {
+    "operation": "move that operation out of the step, do it ahead, or in a worker process",
+    "launch": _LAUNCH_ADVICE,
+    "allocator": "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, remove torch.cuda.empty_cache() from "
+    "the step, and lower peak memory until torch.cuda.memory_stats()['num_alloc_retries'] stays 0",
+    "garbage_collection": _GC_ADVICE,
+    "late_input": "raise DataLoader(num_workers=...) and prefetch_factor, set pin_memory=True, and copy with "
+    "non_blocking=True",
+    "synchronise": "remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value "
+    "a step later",
+    "copy": "copy from and to pinned memory with non_blocking=True: from pageable memory the host itself copies, and "
+    "waits",
+    "start_up": "it happens once: record after warm-up (torch.profiler.schedule(wait=, warmup=, active=)) to see the "
+    "steps that follow; if it comes again in every step, shapes change: fix them, or mark them dynamic",
+    "profiler": "it is not in an unprofiled run; record fewer steps, without stacks and shapes",
+    "queued": "see what its stream waits for: torch.cuda.Stream.wait_stream and wait_event, a collective of another "
+    "rank, or work that this trace does not hold",
+    "between_kernels": "fewer, larger kernels: torch.compile or fused implementations; CUDA graphs shorten each pause",
+    "no_launch_recorded": "record the host too (ProfilerActivity.CPU beside ProfilerActivity.CUDA); keep all events",
+    "unrecorded": "record with torch.profiler.profile(with_stack=True) to see which Python code it is; " + _GC_ADVICE,
+}
+_OPTIMIZER = re.compile(r"optimizer\.(step|zero_grad)|_foreach_|\badamw?\b|\bsgd\b", re.I)
+_FUSED = re.compile(r"_fused_(adam|sgd|adagrad)|FusedAdam", re.I)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankIdle:
+    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and the µs of each over all steps."""
+
+    row: I64
+    us: F64
+    missing_us: float  # idle time that the rank's trace does not reach
+
+
+def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[RankIdle, ...]:
+    """Return the gaps of every rank inside the steps; together they are the idle time of its account."""
+    found = []
+    for column, account in enumerate(per_rank):
+        us = time_in(job, column, np.arange(len(job.step_names)))
+        whole = float(us.sum())
+        if whole > account.idle_us:
+            us *= account.idle_us / whole
+        row = np.flatnonzero(us > 0)
+        found.append(RankIdle(row=row, us=us[row], missing_us=max(account.idle_us - whole, 0.0)))
+    return tuple(found)
+
+
+def time_in(job: TracedJob, column: int, steps: I64) -> F64:
+    """Return how much of each row of a rank's gaps lies in these steps."""
+    gaps = job.digests[column].gaps
+    start, end = job.on_job_clock(column, gaps.start), job.on_job_clock(column, gaps.end)
+    inside = Intervals.union(job.step_start[steps, column], job.step_end[steps, column]).within(start, end)
+    return np.asarray(gaps.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
+
+
+def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int] | None = None) -> Idle:
+    """Return the idle time of a step and what it comes from, dearest cause first: means over ranks."""
+    columns = list(range(len(job.ranks))) if columns is None else columns
+    scale = 1.0 / (len(columns) * max(len(job.step_names), 1))
+    us, count, longest = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
+    operations: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
+    functions: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
+    for c in columns:
+        gaps, names, part = job.digests[c].gaps, job.digests[c].names, idle[c]
+        category = gaps.category[part.row]
+        us += np.bincount(category, weights=part.us, minlength=len(CATEGORIES))
+        us[CATEGORIES.index("unrecorded")] += part.missing_us
+        count += np.bincount(category, minlength=len(CATEGORIES))
+        np.maximum.at(longest, category, part.us)
+        for column, into in ((gaps.operation, operations), (gaps.inside, functions)):
+            key = category.astype(np.int64) * (len(names) + 1) + column[part.row] + 1
+            keys, at = np.unique(key, return_inverse=True)
+            for k, t in zip(keys.tolist(), np.bincount(at, weights=part.us).tolist(), strict=True):
+                where, name = divmod(k, len(names) + 1)
+                if name and (into is operations or ".py(" in names[name - 1]):
+                    into[where][names[name - 1]] += t
+    causes = [
+        IdleCause(
+            category=CATEGORIES[i],
+            us=float(us[i]) * scale,
+            count=float(count[i]) * scale,
+            longest_us=float(longest[i]),
+            operations=_most(operations[i], scale),
+            functions=_most(functions[i], scale),
+        )
+        for i in np.argsort(-us, kind="stable").tolist()
+        if us[i] > 0
+    ]
+    launches, interval, kernel = np.mean([_launching(job, c) for c in columns], axis=0).tolist()
+    return Idle(
+        idle_us=sum(c.us for c in causes),
+        explained_us=sum(c.us for c in causes if c.category not in _UNEXPLAINED),
+        causes=tuple(causes),
+        launches=launches if np.isfinite(launches) else None,
+        launch_interval_us=interval if np.isfinite(interval) else None,
+        kernel_us=kernel if np.isfinite(kernel) else None,
+    )
+
+
+def _most(times: dict[str, float], scale: float) -> tuple[HostTime, ...]:
+    best = sorted(times.items(), key=lambda item: -item[1])[:_NAMED]
+    return tuple(HostTime(name=name, us=us * scale) for name, us in best)
+
+
+def _launches(job: TracedJob, column: int) -> tuple[F64, F64]:
+    """Return when a rank's host launched something in the steps, once for all that one call launched, and returned."""
+    gpu, at = job.digests[column].gpu, job.launch[column]
+    rows = np.flatnonzero((at >= job.step_start[0, column]) & (at < job.step_end[-1, column]))
+    at, first = np.unique(at[rows], return_index=True)
+    return at, at + (gpu.launch_end - gpu.launch_start)[rows[first]]
+
+
+def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
+    """Return launches a step, the mean time from one to the next, stalls left out, and the mean time of a kernel."""
+    gpu, (start, _) = job.digests[column].gpu, _launches(job, column)
+    if not len(start):
+        return np.nan, np.nan, np.nan
+    between = np.diff(start)
+    between = between[between < STALL_US]
+    kernels = job.in_steps(column, np.arange(len(job.step_names))) & (gpu.kind == Kind.COMPUTE)
+    mean = float((gpu.end - gpu.start)[kernels].mean()) if kernels.any() else np.nan
+    return len(start) / max(len(job.step_names), 1), float(between.mean()) if len(between) else np.nan, mean
+
+
+def _pauses(job: TracedJob, column: int) -> F64:
+    """Return how long a rank's host launched nothing, each time that this was long; waiting for the GPU is left out."""
+    start, end = _launches(job, column)
+    if len(start) < 2:
+        return np.empty(0)
+    low, high = np.maximum.accumulate(end)[:-1], start[1:]
+    waits = job.digests[column].waits
+    waited = Intervals.union(job.on_job_clock(column, waits.start), job.on_job_clock(column, waits.end))
+    pause = high - low - waited.within(low, np.maximum(low, high))
+    return np.asarray(pause[pause >= _LONG_US])
+
+
+def find_idle(
+    job: TracedJob, idle: tuple[RankIdle, ...], late: set[int], saved: dict[str, float], step: float
+) -> list[Finding]:
+    """Return findings on what the GPUs of the ranks that are not late idle for; costs are time per step.
+
+    Where ranks stall in turn, each makes the others wait in collectives: what the stalls cost is what the replay of the
+    step without them saves, if that is more than a rank idles itself.
+    """
+    columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
+    summary = summarise_idle(job, idle, columns)
+    stalled = sum(c.us for c in summary.causes if c.category in _STALLS)
+    factor = saved.get("no stall on any rank", 0.0) / stalled if stalled > 0 and len(job.ranks) > 1 else 1.0
+    cost = {c.category: c.us * (max(factor, 1.0) if c.category in _STALLS else 1.0) for c in summary.causes}
+    worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
+    if job.digests[0].device.name == "cpu" and summary.idle_us < _MUCH * step:
+        return []
+    if not worth and summary.idle_us >= _MUCH * step:
+        worth = list(summary.causes[:1])
+    return [
+        Finding(
+            kind=_KIND.get(cause.category, "host_stall"),
+            cost_us=cost[cause.category],
+            severity=_severity(cost[cause.category], step),
+            title=_title(job, cause),
+            evidence=_evidence(job, columns, cause, summary, step),
+            advice=_advise(job, columns, cause),
+        )
+        for cause in worth
+    ]
+
+
+def _title(job: TracedJob, cause: IdleCause) -> str:
+    title = _TITLE[cause.category]
+    if cause.category == "operation" and cause.operations and cause.operations[0].us >= 0.5 * cause.us:
+        title = f"The GPUs run dry while the host is in {_short(cause.operations[0].name)}"
+    if job.digests[0].device.name == "cpu":
+        title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
+    return title
+
+
+def _severity(cost_us: float, step_us: float) -> Severity:
+    share = cost_us / step_us if step_us > 0 else 0.0
+    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
+
+
+def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float) -> str:
+    mean = f"mean of {len(columns)} ranks, " if len(columns) > 1 else ""
+    share = f"{cause.us / step:.0%} of it" if step > 0 else "all of it"
+    what = "nothing runs for" if job.digests[0].device.name == "cpu" else "the GPU idles"
+    text = f"{what} {_ms(cause.us)} ms a step for this ({mean}{share}, {_gaps(job, cause)})"
+    if cause.category == "launch":
+        if idle.launches and idle.launch_interval_us and idle.kernel_us:
+            text += (
+                f": {idle.launches:,.0f} launches a step, one every {idle.launch_interval_us:.1f} µs, while a kernel "
+                f"takes {idle.kernel_us:.1f} µs on average"
+            )
+    else:
+        text += f"; the longest single gap is {_ms(cause.longest_us)} ms"
+    if cause.operations:
+        where = "what then ran" if cause.category in ("queued", "between_kernels") else "host time a step"
+        text += f"; {where}: " + ", ".join(f"{_short(o.name)} {_ms(o.us)} ms" for o in cause.operations)
+    if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
+        text += "; in " + ", ".join(f"{_short(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
+    if cause.category in _STALLS and len(columns) > 1:
+        text += _pauses_of_all(job, columns)
+    return text
+
+
+def _gaps(job: TracedJob, cause: IdleCause) -> str:
+    """Say how many gaps there are: a step, or where not every step has one, in all steps."""
+    steps = len(job.step_names)
+    count, within = (cause.count, "") if cause.count >= 1 else (cause.count * steps, f" in {steps} steps")
+    number = max(round(count), 1)
+    return f"{number:,} gap{'s' * (number != 1)}{within}"
+
+
+def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
+    """Say how often all hosts pause for long, where all do: no rank is late, but each holds the others up in turn."""
+    pauses = [_pauses(job, c) for c in columns]
+    count = [len(p) for p in pauses]
+    if not min(count):
+        return ""
+    steps = max(len(job.step_names), 1)
+    least, most = (f(float(p.sum()) for p in pauses) / steps for f in (min, max))
+    times = f"{min(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
+    return (
+        f"; every host pauses {times} times in {steps} step{'s' * (steps != 1)} for over {_LONG_US / 1e3:.0f} ms, "
+        f"{_ms(least)} to {_ms(most)} ms a step in all, and each pause holds up all ranks"
+    )
+
+
+def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
+    """Say what to change; an optimizer is only spoken of where one launches kernel by kernel."""
+    advice = ADVICE[cause.category]
+    if cause.category == "launch":
+        names = [o.name for o in (*cause.operations, *cause.functions)]
+        names += job.digests[columns[0]].names
+        if any(map(_OPTIMIZER.search, names)) and not any(map(_FUSED.search, names)):
+            advice += "; the optimizer with fused=True (or foreach=True)"
+    return advice
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.2f}" if us >= 100.0 else f"{us / 1e3:.3f}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else name[:77] + "…"

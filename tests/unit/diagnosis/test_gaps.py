@@ -1,0 +1,333 @@
+"""Every time without GPU operations has a cause, and together they are the idle time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.records.diagnosis import Diagnosis, Finding
+from counterpoint.trace.timeline import Device, HostKind, Kind
+from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank
+
+NAN = float("nan")
+OP, PYTHON, ANNOTATION = HostKind.OP, HostKind.PYTHON, HostKind.ANNOTATION
+
+
+def causes(*parts: Op | Host, **more: Any) -> dict[str, float]:
+    """What a rank idles for between its first operation and its last, in µs."""
+    d = digested(rank(*parts, **more))
+    within = (d.gaps.start >= d.gpu.start[0]) & (d.gaps.end <= d.gpu.end.max())
+    us = np.bincount(d.gaps.category[within], weights=d.gaps.time[within], minlength=len(CATEGORIES))
+    return {name: t for name, t in zip(CATEGORIES, us.tolist(), strict=True) if t > 1e-6}
+
+
+def diagnosed(*ranks: Rank) -> Diagnosis:
+    digests = [digested(r, number, len(ranks)) for number, r in enumerate(ranks)]
+    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
+
+
+def finding(d: Diagnosis, kind: str) -> Finding:
+    return next(f for f in d.findings if f.kind == kind)
+
+
+def stalled(*hosts: Host, us: float = 5000.0, launch: float | None = None, **more: Any) -> dict[str, float]:
+    """A kernel ends at 110, the next begins `us` later, 10 µs after its launch."""
+    last = op("after", 110 + us, 210 + us, launch=launch, **more)
+    return causes(op("before", 10, 110, launch=0.0), last, *hosts)
+
+
+@pytest.mark.parametrize(
+    ("category", "ranges"),
+    [
+        ("allocator", [host("cudaFree", 150, 5000)]),
+        ("allocator", [host("cudaMalloc", 150, 5000, thread=3)]),  # its lock holds up every thread
+        ("garbage_collection", [host("Python GC collect", 150, 5000, thread=3)]),
+        ("late_input", [host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 150, 5000, ANNOTATION)]),
+        ("synchronise", [host("aten::item", 150, 5000, OP)]),
+        ("copy", [host("cudaMemcpy", 150, 5000)]),
+        ("copy", [host("cudaMemcpyAsync", 150, 5000)]),
+        ("start_up", [host("Lazy Function Loading", 150, 5000)]),
+        ("start_up", [host("torch/_inductor/compile_fx.py(700): compile_fx_inner", 150, 5000, PYTHON)]),
+        ("start_up", [host("cudaStreamBeginCapture", 150, 160), host("aten::mm", 170, 4900, OP),
+                      host("cudaStreamEndCapture", 4990, 5000)]),
+        ("profiler", [host("Activity Buffer Request", 150, 5000)]),
+        ("operation", [host("tokenizer.encode", 150, 5000, PYTHON)]),
+        ("operation", [host("tokenizer.encode", 150, 5000, PYTHON, thread=3)]),
+        ("unrecorded", []),
+    ],
+)  # fmt: skip
+def test_a_stall_is_what_the_host_was_in(category: str, ranges: list[Host]) -> None:
+    """4850 of 5000 µs; the rest is slow Python before and after, and the launch."""
+    found = stalled(*ranges)
+    assert found[category] >= 4800
+    assert sum(found.values()) == pytest.approx(5000)
+
+
+def test_what_is_inside_a_loader_is_late_input() -> None:
+    """The loader decodes: the copy in it is no blocking copy, the decoding no operation of the step."""
+    loader = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 120, 5090, ANNOTATION)
+    inside = host("aten::stack", 130, 5000, OP)
+    assert stalled(loader, inside)["late_input"] >= 4900
+
+
+def test_a_waiting_thread_explains_nothing() -> None:
+    """Another thread sleeps on a lock, as most do."""
+    sleeps = host("<built-in method acquire of _thread.lock object>", 0, 6000, PYTHON, thread=3)
+    assert stalled(sleeps) == {"unrecorded": pytest.approx(5000)}
+
+
+def test_a_range_around_everything_explains_nothing() -> None:
+    """That the host was in an epoch says not what it did."""
+    assert stalled(host("epoch 3", 0, 6000, ANNOTATION)) == {"unrecorded": pytest.approx(5000)}
+
+
+def test_two_causes_share_a_gap() -> None:
+    """3000 µs in the allocator, 1500 in the tokenizer."""
+    found = stalled(host("cudaFree", 150, 3150), host("tokenizer.encode", 3200, 4700, PYTHON))
+    assert found["allocator"] == pytest.approx(3000)
+    assert found["operation"] == pytest.approx(1500)
+    assert sum(found.values()) == pytest.approx(5000)
+
+
+def test_an_operation_that_was_launched_in_time_was_queued() -> None:
+    """Launched at 20, it begins 5 ms later: not for want of a launch, whatever the host does."""
+    assert stalled(host("tokenizer.encode", 150, 5000, PYTHON), launch=20.0) == {"queued": pytest.approx(5000)}
+
+
+def test_the_few_microseconds_between_queued_kernels() -> None:
+    """2 µs, launched long before."""
+    assert stalled(us=2.0, launch=20.0) == {"between_kernels": pytest.approx(2)}
+
+
+def test_a_launch_just_in_time_is_a_late_one() -> None:
+    """It was launched while the other still ran, and began as soon as a launch can."""
+    assert stalled(us=8.0, launch=105.0) == {"launch": pytest.approx(8)}
+
+
+def test_no_launch_recorded_is_not_explained_unless_the_host_was_in_something() -> None:
+    """As in a trace of the GPU alone, or one with holes."""
+    assert stalled(launch=NAN) == {"no_launch_recorded": pytest.approx(5000)}
+    assert stalled(host("cudaFree", 115, 5105), launch=NAN)["allocator"] == pytest.approx(4990)
+
+
+def test_after_a_synchronisation_the_gpu_has_nothing() -> None:
+    """The host waited until the kernel had ended, and needs 60 µs to launch again."""
+    waits = host("cudaStreamSynchronize", 20, 113)
+    assert stalled(waits, us=80.0) == {"synchronise": pytest.approx(80)}
+
+
+def test_a_synchronisation_with_an_idle_gpu_is_not_the_cause() -> None:
+    """The GPU had run dry before it was called."""
+    assert stalled(host("cudaStreamSynchronize", 130, 131), us=80.0)["launch"] >= 78
+
+
+def test_a_first_launch_that_takes_long_loads_the_kernel() -> None:
+    """The call takes 4 ms, the kernel was never seen before."""
+    found = causes(
+        op("before", 10, 110, launch=0.0),
+        op("after", 4210, 4310, launch=200.0, call_us=4000.0),
+        host("hipLaunchKernel", 200, 4200),
+    )
+    assert found["start_up"] == pytest.approx(4000)
+
+
+def test_gaps_before_the_first_and_after_the_last_operation_count() -> None:
+    """A step of 10 ms with one kernel in the middle."""
+    kernel = op("matmul", 5000, 6000)
+    d = diagnosed(rank(kernel, host("cudaFree", 10, 4900), steps=((0.0, 10_000.0),)))
+    assert d.idle is not None
+    assert d.idle.idle_us == pytest.approx(9000)
+    assert d.idle.idle_us == pytest.approx(d.totals.idle_us)
+    assert {c.category for c in d.idle.causes} >= {"start_up", "unrecorded"}  # before the first launch: CUDA starts
+
+
+def many(count: int, kernel_us: float, gap_us: float, *, hosts: bool = True) -> Rank:
+    """Three steps of `count` kernels with gaps between, each launched as the one before has ended."""
+    every = kernel_us + gap_us
+    ops = [
+        op("add", i * every, i * every + kernel_us, launch=i * every - 6.0, call_us=4.0) for i in range(1, 3 * count)
+    ]
+    adds = [host("aten::add", i * every - 14.0, i * every - 1.0, OP) for i in range(1, 3 * count)] if hosts else []
+    steps = [(i * count * every, (i + 1) * count * every - 20.0) for i in range(3)]
+    return rank(*ops, *adds, steps=steps)
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+def test_small_kernels_with_small_gaps_are_host_bound(hosts: bool) -> None:
+    """Kernels of 10 µs, gaps of 15: 60 % idle, though no gap is long."""
+    d = diagnosed(many(200, 10.0, 15.0, hosts=hosts))
+    found = finding(d, "host_bound")
+    assert found is d.findings[0]
+    assert found.cost_us == pytest.approx(0.6 * 5000, rel=0.05)
+    assert "host-bound" in d.verdict
+    assert "a kernel takes 10.0 µs" in found.evidence
+    assert "CUDA graphs" in found.advice
+    assert d.idle is not None
+    assert d.idle.explained_us == pytest.approx(d.idle.idle_us, rel=0.02)
+    assert d.replay is not None
+    free = {w.name: w.step_us for w in d.replay.what_if}["hosts free (CUDA graphs)"]
+    assert free == pytest.approx(2000, rel=0.1)
+
+
+def test_host_bound_names_operations_and_python() -> None:
+    """Where the stacks were recorded."""
+    frame = host("train.py(12): forward", 0, 20_000, PYTHON)
+    base = many(200, 10.0, 15.0)
+    d = diagnosed(rank(*base.ops, *base.hosts, frame, steps=base.steps))
+    found = finding(d, "host_bound")
+    assert "aten::add" in found.evidence
+    assert "train.py(12): forward" in found.evidence
+
+
+def stalls_in_turn() -> list[Rank]:
+    """Four ranks, each of which pauses for 6 ms at another time, and a collective that makes the others wait."""
+    ranks = []
+    for r in range(4):
+        parts: list[Op | Host] = []
+        at = 100.0
+        for turn in range(8):
+            late = 6000.0 if turn % 4 == r else 0.0
+            begins = at + late
+            parts += [op("matmul", begins, begins + 500, launch=begins - 10)]
+            parts += [comm("all_reduce", begins + 500, at + 6000 + 600, launch=begins - 4)]
+            if late:
+                parts.append(host("tokenizer.encode", at, at + 5900, OP))
+            at += 6700.0
+        ranks.append(rank(*parts, steps=((0.0, at),)))
+    return ranks
+
+
+def test_stalls_of_all_ranks_cost_what_they_cost_together() -> None:
+    """Each pauses twice, 12 of 54 ms; as they take turns the step loses 48."""
+    d = diagnosed(*stalls_in_turn())
+    assert not d.stragglers
+    found = finding(d, "host_stall")
+    assert found.cost_us == pytest.approx(48_000, rel=0.05)
+    assert found.cost_us <= d.totals.duration_us
+    assert "every host pauses 2 times in 1 step for over 5 ms" in found.evidence
+    assert d.replay is not None
+    assert {w.name: w.step_us for w in d.replay.what_if}["no stall on any rank"] < 0.2 * d.replay.measured_us
+
+
+def copies(name: str, us: float) -> Diagnosis:
+    """A copy before the kernel of each step."""
+    parts = []
+    for i in range(3):
+        at = 100.0 + i * 2000
+        parts += [op(name, at, at + us, kind=Kind.MEMCPY, launch=at - 8, bytes=1 << 20)]
+        parts += [op("matmul", at + us + 2, at + us + 502, launch=at - 4)]
+    return diagnosed(rank(*parts, steps=[(i * 2000.0 + 50, i * 2000.0 + 1900) for i in range(3)]))
+
+
+def test_pageable_copies_are_a_finding() -> None:
+    """1 MiB in 400 µs: 2.6 GB/s from pageable memory."""
+    d = copies("Memcpy HtoD (Pageable -> Device)", 400.0)
+    found = finding(d, "copies")
+    assert found.cost_us == pytest.approx(400, rel=0.02)
+    assert "pageable host memory" in found.evidence
+    assert "2.6 GB/s" in found.evidence
+    assert "pin_memory" in found.advice
+    assert d.replay is not None
+    steps = {w.name: w.step_us for w in d.replay.what_if}
+    assert d.replay.replayed_us - steps["no copies"] == pytest.approx(400 / 3, rel=0.1)  # the next step's host goes on
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Memcpy HtoD (Pinned -> Device)", "copy ahead"),
+        ("Memcpy DtoH (Device -> Pinned)", "copy back"),
+        ("CopyDeviceToHost", "copy back"),
+        ("Memcpy DtoD (Device -> Device)", "avoid the copy"),
+        ("Memset (Device)", "torch.empty"),
+    ],
+)
+def test_advice_on_copies_fits_their_direction(name: str, said: str) -> None:
+    """What helps depends on where the bytes go."""
+    assert said in finding(copies(name, 400.0), "copies").advice
+
+
+def test_copies_beside_compute_are_no_finding() -> None:
+    """They cost nothing."""
+    beside = op("Memcpy HtoD (Pinned -> Device)", 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)
+    d = diagnosed(rank(op("matmul", 100, 1000, launch=10.0), beside))
+    assert not [f for f in d.findings if f.kind == "copies"]
+
+
+def test_no_finding_reads_as_nothing() -> None:
+    """A step of 20 µs: what costs 1 µs of it is 5 %, but 0.00 ms."""
+    d = diagnosed(rank(op("a", 10, 20, launch=0.0), op("b", 22, 31, launch=1.0)))
+    assert not d.findings
+
+
+def test_a_rank_without_a_gpu_says_what_its_host_was_in() -> None:
+    """Nothing runs while the backward pass computes gradients in Python."""
+    cpu = Device(name="cpu")
+    parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
+    d = diagnosed(rank(*parts, host("loss.py(3): backward", 120, 1990, PYTHON), steps=((0.0, 2100.0),), device=cpu))
+    assert d.idle is not None
+    assert d.idle.explained_us >= 0.9 * d.idle.idle_us
+    assert "loss.py(3): backward" in finding(d, "host_stall").title
+    assert "GPU" not in finding(d, "host_stall").title + finding(d, "host_stall").evidence
+
+
+NAMES = (
+    "aten::add",
+    "cudaLaunchKernel",
+    "cudaFree",
+    "cudaStreamSynchronize",
+    "train.py(1): step",
+    "enumerate(DataLoader)",
+)
+KINDS = (HostKind.OP, HostKind.RUNTIME, HostKind.PYTHON, HostKind.ANNOTATION, HostKind.SYNC)
+times = st.integers(0, 3000).map(float)
+
+
+@st.composite
+def any_rank(draw: st.DrawFn) -> Rank:
+    """Any operations and host ranges, badly nested too, launched before, late, or at an unknown time."""
+    ops, hosts = [], []
+    for _ in range(draw(st.integers(1, 12))):
+        start, length = draw(times), draw(st.integers(1, 800))
+        launch = draw(st.one_of(st.just(NAN), st.integers(0, 900).map(lambda before, start=start: start - before)))
+        ops.append(op(draw(st.sampled_from("abc")), start, start + length, launch=launch,
+                      stream=draw(st.sampled_from((7, 9))), thread=draw(st.integers(0, 2))))  # fmt: skip
+    for _ in range(draw(st.integers(0, 20))):
+        start, length = draw(times), draw(st.integers(0, 2000))
+        kind = draw(st.sampled_from(KINDS))
+        hosts.append(host(draw(st.sampled_from(NAMES)), start, start + length, kind, thread=draw(st.integers(0, 3))))
+    cuts = sorted(draw(st.sets(st.integers(0, 4000), min_size=2, max_size=4)))
+    device = Device(name=draw(st.sampled_from(("cpu", "NVIDIA H200"))))
+    steps = [(float(a), float(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return rank(*ops, *hosts, steps=steps, device=device)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(any_rank(), min_size=1, max_size=2))
+def test_causes_add_up_to_the_idle_time(ranks: list[Rank]) -> None:
+    """Of every gap, of every rank, and of the job; no more is explained than there is, and none costs more."""
+    for number, r in enumerate(ranks):
+        d = digested(r, number, len(ranks))
+        gaps = d.gaps
+        first = np.flatnonzero(gaps.whole)
+        assert (gaps.time > 0).all()
+        assert np.add.reduceat(gaps.time, first) == pytest.approx((gaps.end - gaps.start)[first])
+        busy = Intervals.union(d.gpu.start, d.gpu.end)
+        assert busy.within(gaps.start, gaps.end).sum() == pytest.approx(0)
+        whole = float(d.steps.end.max() - d.steps.start.min())
+        inside = Intervals.union(gaps.start, gaps.end).within(d.steps.start, d.steps.end).sum()
+        covered = busy.within(d.steps.start, d.steps.end).sum()
+        assert inside + covered == pytest.approx((d.steps.end - d.steps.start).sum(), abs=1e-6 * whole)
+    d = diagnosed(*ranks)
+    assert d.idle is not None
+    assert d.idle.idle_us == pytest.approx(d.totals.idle_us / len(d.steps), abs=1e-6)
+    assert sum(c.us for c in d.idle.causes) == pytest.approx(d.idle.idle_us, abs=1e-6)
+    assert d.idle.explained_us <= d.idle.idle_us + 1e-6
+    assert all(5.0 <= f.cost_us <= d.totals.duration_us / len(d.steps) * 2 for f in d.findings)
