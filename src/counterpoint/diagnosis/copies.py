@@ -44,8 +44,8 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
         alone = (rank.any.within(job.step_start[:, c], job.step_end[:, c])
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
-    cost = min(max(saved.get("no copies", 0.0), exposed), step)
-    if exposed < _WORTH * step:
+    cost = min(saved.get("no copies", exposed), step)
+    if min(cost, exposed) < _WORTH * step:
         return []
     kinds = _kinds(job, busy)
     share = cost / step

@@ -275,7 +275,7 @@ class _Threads:
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
         if len(host):
             use &= ~frames[host.name] & (idle.within(host.start, host.end) > 0)
-        use &= ~_around_everything(host, use)
+        use &= ~_around_everything(timeline, own, use)
         rows = np.flatnonzero(use)
         parent, category, inside = _nested(timeline, own, rows)
         threads, count = np.unique(host.thread[rows], return_counts=True)
@@ -326,12 +326,19 @@ def _category(name: str) -> int:
     return next((_NUMBER[category] for category, pattern in _PATTERNS if pattern.search(name)), OPERATION)
 
 
-def _around_everything(host: HostOps, use: Bools) -> Bools:
-    """Return the annotations that hold at least half of what was recorded: a step or an epoch explains no gap in it."""
+def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
+    """Return the annotations that hold half of what was recorded and launched and name no cause, as an epoch does."""
+    gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
     length = float(host.end[use].max() - host.start[use].min())
-    return np.asarray((host.kind == HostKind.ANNOTATION) & (host.end - host.start >= 0.5 * length))
+    plain = (host.kind == HostKind.ANNOTATION) & (own[host.name] == OPERATION)
+    rows = np.flatnonzero(plain & (host.end - host.start >= 0.5 * length))
+    launched = np.sort(np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start))
+    inside = np.searchsorted(launched, host.end[rows]) - np.searchsorted(launched, host.start[rows])
+    found = np.zeros(len(host), bool)
+    found[rows] = inside >= 0.5 * len(launched)
+    return found
 
 
 def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64]:

@@ -175,15 +175,11 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def _pauses(job: TracedJob, column: int) -> F64:
-    """Return how long a rank's host launched nothing, each time that this was long; waiting for the GPU is left out."""
+    """Return how long a rank's GPU idled while its host launched nothing, each time that this was long."""
     start, end = _launches(job, column)
-    if len(start) < 2:
-        return np.empty(0)
-    low, high = np.maximum.accumulate(end)[:-1], start[1:]
-    waits = job.digests[column].waits
-    waited = Intervals.union(job.on_job_clock(column, waits.start), job.on_job_clock(column, waits.end))
-    pause = high - low - waited.within(low, np.maximum(low, high))
-    return np.asarray(pause[pause >= _LONG_US])
+    low = np.concatenate((job.step_start[:1, column], np.maximum.accumulate(end)))[:-1] if len(start) else start
+    idle = np.maximum(start - low, 0.0) - job.busy(column, *Kind).within(low, np.maximum(low, start))
+    return np.asarray(idle[idle >= _LONG_US])
 
 
 def find_idle(
@@ -204,13 +200,15 @@ def find_idle(
         return []
     if not worth and summary.idle_us >= _MUCH * step:
         worth = list(summary.causes[:1])
+    stall = next((c for c in worth if c.category in _STALLS), None)
     return [
         Finding(
             kind=_KIND.get(cause.category, "host_stall"),
             cost_us=cost[cause.category],
             severity=_severity(cost[cause.category], step),
             title=_title(job, cause),
-            evidence=_evidence(job, columns, cause, summary, step),
+            evidence=_evidence(job, columns, cause, summary, step)
+            + (_pauses_of_all(job, columns) if cause is stall and len(columns) > 1 else ""),
             advice=_advise(job, columns, cause),
         )
         for cause in worth
@@ -249,8 +247,6 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += f"; {where}: " + ", ".join(f"{_short(o.name)} {_ms(o.us)} ms" for o in cause.operations)
     if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
         text += "; in " + ", ".join(f"{_short(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
-    if cause.category in _STALLS and len(columns) > 1:
-        text += _pauses_of_all(job, columns)
     return text
 
 

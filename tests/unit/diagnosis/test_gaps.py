@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoint.diagnosis.api import diagnose_digests
@@ -205,25 +206,26 @@ def stalls_in_turn() -> list[Rank]:
 
 
 def test_stalls_of_all_ranks_cost_what_they_cost_together() -> None:
-    """Each pauses twice, 12 of 54 ms; as they take turns the step loses 48."""
+    """Each pauses twice, 12 of 54 ms; as they take turns the step loses 49."""
     d = diagnosed(*stalls_in_turn())
     assert not d.stragglers
     found = finding(d, "host_stall")
-    assert found.cost_us == pytest.approx(48_000, rel=0.05)
-    assert found.cost_us <= d.totals.duration_us
+    assert found.title == "The GPUs run dry while the host is in tokenizer.encode"
+    assert sum(f.cost_us for f in d.findings if f.kind == "host_stall") == pytest.approx(49_000, rel=0.05)
+    assert found.cost_us == pytest.approx(45_000, rel=0.05)
     assert "every host pauses 2 times in 1 step for over 5 ms" in found.evidence
     assert d.replay is not None
     assert {w.name: w.step_us for w in d.replay.what_if}["no stall on any rank"] < 0.2 * d.replay.measured_us
 
 
 def copies(name: str, us: float) -> Diagnosis:
-    """A copy before the kernel of each step."""
-    parts = []
+    """Three steps of a copy and a kernel that needs it, all launched ahead."""
+    parts, every = [], us + 500
     for i in range(3):
-        at = 100.0 + i * 2000
-        parts += [op(name, at, at + us, kind=Kind.MEMCPY, launch=at - 8, bytes=1 << 20)]
-        parts += [op("matmul", at + us + 2, at + us + 502, launch=at - 4)]
-    return diagnosed(rank(*parts, steps=[(i * 2000.0 + 50, i * 2000.0 + 1900) for i in range(3)]))
+        at = 100.0 + i * every
+        parts += [op(name, at, at + us, kind=Kind.MEMCPY, launch=i * 20.0 + 1, bytes=1 << 20)]
+        parts += [op("matmul", at + us, at + us + 500, launch=i * 20.0 + 8)]
+    return diagnosed(rank(*parts, steps=[(i * 20.0, i * 20.0 + 20) for i in range(3)]))
 
 
 def test_pageable_copies_are_a_finding() -> None:
@@ -236,7 +238,14 @@ def test_pageable_copies_are_a_finding() -> None:
     assert "pin_memory" in found.advice
     assert d.replay is not None
     steps = {w.name: w.step_us for w in d.replay.what_if}
-    assert d.replay.replayed_us - steps["no copies"] == pytest.approx(400 / 3, rel=0.1)  # the next step's host goes on
+    assert d.replay.replayed_us - steps["no copies"] == pytest.approx(400, rel=0.01)
+
+
+def test_copies_that_nothing_waits_for_cost_nothing() -> None:
+    """The host launches the next kernel only 1000 µs later: without the copy the step would take as long."""
+    copy = op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0)
+    d = diagnosed(rank(copy, op("matmul", 1010, 1110, launch=1000.0)))
+    assert not [f for f in d.findings if f.kind == "copies"]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +271,8 @@ def test_copies_beside_compute_are_no_finding() -> None:
 
 
 def test_no_finding_reads_as_nothing() -> None:
-    """A step of 20 µs: what costs 1 µs of it is 5 %, but 0.00 ms."""
-    d = diagnosed(rank(op("a", 10, 20, launch=0.0), op("b", 22, 31, launch=1.0)))
+    """A step of 21 µs: 3 µs are 14 %, but 0.00 ms."""
+    d = diagnosed(rank(op("a", 1, 10, launch=0.0), op("b", 12, 21, launch=1.0)))
     assert not d.findings
 
 
@@ -305,7 +314,7 @@ def any_rank(draw: st.DrawFn) -> Rank:
         hosts.append(host(draw(st.sampled_from(NAMES)), start, start + length, kind, thread=draw(st.integers(0, 3))))
     cuts = sorted(draw(st.sets(st.integers(0, 4000), min_size=2, max_size=4)))
     device = Device(name=draw(st.sampled_from(("cpu", "NVIDIA H200"))))
-    steps = [(float(a), float(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    steps = [(float(a), float(b)) for a, b in itertools.pairwise(cuts)]
     return rank(*ops, *hosts, steps=steps, device=device)
 
 
@@ -321,6 +330,7 @@ def test_causes_add_up_to_the_idle_time(ranks: list[Rank]) -> None:
         assert np.add.reduceat(gaps.time, first) == pytest.approx((gaps.end - gaps.start)[first])
         busy = Intervals.union(d.gpu.start, d.gpu.end)
         assert busy.within(gaps.start, gaps.end).sum() == pytest.approx(0)
+        assume((d.steps.end > d.steps.start).all())
         whole = float(d.steps.end.max() - d.steps.start.min())
         inside = Intervals.union(gaps.start, gaps.end).within(d.steps.start, d.steps.end).sum()
         covered = busy.within(d.steps.start, d.steps.end).sum()

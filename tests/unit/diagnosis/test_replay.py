@@ -8,6 +8,7 @@ import pytest
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay import replay
 from counterpoint.records.diagnosis import Replay
+from counterpoint.trace.timeline import Kind
 from tests.support.job_builder import Rank, comm, host, job, op, rank
 
 NAN = float("nan")
@@ -92,10 +93,14 @@ def test_no_straggler_never_makes_a_rank_slower() -> None:
 
 
 def test_scenarios_without_a_cause_are_not_replayed() -> None:
-    """No straggler, no contention, no blocked collective: only the two questions about communication."""
+    """No straggler, contention, blocked collective, stall or copy: questions about communication and launches only."""
     played = replay(job(*LATE_RANK), blocked=[np.zeros(2, bool)] * 2)
     assert played is not None
-    assert [w.name for w in played.what_if] == ["communication twice as fast", "communication free"]
+    assert [w.name for w in played.what_if] == [
+        "communication twice as fast",
+        "communication free",
+        "hosts free (CUDA graphs)",
+    ]
 
 
 DEPENDENT = rank(  # the second kernel begins 2 µs after the collective, long after the first kernel
@@ -147,6 +152,45 @@ def test_launch_that_met_a_full_queue_returns_earlier() -> None:
     )
     played = replay(job(full), alone_us=[np.array([500.0, NAN, NAN])])
     assert step_us(played, "no contention") == pytest.approx(2530)
+
+
+LAUNCH_BOUND = rank(op("add", 10, 20, launch=0), op("add", 60, 70, launch=50), op("add", 110, 120, launch=100))
+
+
+def test_hosts_free_leaves_the_kernels() -> None:
+    """10 µs to the first, then three of 10."""
+    assert step_us(replay(job(LAUNCH_BOUND)), "hosts free (CUDA graphs)") == pytest.approx(40)
+
+
+def test_hosts_free_still_wait_for_the_gpu_where_they_did() -> None:
+    """The host returns 5 µs after the collective's end at 210, and the kernel begins 10 µs after its launch."""
+    assert step_us(replay(job(SYNCHRONISED)), "hosts free (CUDA graphs)") == pytest.approx(325)
+
+
+def test_hosts_free_keep_the_order_that_no_event_shows() -> None:
+    """The collective began after the kernel it was launched after; it may need its result: 10 + 100 + 50."""
+    unordered = rank(op("matmul", 10, 110, launch=0), comm("all_reduce", 310, 360, launch=300))
+    assert step_us(replay(job(unordered)), "hosts free (CUDA graphs)") == pytest.approx(160)
+
+
+def test_no_stall_goes_on_at_the_usual_pace() -> None:
+    """A pause of 3000 µs becomes one of 50: the last kernel ends at 170."""
+    stalled = rank(
+        op("add", 10, 20, launch=0),
+        op("add", 60, 70, launch=50),
+        op("add", 110, 120, launch=100),
+        op("add", 3110, 3120, launch=3100),
+    )
+    assert step_us(replay(job(stalled)), "no stall on any rank") == pytest.approx(170)
+
+
+def test_no_copies_free_the_host_that_they_blocked() -> None:
+    """The copy and its call take 400 µs: the kernel is launched 20 µs after the copy's call began."""
+    blocked = rank(
+        op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0, call_us=400),
+        op("matmul", 430, 530, launch=420),
+    )
+    assert step_us(replay(job(blocked)), "no copies") == pytest.approx(130)
 
 
 BLOCKED = rank(  # the collective begins as the kernel's last blocks leave
