@@ -45,6 +45,7 @@ ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_reco
 STALL_US = 500.0  # a host that launches nothing for longer stalls; below, it is slow
 _LOADING_US = 500_000.0  # no call takes as long but one that starts CUDA or loads a library of kernels
 _SOON_US = 20.0  # an operation that nothing holds begins this soon after its launch
+_SHORT_US = 100.0  # a gap that one look suffices for
 _BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
 _DEEPEST = 512  # ranges nested deeper count as those around them
 _THREADS = 64  # that are looked into: those that launch most, then those with most ranges
@@ -225,6 +226,11 @@ class _Layer:
         keep = (edge[1:] > edge[:-1]) & (label[:-1] >= 0)
         return cls(edge[:-1][keep], edge[1:][keep], label[:-1][keep])
 
+    def at(self, when: F64) -> I64:
+        """Return the row at each of these times; -1: none."""
+        span = np.searchsorted(self.start, when, side="right") - 1
+        return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
+
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
         """Return the parts of disjoint, sorted times that the layer covers, with rows, and those that it leaves."""
         low = np.searchsorted(self.end, start, side="right")
@@ -234,11 +240,10 @@ class _Layer:
         at = np.searchsorted(start, middle, side="right") - 1
         ours = (at >= 0) & (middle < end[np.maximum(at, 0)])
         begins, ends, middle, at = here[:-1][ours], here[1:][ours], middle[ours], at[ours]
-        span = np.searchsorted(self.start, middle, side="right") - 1
-        covered = (span >= 0) & (middle < self.end[np.maximum(span, 0)])
-        left = ~covered
+        row = self.at(middle)
+        covered, left = row >= 0, row < 0
         return (
-            (gap[at[covered]], begins[covered], ends[covered], self.row[span[covered]]),
+            (gap[at[covered]], begins[covered], ends[covered], row[covered]),
             (gap[at[left]], begins[left], ends[left]),
         )
 
@@ -299,18 +304,33 @@ class _Threads:
         return cls(host, category, inside, shared, layers, tuple(ranked.tolist()))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> _Pieces:
-        """Return what the host did in [start, end) of each gap, as far as `thread`, or else another one, shows it."""
+        """Return what the host did in [start, end) of each gap, as far as `thread`, or else another one, shows it.
+
+        Short ones are looked at in their middle only.
+        """
         others = [~t for t in self.order if t != thread]
-        some = end > start
+        layers = [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
+        short = end - start <= _SHORT_US
+        parts = [self._seen_at_once(layers, gap[short], start[short], end[short])]
+        some = ~short & (end > start)
         left = (gap[some], start[some], end[some])
-        parts = []
-        for layer in [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]:
-            if not len(left[0]) or not len(layer.start):
-                continue
+        for layer in layers:
+            if not len(left[0]):
+                break
             (of, begins, ends, row), left = layer.over(*left)
             parts.append(_Pieces(of, begins, ends, self.category[row], row))
         none = np.full(len(left[0]), UNRECORDED, np.uint8)
         return _Pieces.joined([*parts, _Pieces(*left, none, np.full(len(none), -1))])
+
+    def _seen_at_once(self, layers: list[_Layer], gap: I64, start: F64, end: F64) -> _Pieces:
+        row = np.full(len(gap), -1)
+        left = np.arange(len(gap))
+        for layer in layers:
+            row[left] = layer.at((start[left] + end[left]) / 2)
+            left = left[row[left] < 0]
+        category = np.where(row >= 0, np.append(self.category, UNRECORDED)[row], UNRECORDED).astype(np.uint8)
+        real = end > start
+        return _Pieces(gap[real], start[real], end[real], category[real], row[real])
 
 
 def _blocking(host: HostOps, own: U8) -> I64:
