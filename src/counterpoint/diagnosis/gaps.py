@@ -43,6 +43,7 @@ SYNCHRONISE, COPY, START_UP = _NUMBER["synchronise"], _NUMBER["copy"], _NUMBER["
 ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_recorded"], _NUMBER["unrecorded"]
 
 STALL_US = 500.0  # a host that launches nothing for longer stalls; below, it is slow
+_HIDDEN_US = 2000.0  # a pause that launches made ahead would have hidden
 _LOADING_US = 500_000.0  # no call takes as long but one that starts CUDA or loads a library of kernels
 _SOON_US = 20.0  # an operation that nothing holds begins this soon after its launch
 _SHORT_US = 100.0  # a gap that one look suffices for
@@ -107,10 +108,10 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
     waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
     threads = _Threads.of(timeline, own, start, waits.held)
     parts = [_queued(waits, end)]
-    by = np.where(np.isin(waits.thread, threads.order), waits.thread, -1)
-    for thread in np.unique(by).tolist():
-        own = np.flatnonzero(by == thread)
-        parts.append(threads.explain(thread, own, start[own], waits.held[own]))
+    known = np.where(np.isin(waits.thread, threads.order), waits.thread, -1)
+    for thread in np.unique(known).tolist():
+        gap = np.flatnonzero(known == thread).astype(np.int64)
+        parts.append(threads.explain(thread, gap, start[gap], waits.held[gap]))
     pieces = _Pieces.joined(parts)
     _judge(timeline, threads, waits, pieces, start, end)
     host_us = np.minimum(waits.since_launch + waits.call_us, waits.held - start)
@@ -423,7 +424,8 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
     else:
         pieces.category[slow & waits.known[gap]] = LAUNCH
         after, by = _after_waiting(timeline, waits, start)
-        waited = (pieces.category == LAUNCH) & after[gap]
+        after &= end - start < _HIDDEN_US
+        waited = np.isin(pieces.category, (LAUNCH, UNRECORDED)) & after[gap]
         pieces.category[waited], pieces.row[waited] = SYNCHRONISE, by[gap[waited]]
         blind = (pieces.category == UNRECORDED) & ~waits.known[gap]
         pieces.category[blind] = NO_LAUNCH

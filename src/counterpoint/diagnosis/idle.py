@@ -193,7 +193,8 @@ def find_idle(
     columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
     summary = summarise_idle(job, idle, columns)
     stalled = sum(c.us for c in summary.causes if c.category in _STALLS)
-    factor = saved.get("no stall on any rank", 0.0) / stalled if stalled > 0 and len(job.ranks) > 1 else 1.0
+    in_turn = stalled > 0 and len(job.ranks) > 1 and not late  # with a late rank it is that one's stalls that count
+    factor = saved.get("no stall on any rank", 0.0) / stalled if in_turn else 1.0
     cost = {c.category: c.us * (max(factor, 1.0) if c.category in _STALLS else 1.0) for c in summary.causes}
     worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
     if job.digests[0].device.name == "cpu" and summary.idle_us < _MUCH * step:
