@@ -16,6 +16,7 @@ from counterpoint.trace.timeline import Kind
 __all__ = ["find_copies"]
 
 _WORTH = 0.03  # of a step
+_LAUNCHED = 0.9  # of the operations: with fewer launches the replay cannot move the host
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
 _SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
 _WHAT = {
@@ -44,7 +45,8 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
         alone = (rank.any.within(job.step_start[:, c], job.step_end[:, c])
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
-    cost = min(saved.get("no copies", exposed), step)
+    launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
+    cost = min(saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, step)
     if min(cost, exposed) < _WORTH * step:
         return []
     kinds = _kinds(job, busy)

@@ -248,6 +248,13 @@ def test_copies_that_nothing_waits_for_cost_nothing() -> None:
     assert not [f for f in d.findings if f.kind == "copies"]
 
 
+def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
+    """The replay cannot move a host that it does not know."""
+    copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=NAN)
+    d = diagnosed(rank(copy, op("matmul", 410, 510, launch=NAN)))
+    assert finding(d, "copies").cost_us == pytest.approx(400)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
