@@ -217,9 +217,8 @@ class _Layer:
     row: I64
 
     @classmethod
-    def flat(cls, host: HostOps, rows: I64, parent: I64) -> _Layer:
+    def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
         """Return when each of `rows`, sorted by start, is the innermost; `parent` is the range around a row."""
-        start, end = host.start[rows], host.end[rows]
         edge = np.concatenate((end[::-1], start))  # at one time the inner ranges end first, and all before others begin
         label = np.concatenate((parent[rows][::-1], rows))
         order = np.argsort(edge, kind="stable")
@@ -283,7 +282,7 @@ class _Threads:
             use &= ~frames[host.name] & (idle.within(host.start, host.end) > 0)
         use &= ~_around_everything(timeline, own, use)
         rows = np.flatnonzero(use)
-        parent, category, inside = _nested(timeline, own, rows)
+        parent, category, inside, end = _nested(timeline, own, rows)
         threads, count = np.unique(host.thread[rows], return_counts=True)
         launches = np.bincount(gpu.launch_thread[gpu.launch_thread >= 0], minlength=int(threads.max(initial=0)) + 1)
         ranked = threads[np.lexsort((-count, -launches[threads]))][:_THREADS]
@@ -291,7 +290,7 @@ class _Threads:
         layers = {}
         for thread in ranked.tolist():
             on = rows[(host.thread[rows] == thread) & (parent[rows] > -2)]
-            layers[thread] = _Layer.flat(host, on, parent)
+            layers[thread] = _Layer.flat(on, host.start[on], end[on], parent)
         blocks = np.isin(category, (ALLOCATOR, _NUMBER["garbage_collection"], _NUMBER["profiler"]))
         held = rows[blocks[rows] & np.isin(host.kind[rows], (HostKind.RUNTIME, HostKind.PYTHON))]
         held = held[host.start[held] >= np.concatenate(([-np.inf], np.maximum.accumulate(host.end[held])[:-1]))]
@@ -362,8 +361,8 @@ def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
     return found
 
 
-def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64]:
-    """Find, for rows of HostOps, the row around each on its thread, its category, and what it is inside of.
+def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
+    """Find, for rows of HostOps, the row around each on its thread, its category, what it is inside of, and its end.
 
     Returns:
         Columns as long as HostOps. Row -1: nothing is around it; -2: it is nested too deep. A range takes the category
@@ -371,10 +370,10 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64]:
     """
     host = timeline.host
     library = np.array([bool(_LIBRARY.search(n)) for n in timeline.names], bool)
-    category, parent = np.zeros(len(host), np.uint8), np.full(len(host), -1)
+    category, parent, end = np.zeros(len(host), np.uint8), np.full(len(host), -1), host.end.copy()
     inside = np.full(len(host), -1)
     if not len(rows):
-        return parent, category, inside
+        return parent, category, inside, end
     category[rows] = own[host.name[rows]]
     quick = (category == COPY) & (host.end - host.start < _BLOCKING_COPY_US)
     category[quick] = OPERATION
@@ -394,11 +393,15 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64]:
         here, above = by_depth[levels[level] : levels[level + 1]], by_depth[levels[level - 1] : levels[level]]
         around = order[above[np.searchsorted(above, here) - 1]]
         row = order[here]
+        while (past := (around >= 0) & (host.end[np.maximum(around, 0)] < host.end[row])).any():  # no nesting: ...
+            np.minimum.at(end, around[past], host.start[row[past]])  # ... the later one goes on, the earlier one stops
+            around[past] = parent[around[past]]
         parent[row] = around
+        row, around = row[around >= 0], around[around >= 0]
         category[row] = np.where(category[row] == OPERATION, category[around], category[row])
         inside[row] = np.where(function[around] | (inside[around] < 0) | ~function[inside[around]], around,
                                inside[around])  # fmt: skip
-    return parent, category, inside
+    return parent, category, inside, end
 
 
 def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pieces, start: F64, end: F64) -> None:

@@ -89,6 +89,16 @@ def test_a_range_around_everything_explains_nothing() -> None:
     assert stalled(host("epoch 3", 0, 6000, ANNOTATION)) == {"unrecorded": pytest.approx(5000)}
 
 
+def test_ranges_that_overlap_by_a_rounding_are_not_nested() -> None:
+    """A synchronisation that ends just after the next operation began does not go on when that has ended."""
+    waits, next_op = host("cudaStreamSynchronize", 20, 150.01), host("aten::mm", 150, 2000, OP)
+    assert stalled(waits, next_op) == {
+        "synchronise": pytest.approx(40),
+        "operation": pytest.approx(1850),
+        "unrecorded": pytest.approx(3110),
+    }
+
+
 def test_two_causes_share_a_gap() -> None:
     """3000 µs in the allocator, 1500 in the tokenizer."""
     found = stalled(host("cudaFree", 150, 3150), host("tokenizer.encode", 3200, 4700, PYTHON))
@@ -251,7 +261,7 @@ def test_copies_that_nothing_waits_for_cost_nothing() -> None:
 def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
     """The replay cannot move a host that it does not know."""
     copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=NAN)
-    d = diagnosed(rank(copy, op("matmul", 410, 510, launch=NAN)))
+    d = diagnosed(rank(copy, op("matmul", 410, 510, launch=NAN), steps=((0.0, 510.0),)))
     assert finding(d, "copies").cost_us == pytest.approx(400)
 
 
