@@ -13,8 +13,6 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, Severity
 from counterpoint.trace.timeline import Kind
 
-__all__ = ["find_copies"]
-
 _WORTH = 0.03  # of a step
 _LAUNCHED = 0.9  # of the operations: with fewer launches the replay cannot move the host
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)

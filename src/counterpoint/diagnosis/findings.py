@@ -18,8 +18,6 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
 
-__all__ = ["find_findings", "verdict"]
-
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
 _SYMPTOM = 0.2  # a cause says more than the symptom, unless it is this much cheaper

@@ -17,8 +17,6 @@ from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.steps import StepWindows
 from counterpoint.trace.timeline import F64, I32, I64, U8, HostKind, HostOps, Kind, Timeline
 
-__all__ = ["CATEGORIES", "STALL_US", "Gaps", "find_gaps"]
-
 Bools = npt.NDArray[np.bool_]
 
 CATEGORIES = (

@@ -18,8 +18,6 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, Severity
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["ADVICE", "RankIdle", "find_idle", "idle_of_ranks", "summarise_idle", "time_in"]
-
 _UNEXPLAINED = ("unrecorded", "no_launch_recorded")
 _STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
 _WORTH = 0.03  # of a step: a cause that costs less is left out ...

@@ -31,8 +31,6 @@ from counterpoint.diagnosis.replay_graph import LOOK_BACK, Bools, ReplayGraph, b
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["replay", "simulate"]
-
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
 _SOON_US = 20.0  # an operation that nothing holds has begun by then
 _WORTH = 0.01  # of the time replayed: copies that take less are not left out

@@ -26,12 +26,6 @@ from counterpoint.records.diagnosis import (
     RankAccount,
 )
 
-__all__ = [
-    "CAUSES", "IDLE_CAUSES", "KERNEL_CAUSES", "PARTS", "QUIET", "UNKNOWN", "AccountPart", "bandwidth", "budget",
-    "by_exposed", "factor", "heading", "idle_causes", "idle_sentence", "milliseconds", "new_table", "notes", "percent",
-    "print_table", "ratio", "size", "speed_up", "steps_in", "text", "waves", "worst_ranks",
-]  # fmt: skip
-
 UNKNOWN = "–"
 QUIET = "bright_black"  # style of what explains
 CAUSES = {
