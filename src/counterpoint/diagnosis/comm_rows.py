@@ -9,8 +9,6 @@ import numpy as np
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, Kind, Timeline
 
-__all__ = ["CommRows", "comm_rows"]
-
 _COPY_PAUSE_US = 30.0  # copies of one collective follow one another closer than this
 
 

@@ -17,8 +17,6 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["TracedJob", "assemble"]
-
 _MISSING_SHOWN = 64
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # nor do they run faster or slower by more

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from counterpoint.trace.timeline import F64, I64, GpuOps, HostKind, Timeline
 
-__all__ = ["StepWindows", "find_steps"]
-
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
 _LONGEST_PATTERN = 1 << 18
 

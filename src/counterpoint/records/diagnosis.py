@@ -10,25 +10,6 @@ from typing import Literal
 
 from counterpoint.records.base import Record
 
-__all__ = [
-    "SCHEMA",
-    "Account",
-    "Cause",
-    "Collective",
-    "Diagnosis",
-    "Finding",
-    "KernelCause",
-    "KernelComparison",
-    "RankAccount",
-    "Replay",
-    "Severity",
-    "Source",
-    "StepTime",
-    "Straggler",
-    "TimelineLane",
-    "WhatIfStep",
-]
-
 SCHEMA = "counterpoint.diagnosis/1"
 
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]

@@ -13,8 +13,6 @@ import re
 
 from counterpoint.trace.timeline import Kind
 
-__all__ = ["collective_op", "dtype_bytes", "is_barrier", "is_multi_tensor", "kernel_kind", "memcpy_kind", "normal_op"]
-
 _SCOPE = r"^(?:void )?(?:(?:\w+|\(anonymous namespace\))::)*"
 _COMM_KERNEL = re.compile(
     r"^nccl(?:Dev|Sym|Symk)*Kernel|^nccl\w*Kernel_|^ncclSymm?k?\w*|^rccl|^msccl|^void msccl|mscclpp"

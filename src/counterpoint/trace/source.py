@@ -24,8 +24,6 @@ from typing import BinaryIO, NoReturn
 
 from counterpoint.errors import BadTrace
 
-__all__ = ["Limits", "TraceFile", "find_traces", "open_bytes", "rank_from_name"]
-
 _SUFFIXES = (".json", ".json.gz", ".gz", ".sqlite", ".sqlite3", ".db")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _SQLITE_MAGIC, _GZIP_MAGIC = b"SQLite format 3\0", b"\x1f\x8b"
