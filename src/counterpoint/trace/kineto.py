@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,21 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         shapes=shapes,
         gpu=gpu_ops,
         host=host_ops,
-        collectives=tuple(columns.infos),
+        collectives=_described(tuple(columns.infos), info),
+    )
+
+
+def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:
+    """Return the metadata with the descriptions of groups that only the header states (`pg_config`)."""
+    listed = stated.get("pg_config")
+    found = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    known = {str(group.get("pg_name")): group.get("pg_desc") for group in found}
+    known = {name: text for name, text in known.items() if isinstance(text, str) and text not in ("", "undefined")}
+    if not known:
+        return infos
+    lacking = (i.group is not None and i.group_desc is None and i.group in known for i in infos)
+    return tuple(
+        replace(i, group_desc=known[i.group or ""]) if lacks else i for i, lacks in zip(infos, lacking, strict=True)
     )
 
 
@@ -201,8 +216,9 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
     copies = np.array([n.startswith(("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer")) for n in names])
-    by_name = np.array([classify.memcpy_kind(n) if c else classify.kernel_kind(n)
-                        for n, c in zip(names, copies, strict=True)], np.uint8)  # fmt: skip
+    by_name = np.zeros(len(names), np.uint8)
+    for row in np.unique(gpu["name"]).tolist():
+        by_name[row] = (classify.memcpy_kind if copies[row] else classify.kernel_kind)(names[row])
     gpu["kind"] = by_name[gpu["name"]]
     with_info = (gpu["info"] >= 0) & ~copies[gpu["name"]]
     gpu["kind"][with_info] = Kind.COMM

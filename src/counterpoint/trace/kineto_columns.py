@@ -127,6 +127,7 @@ class Columns:
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
                 group=args.group,
+                group_desc=args.group_desc or None,
                 group_ranks=_text(args.group_ranks),
                 group_size=args.group_size,
                 seq=args.seq,
