@@ -94,6 +94,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     _check_clocks(digests, joined, clocks)
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, notes)
+    notes += [f"rank {d.rank}: {note}" for d in digests for note in d.notes]
     return TracedJob(
         digests=tuple(digests),
         world_size=world,

@@ -88,7 +88,14 @@ def read_events(
     gc.disable()  # millions of short-lived structs that cannot form cycles
     try:
         with open_bytes(file, limits, begin=begin or 0, stop=stop) as stream:
-            runs = EventRuns(stream, file.label, KinetoEvent, begins_at=begin, open_ended=stop is not None)
+            runs = EventRuns(
+                stream,
+                file.label,
+                KinetoEvent,
+                lenient=columns.decode_loosely,
+                begins_at=begin,
+                open_ended=stop is not None,
+            )
             for run, events in runs:
                 absorb(columns, runs, run, events)
                 if progress:
@@ -184,7 +191,16 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         gpu=gpu_ops,
         host=host_ops,
         collectives=_described(tuple(columns.infos), info),
+        notes=_odd_arguments(columns),
     )
+
+
+def _odd_arguments(columns: Columns) -> tuple[str, ...]:
+    if not columns.odd:
+        return ()
+    most = ", ".join(f"{name} ({count})" for name, count in columns.odd.most_common(3))
+    more = f" and {len(columns.odd) - 3} more" if len(columns.odd) > 3 else ""
+    return (f"{columns.odd.total()} arguments of events are of an unexpected type and count as absent: {most}{more}",)
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:

@@ -138,6 +138,7 @@ class RankFacts:
     events: int
     origin_ns: int
     device: Device
+    notes: tuple[str, ...] = ()  # what whoever reads the diagnosis should know of this trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
