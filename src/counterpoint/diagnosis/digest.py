@@ -53,16 +53,18 @@ class RankDigest(RankFacts):
 def digest(timeline: Timeline) -> RankDigest:
     """Return all that can be said of a rank without the others."""
     gpu = timeline.gpu
+    steps = find_steps(timeline)
+    facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
     used = np.unique(gpu.name)
     renumber = np.zeros(len(timeline.names) + 1, np.int32)
     renumber[used] = np.arange(len(used), dtype=np.int32)
     return RankDigest(
-        **{name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__},
+        **facts | {"notes": (*timeline.notes, *steps.notes)},
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
         gpu=replace(gpu, name=renumber[gpu.name]),
         comm=comm_rows(timeline),
-        steps=find_steps(timeline),
+        steps=steps,
         gaps=tuple(find_gaps(timeline)),
         waits=_waits(timeline),
         flops=_matmul_flops(timeline),

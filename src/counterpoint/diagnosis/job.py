@@ -167,11 +167,16 @@ def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
     """Return zero, names, start and end [S, R] of common steps, else of those of one rank for all."""
-    best = ("profiler", "repetition", "whole")
+    best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
     if steps.found_by != "profiler":
-        how = {"repetition": "found from repetition", "whole": "not found: the whole trace counts as one"}
+        how = {
+            "annotation": f"are the ranges {steps.names[0][:80]!r} and so on",
+            "optimizer": "reach from the end of one optimizer step to the next",
+            "repetition": "found from repetition",
+            "whole": "not found: the whole trace counts as one",
+        }
         notes.append(f"no ProfilerStep ranges; steps {how[steps.found_by]}")
     if steps.found_by != "whole" and (common := _common_steps(digests, steps.found_by)):
         rows = [[d.steps.names.index(n) for n in common] for d in digests]
@@ -192,10 +197,10 @@ def _steps(
 
 
 def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
-    """Return the steps that every rank has; those found from repetition only if all ranks have as many."""
+    """Return the steps that every rank has; those without a number of the profiler only if all ranks have as many."""
     if any(d.steps.found_by != found_by for d in digests):
         return ()
-    if found_by == "repetition" and len({d.steps.names for d in digests}) > 1:
+    if found_by != "profiler" and len({d.steps.names for d in digests}) > 1:
         return ()
     shared = set.intersection(*(set(d.steps.names) for d in digests))
     return tuple(n for n in digests[0].steps.names if n in shared)

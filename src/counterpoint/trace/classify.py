@@ -1,11 +1,12 @@
 """Say what a GPU operation is, by its name and metadata and never by its stream.
 
 A kernel is judged by its own name and namespaces, not by its template arguments and parameters, in which every word may
-stand: `at::native::elementwise_kernel<..., AllGatherCopy>` is compute. Libraries whose names are known (2020-2026): NCCL
-and those that copy it (RCCL, MSCCL, HCCL, oneCCL), NVSHMEM, PyTorch's symmetric memory, the expert-parallel libraries
-DeepEP, HybridEP, UCCL, MoRI, pplx and NCCL EP, the all-reduces and all-to-alls of TensorRT-LLM, FlashInfer, vLLM, SGLang
-and AITER, and TransformerEngine's userbuffers. What such a library computes on one GPU before it sends (the layout of a
-dispatch, prefix sums) is compute. A copy from a peer's memory is communication; one that stays on the device is not.
+stand: `at::native::elementwise_kernel<..., AllGatherCopy>` is compute. Libraries whose names are known (2020-2026):
+NCCL and those that copy it (RCCL, MSCCL, HCCL, oneCCL), NVSHMEM, PyTorch's symmetric memory, the expert-parallel
+libraries DeepEP, HybridEP, UCCL, MoRI, pplx and NCCL EP, the all-reduces and all-to-alls of TensorRT-LLM, FlashInfer,
+vLLM, SGLang and AITER, and TransformerEngine's userbuffers. What such a library computes on one GPU before it sends
+(the layout of a dispatch, prefix sums) is compute. A copy from a peer's memory is communication; one that stays on the
+device is not.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _LOCAL_SYMBOL = re.compile(  # kernels that name a collective and yet run on one
 _PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # in an anonymous namespace, its arguments pplx's
 _UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
 _MANGLED_START, _MANGLED_PART = re.compile(r"_Z(?:N[KVr]*)?L?"), re.compile(r"\d{1,6}")
-_HOST_COLLECTIVE = re.compile(r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|c10d|_c10d_functional|_c10d_functional_autograd)::?(\w+)")
+_HOST_COLLECTIVE = re.compile(
+    r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|c10d|_c10d_functional|_c10d_functional_autograd)::?(\w+)"
+)
 _NCCL_OP = re.compile(
     r"(AllReduce|AllGather|ReduceScatter|Broadcast|SendRecv|AllToAll|Reduce|dispatch|combine)", re.IGNORECASE
 )

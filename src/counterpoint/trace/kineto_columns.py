@@ -117,7 +117,7 @@ class Categories(dict[str | None, int]):
 
 _NO_ARGS = EventArgs()
 _LOOSE_EVENTS = msgspec.json.Decoder(list[LooseEvent], strict=False)
-_ARGS = msgspec.json.Decoder(EventArgs | None, strict=False)
+_ARGS: msgspec.json.Decoder[EventArgs | None] = msgspec.json.Decoder(EventArgs | None, strict=False)
 _LOOSE_ARGS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ARG_DECODERS = {
     field.encode_name: (field.name, msgspec.json.Decoder(field.type, strict=False))

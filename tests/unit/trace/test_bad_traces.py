@@ -216,9 +216,7 @@ def test_the_diagnosis_says_which_rank_has_odd_args(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [64, 1 << 20])
-def test_damage_beside_odd_args_is_still_found(
-    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_beside_odd_args_is_still_found(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time that is no number is refused at its event, whatever the arguments before it are."""
     monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
     odd = kt.kernel("odd", 1.0, 1.0, more={"stream": []})
