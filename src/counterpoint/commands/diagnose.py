@@ -19,7 +19,9 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    traces: Annotated[list[str], typer.Argument(help="File, folder, glob or tar of traces: one per rank, of one job.")],
+    traces: Annotated[
+        list[str], typer.Argument(help="File, folder, glob, tar or zip of traces, one per rank; - is standard input.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Write the report: one self-contained HTML file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the diagnosis as JSON; - prints it (and only it).")] = None,

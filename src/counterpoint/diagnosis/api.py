@@ -21,7 +21,7 @@ from counterpoint.diagnosis.replay import replay
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
-from counterpoint.trace.source import Limits, find_traces
+from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, Kind
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def diagnose(
     """Return the diagnosis of the traces of one job.
 
     Args:
-        source: a file, folder, glob or tar of Kineto JSON (plain or gzip) or Nsight Systems SQLite, or several.
+        source: a file, folder, glob, tar or zip of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or
+            several; "-" is standard input.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called as (files done, files, what is going on).
@@ -75,16 +76,36 @@ def diagnose(
     """
     sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()
-    with find_traces(sources, limits) as files:
+    notes: list[str] = []
+    with find_traces(sources, limits, notes) as files:
+        files = _last_recording(files, notes)
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [f.label for f in files]
     if not digests:
         raise BadTrace("no rank in these files", path=sources[0])
-    return diagnose_digests(digests, names)
+    return diagnose_digests(digests, names, notes)
 
 
-def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
-    """Return the diagnosis of ranks that have been read; `files` are the names of their traces."""
+def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
+    """Return the files of the last recording of a job, and tell which others there are."""
+    found = recordings(files)
+    *others, last = found
+    if others:
+        shown = ", ".join(others[-8:]) + (" …" if len(others) > 8 else "")
+        notes.append(
+            f"{len(found)} recordings of one job: the last, {last}, is diagnosed; give one of {shown} by itself"
+        )
+    return found[last]
+
+
+def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = ()) -> Result:
+    """Return the diagnosis of ranks that have been read.
+
+    Args:
+        digests: what was read, in any order.
+        files: the names of their traces.
+        notes: what their reader should know besides, said before the job's own notes.
+    """
     job = assemble(digests)
     busy = [account.activity(job, column) for column in range(len(job.ranks))]
     waits = account.waits(job, busy)
@@ -112,7 +133,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
         clock_uncertainty_us=_by_rank(ranks, clocks.uncertainty),
         clock_drift_ppm=_by_rank(ranks, clocks.drift * 1e6),
         verdict=verdict(job, total, findings, played),
-        notes=job.notes,
+        notes=(*notes, *job.notes),
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding, TimelineLane
 from counterpoint.report.files import replacing
+from counterpoint.trace.source import OWN_MARK
 
 __all__ = ["write_perfetto"]
 
@@ -39,7 +40,11 @@ def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLan
     encoder = msgspec.json.Encoder()
     with replacing(path) as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":')
-        file.write(encoder.encode({"schema": diagnosis.schema, "verdict": printable(diagnosis.verdict)}))
+        file.write(
+            encoder.encode(
+                {"written_by": OWN_MARK, "schema": diagnosis.schema, "verdict": printable(diagnosis.verdict)}
+            )
+        )
         file.write(b',"traceEvents":[\n')
         events, separator = _events(diagnosis, lanes), b""
         while batch := list(islice(events, BATCH)):

@@ -25,7 +25,7 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
-from counterpoint.trace.source import Limits, TraceFile, open_bytes, rank_from_name
+from counterpoint.trace.source import Limits, TraceFile, is_plain, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     CollectiveInfo,
     Device,
@@ -142,9 +142,9 @@ def _middle(file: TraceFile, limits: Limits) -> int | None:
     size = file.path.stat().st_size
     if not _LARGE_BYTES <= size <= limits.trace_bytes:
         return None
+    if not is_plain(file.path):
+        return None
     with file.path.open("rb") as raw:
-        if raw.read(2) == b"\x1f\x8b":
-            return None
         raw.seek(size // 2)
         found = _EVENT.search(raw.read(1 << 20))
     return size // 2 + found.start(1) if found else None

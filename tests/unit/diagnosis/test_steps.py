@@ -221,8 +221,11 @@ def test_one_optimizer_step_is_not_two_steps() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("capture_32_FULL", "graph capture"), ("cudaFree", "start-up"), ("CUDAGraphNode.record (dynamo_timed)", "capture"),
-     ("compile_fx.codegen (dynamo_timed)", "compilation"), ("triton/compiler/compiler.py(226): compile", "compilation")],
+    [
+        ("capture_32_FULL", "graph capture"), ("CUDAGraphNode.record (dynamo_timed)", "graph capture"),
+        ("cudaFree", "start-up"), ("compile_fx.codegen (dynamo_timed)", "compilation"),
+        ("triton/compiler/compiler.py(226): compile", "compilation"),
+    ],
 )  # fmt: skip
 def test_set_up_in_a_recording_is_named(name: str, said: str) -> None:
     """A whole trace of it is not sold as a step without saying so."""
