@@ -73,17 +73,16 @@ def diagnose(
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
-    lanes = result.lanes
     if out is not None:
         from counterpoint.report.diagnosis_html import write_html
 
         with writing(out):
-            write_html(out, result.diagnosis, lanes)
+            write_html(out, result.diagnosis, result.lanes)
     if perfetto is not None:
         from counterpoint.report.diagnosis_perfetto import write_perfetto
 
         with writing(perfetto):
-            write_perfetto(perfetto, result.diagnosis, lanes)
+            write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
 
 
 def _summary(result: Result, written: list[Path]) -> None:

@@ -22,7 +22,7 @@ from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
-from counterpoint.trace.timeline import F64, Kind
+from counterpoint.trace.timeline import F64, I64, Kind
 
 if TYPE_CHECKING:
     import polars as pl
@@ -45,6 +45,11 @@ class Result:
     def lanes(self) -> tuple[TimelineLane, ...]:
         """Return the picture of when each rank computed, communicated, waited, copied or idled."""
         return _draw_lanes(self.job, self.waits)
+
+    @property
+    def stream_lanes(self) -> tuple[TimelineLane, ...]:
+        """Return the same picture with lanes of their own for each stream, as a viewer of traces needs them."""
+        return _draw_lanes(self.job, self.waits, by_stream=True)
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -170,16 +175,16 @@ def _replay(
     )
 
 
-def _draw_lanes(job: TracedJob, waits: account.Waits) -> tuple[TimelineLane, ...]:
+def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:
     """Return when each rank computed, moved bytes, waited for others, copied or ran dry, in the analysed steps."""
     out: list[TimelineLane] = []
     for column in range(len(job.ranks)):
         for kind, name in ((Kind.COMPUTE, "compute"), (Kind.MEMCPY, "memcpy")):
-            rows = np.flatnonzero(job.digests[column].gpu.kind == kind)
-            names = job.digests[column].names
-            labels = [names[i] for i in job.digests[column].gpu.name[rows].tolist()]
-            out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels)
-        out += _communication(job, column, waits)
+            gpu, names = job.digests[column].gpu, job.digests[column].names
+            for stream, rows in _streams(job, column, np.flatnonzero(gpu.kind == kind), gpu.stream, by_stream):
+                labels = [names[i] for i in gpu.name[rows].tolist()]
+                out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels, stream)
+        out += _communication(job, column, waits, by_stream)
         gaps = [g for g in job.digests[column].gaps if g.category not in ("launch",) and g.end - g.start > 100]
         start = job.on_job_clock(column, np.array([g.start for g in gaps]))
         end = job.on_job_clock(column, np.array([g.end for g in gaps]))
@@ -189,9 +194,31 @@ def _draw_lanes(job: TracedJob, waits: account.Waits) -> tuple[TimelineLane, ...
     return tuple(out)
 
 
-def _communication(job: TracedJob, column: int, waits: account.Waits) -> list[TimelineLane]:
+def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: bool) -> list[tuple[str | None, I64]]:
+    """Return rows by the name of their stream; all under None unless `by_stream`."""
+    if not by_stream:
+        return [(None, rows)]
+    kind = "thread" if job.digests[column].device.name == "cpu" else "stream"
+    found: list[tuple[str | None, I64]] = []
+    for number in np.unique(stream[rows]).tolist():
+        device = f"device {number >> 32} " if number >> 32 > 0 else ""
+        found.append((f"{device}{kind} {number & 0xFFFFFFFF}", rows[stream[rows] == number]))
+    return found
+
+
+def _communication(job: TracedJob, column: int, waits: account.Waits, by_stream: bool) -> list[TimelineLane]:
     joined = job.joined
-    rows = np.flatnonzero(joined.row[:, column] >= 0)
+    every = np.flatnonzero(joined.row[:, column] >= 0)
+    stream = np.zeros(len(joined), np.int64)
+    stream[every] = job.digests[column].comm.stream[joined.row[every, column]]
+    parts = _streams(job, column, every, stream, by_stream)
+    return [lane for name, rows in parts for lane in _communication_of(job, column, waits, rows, name)]
+
+
+def _communication_of(
+    job: TracedJob, column: int, waits: account.Waits, rows: I64, stream: str | None
+) -> list[TimelineLane]:
+    joined = job.joined
     start, end = joined.start[rows, column], joined.end[rows, column]
     arrived = start + np.maximum(waits.wait[rows, column], 0.0)
     labels = [f"{joined.op[j]} #{joined.index[j]} (group {joined.group[j]})" for j in rows.tolist()]
@@ -199,12 +226,14 @@ def _communication(job: TracedJob, column: int, waits: account.Waits) -> list[Ti
         f"waiting for rank {job.ranks[int(waits.last_column[j])]}: {joined.op[j]} #{joined.index[j]}" for j in rows
     ]
     return [
-        *_lane(job, column, "communication", arrived, end, labels),
-        *_lane(job, column, "wait", start, arrived, waited),
+        *_lane(job, column, "communication", arrived, end, labels, stream),
+        *_lane(job, column, "wait", start, arrived, waited, stream),
     ]
 
 
-def _lane(job: TracedJob, column: int, name: str, start: F64, end: F64, labels: list[str]) -> list[TimelineLane]:
+def _lane(
+    job: TracedJob, column: int, name: str, start: F64, end: F64, labels: list[str], stream: str | None = None
+) -> list[TimelineLane]:
     low, high = job.step_start[0, column], job.step_end[-1, column]
     keep = np.flatnonzero((end > low) & (start < high) & (end > start))
     if not len(keep):
@@ -220,6 +249,7 @@ def _lane(job: TracedJob, column: int, name: str, start: F64, end: F64, labels: 
             start_us=tuple(start.round(3).tolist()),
             duration_us=tuple((end - start).round(3).tolist()),
             labels=tuple(text),
+            stream=stream,
         )
     ]
 

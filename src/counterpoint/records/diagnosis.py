@@ -185,6 +185,7 @@ class TimelineLane(Record, frozen=True, kw_only=True):
     start_us: tuple[float, ...]
     duration_us: tuple[float, ...]
     labels: tuple[str, ...]
+    stream: str | None = None  # the one stream (without a GPU, thread) that all its spans are of; None: any
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
