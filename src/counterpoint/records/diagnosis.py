@@ -11,6 +11,7 @@ from typing import Literal
 from counterpoint.records.base import Record
 
 __all__ = [
+    "OWN_MARK",
     "SCHEMA",
     "Account",
     "Cause",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 SCHEMA = "counterpoint.diagnosis/1"
+OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]

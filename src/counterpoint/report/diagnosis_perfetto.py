@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Diagnosis, Finding, TimelineLane
+from counterpoint.records.diagnosis import OWN_MARK, Diagnosis, Finding, TimelineLane
 from counterpoint.report.files import replacing
-from counterpoint.trace.source import OWN_MARK
 
 __all__ = ["write_perfetto"]
 
