@@ -20,6 +20,7 @@ from counterpoint.trace.timeline import F64, I64, Kind
 __all__ = ["TracedJob", "assemble"]
 
 _MISSING_SHOWN = 64
+_RANKS_QUOTED = 3  # with notes on their own traces
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # nor do they run faster or slower by more
 _SLACK_US = 200.0  # what clocks may be off after alignment
@@ -94,7 +95,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     _check_clocks(digests, joined, clocks)
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, notes)
-    notes += [f"rank {d.rank}: {note}" for d in digests for note in d.notes]
+    notes += _own_notes(digests)
     return TracedJob(
         digests=tuple(digests),
         world_size=world,
@@ -224,6 +225,15 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
             )
         if alone:
             notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+
+
+def _own_notes(digests: list[RankDigest]) -> list[str]:
+    """Return what the traces themselves gave cause to say, of few ranks; the others are counted."""
+    said = [d for d in digests if d.notes]
+    notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
+    if len(said) > _RANKS_QUOTED:
+        notes.append(f"{len(said) - _RANKS_QUOTED} more ranks have such notes")
+    return notes
 
 
 def _reordered(joined: Joined, order: I64) -> Joined:
