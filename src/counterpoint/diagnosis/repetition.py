@@ -6,6 +6,8 @@ repeats lack (an embedding, a head), no CUDA graph launches several of them at o
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
@@ -15,7 +17,7 @@ __all__ = ["repeated_steps"]
 _LONGEST_PATTERN = 1 << 18
 _MANY = 8  # repeats: from here on they may be layers of one step
 _MOST = 0.6  # of the GPU's time
-_OPTIMIZER = ("multi_tensor_apply", "adam", "sgd", "lamb", "adagrad", "shampoo", "optimizer")
+_OPTIMIZER = re.compile(r"multi_tensor_apply|adam|sgd|lamb(?!da)|adagrad|shampoo|optimizer", re.IGNORECASE)
 _WAITS = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2")
 
 
@@ -53,7 +55,7 @@ def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
         return True  # one call, such as cudaGraphLaunch, launched several
     kinds = gpu.name[rows]
     repeated = kinds[edges[0] : edges[-1]]
-    if any(word in timeline.names[kind].lower() for kind in np.unique(repeated).tolist() for word in _OPTIMIZER):
+    if any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(repeated).tolist()):
         return False
     before, after = (bool(len(np.setdiff1d(part, repeated))) for part in (kinds[: edges[0]], kinds[edges[-1] :]))
     return (before and after) or ((before or after) and len(edges) > _MANY and not _host_waits(timeline, launched))
