@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-__all__ = ["BadTrace", "CounterpointError", "Misconfigured", "NoEffect", "PeerTimeout", "Unsupported"]
-
 
 class CounterpointError(Exception):
     """Is the base of every error that counterpoint raises on purpose; the command line prints it and exits with 2."""

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
-from counterpoint.collectives.connect import GpuStandIn, available, device_profile, open_transport
+from counterpoint.collectives.connect import GpuStandIn, device_profile, open_transport
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, ReduceOp
 
     Tensors: TypeAlias = Sequence[Tensor] | TensorList
-
-__all__ = ["Communicator", "available"]
 
 
 class Communicator:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Device: TypeAlias = "torch.device | str | int | GpuStandIn | None"
 
-__all__ = ["GpuStandIn", "available", "device_profile", "open_transport"]
-
 
 class GpuStandIn(Protocol):
     """Describes what can be used in the place of a `Gpu`."""

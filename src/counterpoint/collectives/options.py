@@ -11,8 +11,6 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
 
-__all__ = ["CommunicatorOptions", "OptionKeywords"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:

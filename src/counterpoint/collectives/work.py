@@ -7,8 +7,6 @@ from typing import Any, Literal, Protocol
 
 from counterpoint.errors import PeerTimeout
 
-__all__ = ["HostWork", "Work"]
-
 
 class Work(Protocol):
     """Represents a collective under way: it ends when its outputs may be read; until then its tensors belong to it.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from counterpoint.diagnosis.api import Result
     from counterpoint.records.diagnosis import Diagnosis
 
-__all__ = ["diagnose"]
-
 
 def diagnose(
     traces: Annotated[

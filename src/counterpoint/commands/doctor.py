@@ -8,8 +8,6 @@ import typer
 
 from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
 
-__all__ = ["doctor"]
-
 
 def doctor(
     json: Annotated[str | None, typer.Option(help="Write the checkup as JSON; - prints it (and only it).")] = None,

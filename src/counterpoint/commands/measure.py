@@ -19,7 +19,6 @@ from counterpoint.report.files import is_stream, replacing
 if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
-__all__ = ["measure"]
 
 NARROWEST = 80  # columns of a terminal; below, rich would leave out columns of a table
 IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line

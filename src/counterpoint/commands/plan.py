@@ -16,7 +16,6 @@ from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
 if TYPE_CHECKING:
     from counterpoint.records.prediction import Prediction
 
-__all__ = ["plan"]
 
 MIN_WIDTH = 80
 

@@ -17,10 +17,6 @@ from counterpoint.report.files import is_stream, replacing
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "ReaderGone", "check_outputs", "end_by_sigpipe", "json_file", "open_stdout", "progress", "write_json", "writing",
-]  # fmt: skip
-
 
 class ReaderGone(CounterpointError):
     """Is raised when the program that reads our output has ended, as `head` does."""

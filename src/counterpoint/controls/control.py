@@ -11,11 +11,6 @@ from typing import Any, ClassVar
 from counterpoint.errors import Unsupported
 from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = [
-    "Control", "Lanes", "applied", "call_driver", "first_reason", "nccl_config", "no_driver_calls", "no_gpu",
-    "no_nccl", "no_nccl_option", "why_unsupported",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:

@@ -14,8 +14,6 @@ from counterpoint.controls.observe import matmul_kernels, written
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = ["GemmSmFit", "GemmSmLimit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmLimit(Control):

@@ -27,8 +27,6 @@ from counterpoint.controls.control import why_unsupported
 from counterpoint.controls.occupancy_shape import Shaper
 from counterpoint.errors import Unsupported
 
-__all__ = ["KernelLaunch", "LaunchHook", "no_cupti", "no_triton", "shaped_triton"]
-
 _DRIVER_API, _ENTER, _SUCCESS, _TAKEN = 1, 0, 0, 39
 _BY_VALUE, _BY_REFERENCE = (307, 442), (652, 653)  # cuLaunchKernel, cuLaunchKernelEx; each also per-thread stream
 _CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID

@@ -13,8 +13,6 @@ from counterpoint.controls.observe import nccl_kernels
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
-__all__ = ["CommFirst", "Lead"]
-
 _TIMED = 32  # round trips in one measurement of what one takes
 _FEWEST = 2  # so that every waiting stream has had its turn in between
 

@@ -15,8 +15,6 @@ from counterpoint.controls.observe import blocks, copies, nccl_kernels, symmetri
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
-__all__ = ["NcclCluster", "NcclCtaPolicy", "NcclCtas", "NcclWindows"]
-
 _MOST_CTAS = 64  # NCCL's MAXCHANNELS
 _MOST_PER_CLUSTER = 8  # portable cluster size
 Policy = Literal["default", "efficiency", "zero"]

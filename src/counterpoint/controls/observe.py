@@ -20,12 +20,6 @@ from counterpoint.controls.control import Control, Lanes, applied, call_driver
 from counterpoint.errors import NoEffect, Unsupported
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
-__all__ = [
-    "CapturedKernel", "ProfilerEvent", "Sides", "blocks", "captured_kernels", "copies", "device_of", "launched",
-    "matmul_kernels", "nccl_kernels", "observe", "see", "see_all", "sides_of_all", "sm_ids", "symmetric_kernels",
-    "verified", "with_clusters", "written",
-]  # fmt: skip
-
 Sides = tuple[tuple[Launched, ...], tuple[Launched, ...]]  # what ran of compute and of the collective
 
 _KIND: dict[str, Literal["kernel", "copy", "memset"]] = {

@@ -16,8 +16,6 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import SmLimits
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
-__all__ = ["OccupancyShaping"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OccupancyShaping(Control):

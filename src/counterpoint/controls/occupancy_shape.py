@@ -16,8 +16,6 @@ from counterpoint.controls.control import call_driver
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_per_sm, smem_for_blocks_per_sm
 
-__all__ = ["Shape", "Shaper", "UnshapedKernel", "Wanted", "device_limits", "shape"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnshapedKernel:

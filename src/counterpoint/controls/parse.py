@@ -13,8 +13,6 @@ from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, Ncc
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
 
-__all__ = ["KEYS", "parse_mechanism"]
-
 _BASE = re.compile(r"[a-z][a-z0-9_]*")
 
 

@@ -13,8 +13,6 @@ from counterpoint.controls.observe import written
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.records.measurement import Evidence, Observation
 
-__all__ = ["GreenContexts", "Partition", "StreamPriority", "plan_split"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPriority(Control):

@@ -14,8 +14,6 @@ from counterpoint.records.diagnosis import Account, Collective, RankAccount, Ste
 from counterpoint.trace.classify import is_multi_tensor
 from counterpoint.trace.timeline import F64, I64, Kind, previous_on_stream
 
-__all__ = ["Activity", "Waits", "activity", "collectives", "rank_accounts", "steps", "totals", "waits"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:

@@ -27,7 +27,6 @@ from counterpoint.trace.timeline import F64, I64, Kind
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Result", "diagnose", "diagnose_digests"]
 
 _SPANS = 6000  # per lane: more are not seen on any screen
 _LONGEST_LABEL = 80

@@ -9,8 +9,6 @@ import numpy as np
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
-__all__ = ["CommRows", "comm_rows"]
-
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # names of kernels that carry out several collectives
 _COPY_PAUSE_US = 30.0  # copies of one collective follow one another closer than this
 

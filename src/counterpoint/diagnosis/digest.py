@@ -18,8 +18,6 @@ from counterpoint.diagnosis.gaps import Gap, find_gaps
 from counterpoint.diagnosis.steps import StepWindows, find_steps
 from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
-__all__ = ["HostWaits", "RankDigest", "digest"]
-
 _GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 

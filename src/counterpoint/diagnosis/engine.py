@@ -22,8 +22,6 @@ from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsu
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
 
-__all__ = ["Engine", "digest_all", "digest_file"]
-
 Progress = Callable[[int, int, str], None]  # files done, files, what is going on
 _SMALL_BYTES = 4 << 20  # below this, starting processes takes longer than reading
 

@@ -16,8 +16,6 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
 
-__all__ = ["find_findings", "verdict"]
-
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
 _KERNELS_NAMED = 3

@@ -26,8 +26,6 @@ from counterpoint.records.diagnosis import (
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["frames"]
-
 
 def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
     """Return frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.

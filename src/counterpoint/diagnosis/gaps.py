@@ -10,8 +10,6 @@ import numpy as np
 
 from counterpoint.trace.timeline import F64, GpuOps, HostKind, HostOps, Timeline
 
-__all__ = ["Gap", "find_gaps"]
-
 _SHORTEST_US = 20.0
 _MOST = 256  # the longest gaps are explained; the rest only counted in the accounts
 _CATEGORIES = (

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from counterpoint.errors import Misconfigured
 from counterpoint.records.diagnosis import Diagnosis
 
-__all__ = ["METRICS", "Gate", "GateResult", "check_gate", "parse_gate"]
-
 _TIMES = {
     "step": "duration_us",
     "compute": "compute_us",

@@ -8,8 +8,6 @@ import numpy as np
 
 from counterpoint.trace.timeline import F64
 
-__all__ = ["Intervals"]
-
 
 @dataclass(frozen=True, slots=True)
 class Intervals:

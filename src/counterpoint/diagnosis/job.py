@@ -17,8 +17,6 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["TracedJob", "assemble"]
-
 _MISSING_SHOWN = 64
 _RANKS_QUOTED = 3  # with notes on their own traces
 _APART_S = 600.0  # clocks of hosts in one job never differ by more

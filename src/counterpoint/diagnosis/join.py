@@ -16,8 +16,6 @@ import numpy as np
 from counterpoint.diagnosis.comm_rows import CommRows
 from counterpoint.trace.timeline import F64, I32, I64
 
-__all__ = ["LOOSE_ENDS", "Joined", "align", "join"]
-
 # operations that a rank may end long before or after the others
 LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "all_to_all", "peer_copy", "notify")
 

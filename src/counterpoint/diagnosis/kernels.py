@@ -19,8 +19,6 @@ from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_wi
 from counterpoint.records.diagnosis import KernelCause, KernelComparison
 from counterpoint.trace.timeline import F64, I64, Device, Kind
 
-__all__ = ["KernelSet", "compare_overlap", "sm_limits"]
-
 _ALONE, _OVERLAPPED = 0.02, 0.5  # shares of a kernel's time while communication runs
 _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the least of all GPUs since V100

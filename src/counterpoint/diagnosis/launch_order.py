@@ -19,8 +19,6 @@ from counterpoint.diagnosis.kernels import sm_limits
 from counterpoint.machine.occupancy import blocks_per_sm
 from counterpoint.trace.timeline import I64, GpuOps, Kind, previous_on_stream
 
-__all__ = ["Blocked", "find_blocked"]
-
 _CLOSE_US = 25.0  # a kernel of the next stream starts this soon after SMs are free
 _SHORTEST_US = 30.0
 _EARLY = 0.25  # of a kernel's time: its last blocks run alone, and others enter on the SMs that are free by then

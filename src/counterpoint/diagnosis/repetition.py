@@ -12,8 +12,6 @@ import numpy as np
 
 from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
 
-__all__ = ["repeated_steps"]
-
 _LONGEST_PATTERN = 1 << 18
 _MANY = 8  # repeats: from here on they may be layers of one step
 _MOST = 0.6  # of the GPU's time

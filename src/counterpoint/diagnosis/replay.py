@@ -26,8 +26,6 @@ from counterpoint.diagnosis.replay_graph import Bools, ReplayGraph, build_graph
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["replay", "simulate"]
-
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
 _SOON_US = 20.0  # an operation that nothing holds has begun by then
 _CLOSE = 0.01  # error of a graph that explains a trace

@@ -28,8 +28,6 @@ import numpy.typing as npt
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.trace.timeline import F64, I64, U8, Kind, previous_on_stream
 
-__all__ = ["ReplayGraph", "build_graph"]
-
 Bools = npt.NDArray[np.bool_]
 
 _EDGE_US = 20.0  # an operation that waited for another stream's begins this soon after that one's end

@@ -20,8 +20,6 @@ from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.repetition import repeated_steps
 from counterpoint.trace.timeline import F64, I64, GpuOps, HostKind, Timeline
 
-__all__ = ["StepWindows", "find_steps"]
-
 Mask = npt.NDArray[np.bool_]
 
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")

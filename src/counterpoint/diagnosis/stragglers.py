@@ -24,8 +24,6 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Cause, Straggler
 from counterpoint.trace.timeline import F64, I64, Kind
 
-__all__ = ["Delays", "find_delays", "find_stragglers"]
-
 _WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
 _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
 _WORTH_IN_JITTER = 0.03

@@ -8,8 +8,6 @@ figures of different operations and numbers of ranks comparable with the rate of
 
 from __future__ import annotations
 
-__all__ = ["bus_factor", "bus_gb_per_s"]
-
 _SHARES = {  # of (n - 1) / n of the array that cross a GPU's links
     "all_reduce": 2,
     "all_gather": 1,

@@ -25,8 +25,6 @@ from counterpoint.machine.system import read_system
 from counterpoint.records.base import Record
 from counterpoint.records.machine import Check, Checkup
 
-__all__ = ["collect_readings", "examine", "exit_code"]
-
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
 _NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would be measured, and it has a check of its own
 

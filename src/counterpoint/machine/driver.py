@@ -17,8 +17,6 @@ from typing import Any
 
 from counterpoint.machine.readings import Bandwidth, Cuda, CudaDevice, PairRate, ProbeFailed, ProbeUnavailable
 
-__all__ = ["Driver", "choose_pairs", "measure_bandwidth", "read_cuda", "visible_gpus"]
-
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
 _REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
 _PEER_ACCESS_ALREADY = 704

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from counterpoint.machine.occupancy import SmLimits
 
-__all__ = ["GPUS", "GpuSheet", "find_gpu", "peak_tflops"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSheet:

@@ -15,8 +15,6 @@ from typing import Any
 
 from counterpoint.machine.readings import GpuReading, NvLink, Nvml, ProbeFailed, ProbeUnavailable
 
-__all__ = ["CLOCK_REASONS", "read_nvml"]
-
 CLOCK_REASONS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons
     0x1: "gpu_idle",
     0x2: "clocks_setting",

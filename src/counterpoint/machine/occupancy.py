@@ -12,17 +12,6 @@ from dataclasses import dataclass
 
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "Footprint",
-    "SmLimits",
-    "blocks_beside",
-    "blocks_per_sm",
-    "most_ctas_without_extra_wave",
-    "smem_for_blocks_per_sm",
-    "tiles_of",
-    "waves",
-]
-
 _REGISTERS_ALLOCATED_BY = 256  # per warp
 _WARPS_ALLOCATED_BY = 4  # one for each of an SM's four register files
 

@@ -23,8 +23,6 @@ from counterpoint.machine.readings import ProbeFailed, ProbeUnavailable
 from counterpoint.machine.software import read_nccl, read_torch_runtime
 from counterpoint.records.base import Record
 
-__all__ = ["PROBES", "Answer", "ask_probe", "main", "run_child"]
-
 PROBES: dict[str, Callable[[], Record]] = {
     "nvml": read_nvml,
     "cuda": read_cuda,

@@ -21,20 +21,6 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.records.base import Record
 
-__all__ = [
-    "VARIABLE",
-    "Chip",
-    "Contention",
-    "Efficiency",
-    "Profile",
-    "Rates",
-    "SumRates",
-    "default_profile",
-    "profile_of",
-    "read_profile",
-    "shipped_profile",
-]
-
 VARIABLE = "COUNTERPOINT_PROFILE"
 MAX_BYTES = 1 << 18
 _FOLDER = Path(__file__).with_name("profiles")

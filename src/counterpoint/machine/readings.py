@@ -11,25 +11,6 @@ import msgspec
 from counterpoint.errors import Unsupported
 from counterpoint.records.base import Record
 
-__all__ = [
-    "Bandwidth",
-    "Cuda",
-    "CudaDevice",
-    "GpuReading",
-    "Nccl",
-    "NetPort",
-    "NvLink",
-    "Nvml",
-    "PairRate",
-    "ProbeFailed",
-    "ProbeUnavailable",
-    "RdmaPort",
-    "Readings",
-    "Software",
-    "System",
-    "TorchRuntime",
-]
-
 
 class ProbeUnavailable(Unsupported):
     """Says that a probe cannot look; its text names what is missing."""

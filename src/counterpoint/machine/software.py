@@ -13,8 +13,6 @@ from typing import Any
 
 from counterpoint.machine.readings import Nccl, ProbeUnavailable, Software, TorchRuntime
 
-__all__ = ["nccl_version", "read_nccl", "read_software", "read_torch_files", "read_torch_runtime"]
-
 _LIBNCCL = "libnccl.so.2"
 _FEATURES = {  # feature: file below torch/, and what it must contain
     "symmetric_memory": ("distributed/_symmetric_memory/__init__.py", "def rendezvous"),

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from counterpoint.machine.readings import NetPort, RdmaPort, System
 
-__all__ = ["acs_redirects", "parse_conf", "read_system"]
-
 _MAX_BYTES = 64 << 10
 _NVIDIA = "0x10de"
 _BRIDGE = "0x0604"

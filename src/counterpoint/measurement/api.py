@@ -23,8 +23,6 @@ from counterpoint.measurement.suites import blocks_of, scenarios_of
 from counterpoint.records.measurement import Measurement, Outcome, Plan, Scenario
 from counterpoint.version import VERSION
 
-__all__ = ["measure"]
-
 MIN_ROUNDS = 5  # two are dropped, and a median wants three
 MAX_CPU_RANKS = 64
 MAX_WAIT_S = 7 * 86400.0  # what torch and JSON can say

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from counterpoint.collectives.communicator import Communicator
 
-__all__ = ["Buffers", "Comm", "WrongResult", "allocate", "collectives", "elements_of", "memory_bytes"]
 
 _CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # elements made and compared at once: what a check needs besides the buffers
 

@@ -16,8 +16,6 @@ from counterpoint.measurement.open_mechanisms import Opened
 from counterpoint.measurement.session import Session
 from counterpoint.records.measurement import DeviceState, Evidence, Observation, Usage
 
-__all__ = ["DeviceReading", "Observed", "combine", "driver_version", "observe", "observe_compute", "read_device"]
-
 DeviceReading = tuple[int, float, int, tuple[str, ...]]  # SM clock in MHz, power in W, temperature in °C, reasons
 
 _REASONS = {  # nvml.h, nvmlClocksEventReason*; idle and "applications clocks" are not faults

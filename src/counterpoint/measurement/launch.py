@@ -27,8 +27,6 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, U
 from counterpoint.measurement.resume import finished
 from counterpoint.records.measurement import Plan, RankFailure
 
-__all__ = ["PARENT_VARIABLE", "STARTUP_S", "VARIABLES", "Progress", "Remains", "died", "hung", "launch"]
-
 Progress = Callable[[int, int, str], None]  # scenarios done, scenarios in all, what runs now
 
 PARENT_VARIABLE = "COUNTERPOINT_PARENT_PID"  # tells a rank who started it; not set under torchrun

@@ -14,8 +14,6 @@ from counterpoint.controls.nccl import NcclWindows
 from counterpoint.controls.parse import parse_mechanism
 from counterpoint.errors import Misconfigured, printable
 
-__all__ = ["BASES", "Mechanism", "find_mechanism"]
-
 BASES: dict[str, tuple[str, ...]] = {"cuda": ("nccl", "nccl_zero_cta", "zero_sm"), "cpu": ("gloo", "zero_sm")}
 _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 

@@ -18,8 +18,6 @@ from counterpoint.measurement.mechanisms import BASES, Mechanism
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
 
-__all__ = ["Memory", "Opened", "OpenedAll", "memory_of", "offered", "open_all", "open_mechanism"]
-
 Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
 
 

@@ -19,8 +19,6 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.records.base import Record
 from counterpoint.records.measurement import Outcome
 
-__all__ = ["finished", "resumable"]
-
 
 class _Header(Record, frozen=True, kw_only=True):
     """Holds what must agree before results are mixed, as texts that an error can show."""

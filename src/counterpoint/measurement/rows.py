@@ -14,8 +14,6 @@ from counterpoint.measurement.trial import Trial
 from counterpoint.pair.together import overlap, pair_class
 from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing
 
-__all__ = ["Samples", "comm_time", "compute_time", "play_rounds", "row", "time_of", "timing", "why_late"]
-
 Key = TypeVar("Key", bound=Hashable)
 Samples = list[list[Trial]]  # [rank][round]
 

@@ -35,8 +35,6 @@ from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import REDUCTIONS, Pair
 from counterpoint.records.measurement import Block, BlockRow, Order, Outcome, Plan, Scenario
 
-__all__ = ["Calibration", "measure_block", "measure_scenario", "size_for_time", "time_at"]
-
 Curve = Sequence[tuple[int, float]]  # (bytes, µs), ascending in bytes
 
 _CURVE_BYTES = {"cuda": (1 << 20, 16 << 20, 128 << 20, 1 << 30), "cpu": (1 << 18, 4 << 20, 32 << 20)}

@@ -17,8 +17,6 @@ from counterpoint.controls.control import Control, Lanes
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measurement.trial import CpuStage, CudaStage
 
-__all__ = ["Session"]
-
 T = TypeVar("T")
 
 

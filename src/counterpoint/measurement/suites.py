@@ -20,8 +20,6 @@ from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
 
-__all__ = ["SUITES", "blocks_of", "scenarios_of"]
-
 STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm", "zero_sm+gemm_sms=fit")
 SUMS = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116, "fit")))
 GEMM = "gemm 8192x8192x8192"

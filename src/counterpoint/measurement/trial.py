@@ -19,8 +19,6 @@ import torch.distributed as dist
 from counterpoint.controls.control import Lanes
 from counterpoint.records.measurement import Order
 
-__all__ = ["DELAYED", "HEAD_START_US", "Case", "CpuStage", "CudaStage", "Trial", "sides_of"]
-
 HEAD_START_US = 100.0
 _HOST_US = 500.0  # of queueing one trial, until it is known
 _SPIN_MARGIN_US = 300.0

@@ -28,7 +28,6 @@ from counterpoint.records.measurement import Block, Environment, Plan, RankFailu
 if TYPE_CHECKING:
     from counterpoint.measurement.session import Session
 
-__all__ = ["die_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 

@@ -17,8 +17,6 @@ from counterpoint.errors import Misconfigured, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ComputeOperation", "Workload", "find_workload", "prepare"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOperation:

@@ -25,8 +25,6 @@ from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, occupation, overlap, play_order, reduced_us
 from counterpoint.records.measurement import Order
 
-__all__ = ["ORDERS", "Budget", "GemmSms", "Objective", "candidates_for", "choose_gemm_sms", "choose_split", "predict"]
-
 Objective = Literal["mean", "worst"]
 ORDERS: tuple[Order, ...] = ("together", "comm_first", "compute_first")
 FEWER_CTAS = (16, 12, 8, 4)  # multiples of NCCL's cluster of 4, which it drops otherwise

@@ -17,8 +17,6 @@ from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import GemmKernel, Product, gemm_kernels, steps_of
 from counterpoint.records.measurement import BlockRow
 
-__all__ = ["CommCurve", "CommKey", "CommPoint", "Curves", "GemmCurve", "comm_key", "curves_from"]
-
 REACH = 2.0  # sizes up to this much beyond the measured ones are extrapolated
 
 

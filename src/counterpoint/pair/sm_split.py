@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Chip, default_profile
 
-__all__ = ["SmLayout", "SmSplit"]
-
 _LIMIT = re.compile(r"(max_ctas|cga_cluster|gemm_sms)=([1-9]\d{0,3})")
 
 

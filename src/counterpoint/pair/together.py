@@ -35,27 +35,6 @@ from counterpoint.machine.profile import Contention, Disturbance, Profile, SumRa
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.records.measurement import Order, PairClass
 
-__all__ = [
-    "NEED_SMS",
-    "REDUCTIONS",
-    "GemmKernel",
-    "Model",
-    "Occupation",
-    "Pair",
-    "Product",
-    "disturbance",
-    "gemm_kernels",
-    "kept_us",
-    "model_for",
-    "occupation",
-    "overlap",
-    "pair_class",
-    "play_order",
-    "reduced_us",
-    "steps_of",
-    "together_us",
-]
-
 Model = Literal["kept", "waves", "sums"]
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from counterpoint.parallel.fsdp.hooks import Communicators
     from counterpoint.parallel.fsdp.slots import ModuleParameters
 
-__all__ = ["Options", "Overlap", "OverlapOptions", "overlap"]
 
 STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
 

@@ -21,7 +21,6 @@ from counterpoint.records.prediction import Bar, Curve, PlacementResult, Point, 
 if TYPE_CHECKING:
     from counterpoint.plan.placement.launch_files import LaunchFile
 
-__all__ = ["AXES", "PARTS", "answer", "curve", "place_job", "scaling", "sensitivities"]
 
 PARTS = {
     "matmul": "matrix products",

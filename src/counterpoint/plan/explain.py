@@ -18,8 +18,6 @@ from counterpoint.plan.network.group import Axis, axes
 from counterpoint.plan.network.protocols import network_of
 from counterpoint.plan.step.step import PredictedStep, predict_step
 
-__all__ = ["QUESTIONS", "explain"]
-
 COMPUTE = ("matmul", "attention", "memory_bound", "recompute")
 EXPOSED = ("tensor", "context", "expert", "shards", "gradients")
 AXES_OF: dict[str, tuple[Axis, ...]] = {

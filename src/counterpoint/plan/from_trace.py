@@ -35,8 +35,6 @@ from counterpoint.records.base import Record
 from counterpoint.records.diagnosis import Collective, Diagnosis
 from counterpoint.records.prediction import Prediction, TimePart
 
-__all__ = ["ALLOWED", "MeasuredCollective", "MeasuredStep", "answer_from_trace", "measured_step", "predict_on"]
-
 NOTE = "compute, copies and idle time of the trace; transfers by the ratio of the model's estimates"
 ALLOWED = ("weak_nodes", "network", "nic_gbit", "nics", "failed_nics", "oversubscription", "slow_rank")
 """What-ifs that a trace can answer; the others would change the compute of each rank."""

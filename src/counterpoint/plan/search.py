@@ -22,8 +22,6 @@ from counterpoint.plan.network.protocols import network_of
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import Choice, SearchResult
 
-__all__ = ["search"]
-
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "full")
 VIRTUAL = (2, 4)  # parts per stage, with interleaving

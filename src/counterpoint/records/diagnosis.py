@@ -10,26 +10,6 @@ from typing import Literal
 
 from counterpoint.records.base import Record
 
-__all__ = [
-    "OWN_MARK",
-    "SCHEMA",
-    "Account",
-    "Cause",
-    "Collective",
-    "Diagnosis",
-    "Finding",
-    "KernelCause",
-    "KernelComparison",
-    "RankAccount",
-    "Replay",
-    "Severity",
-    "Source",
-    "StepTime",
-    "Straggler",
-    "TimelineLane",
-    "WhatIfStep",
-]
-
 SCHEMA = "counterpoint.diagnosis/1"
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 

@@ -8,8 +8,6 @@ import msgspec
 
 from counterpoint.records.base import Record
 
-__all__ = ["CHECKUP_SCHEMA", "Check", "Checkup"]
-
 CHECKUP_SCHEMA = "counterpoint.doctor/1"
 
 

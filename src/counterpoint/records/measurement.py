@@ -12,27 +12,6 @@ import msgspec
 
 from counterpoint.records.base import Record
 
-__all__ = [
-    "MEASUREMENT_SCHEMA",
-    "Block",
-    "BlockRow",
-    "DeviceState",
-    "Environment",
-    "Evidence",
-    "Launched",
-    "Measurement",
-    "Observation",
-    "Order",
-    "Outcome",
-    "PairClass",
-    "Plan",
-    "RankFailure",
-    "Row",
-    "Scenario",
-    "Timing",
-    "Usage",
-]
-
 MEASUREMENT_SCHEMA = "counterpoint.measurement/1"
 
 Order = Literal["together", "comm_first", "compute_first"]

@@ -8,21 +8,6 @@ import msgspec
 
 from counterpoint.records.base import Record
 
-__all__ = [
-    "PREDICTION_SCHEMA",
-    "Bar",
-    "Choice",
-    "Curve",
-    "LevelLoad",
-    "PlacementResult",
-    "Point",
-    "Prediction",
-    "RankOrder",
-    "SearchResult",
-    "Sensitivity",
-    "TimePart",
-]
-
 PREDICTION_SCHEMA = "counterpoint.plan/1"
 
 

@@ -22,8 +22,6 @@ from counterpoint.records.diagnosis import Account, Diagnosis, TimelineLane
 from counterpoint.report import formatting as say
 from counterpoint.report.safe_html import clean, write_page
 
-__all__ = ["LaneTotal", "PackedTimeline", "pack_timeline", "write_html"]
-
 MAX_RANKS = 32  # of the timeline
 MAX_SPANS = 200_000
 MAX_LABEL = 200  # characters

@@ -21,8 +21,6 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import OWN_MARK, Diagnosis, Finding, TimelineLane
 from counterpoint.report.files import replacing
 
-__all__ = ["write_perfetto"]
-
 Event = dict[str, Any]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

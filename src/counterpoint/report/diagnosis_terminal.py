@@ -15,8 +15,6 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Collective, Diagnosis, Finding, RankAccount, Replay
 from counterpoint.report import formatting as say
 
-__all__ = ["render"]
-
 MAX_RANKS = 16
 MAX_COLLECTIVES = 8
 MAX_KERNELS = 8

@@ -13,8 +13,6 @@ from rich.text import Text
 from counterpoint.records.machine import Check, Checkup
 from counterpoint.report import formatting as say
 
-__all__ = ["render_checkup", "verdict"]
-
 STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": say.QUIET}
 MARKS = {"problem": "✗", "warning": "!", "ok": "✓", "not_seen": "?"}
 WORDS = {"problem": "In the way of overlap", "warning": "Worth a look", "ok": "In order", "not_seen": "Not seen"}

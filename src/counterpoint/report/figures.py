@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Axis", "Figure", "Look", "Marks", "Panel", "Symbol"]
-
 Symbol = Literal["circle", "cross", "triangle"]
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["is_stream", "replacing"]
-
 _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 

@@ -18,12 +18,6 @@ from rich.text import Text
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Account, Collective, Diagnosis, KernelComparison, RankAccount
 
-__all__ = [
-    "CAUSES", "KERNEL_CAUSES", "PARTS", "QUIET", "UNKNOWN", "AccountPart", "bandwidth", "budget", "by_exposed",
-    "factor", "heading", "milliseconds", "new_table", "notes", "percent", "print_table", "ratio", "size", "speed_up",
-    "steps_in", "text", "waves", "worst_ranks",
-]  # fmt: skip
-
 UNKNOWN = "–"
 QUIET = "bright_black"  # style of what explains
 CAUSES = {

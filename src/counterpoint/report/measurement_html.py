@@ -13,8 +13,6 @@ from counterpoint.report.figures import Axis, Figure, Look, Marks, Panel, Symbol
 from counterpoint.report.measurement_text import mechanism_summaries
 from counterpoint.report.safe_html import clean, write_page
 
-__all__ = ["figure", "write_overlap_plot"]
-
 ORDERS = {"compute_first": "compute first", "together": "together", "comm_first": "comm first"}
 COLOURS = 8  # --series-1 to --series-8 of page.css
 DASHES = ((), (9, 5), (2, 3), (9, 3, 2, 3))

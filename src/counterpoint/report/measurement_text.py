@@ -25,8 +25,6 @@ from counterpoint.errors import printable
 from counterpoint.records.measurement import BlockRow, Measurement, Row
 from counterpoint.report import formatting as say
 
-__all__ = ["MechanismSummary", "markdown", "mean_hidden", "mechanism_summaries", "render", "summary"]
-
 SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
 MARKED = "red"
 LEFT = {"step", "order", "mechanism", "what"}

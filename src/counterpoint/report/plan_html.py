@@ -13,8 +13,6 @@ from counterpoint.report.figures import Axis, Figure, Look, Marks, Panel
 from counterpoint.report.plan_terminal import headline
 from counterpoint.report.safe_html import clean, write_page
 
-__all__ = ["curves_figure", "timeline_figure", "write_plan_page"]
-
 LOOKS = {  # of a part: class of its bar
     "tensor": "transfer",
     "context": "transfer",

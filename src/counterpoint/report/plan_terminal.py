@@ -10,8 +10,6 @@ from rich.text import Text
 from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, SearchResult
 from counterpoint.report import formatting as say
 
-__all__ = ["headline", "render_prediction"]
-
 BAR = 24  # characters
 
 

@@ -21,7 +21,6 @@ from counterpoint.report.files import replacing
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["clean", "policy", "script", "script_json", "write_page"]
 
 PAGE = Path(__file__).parent / "page"
 

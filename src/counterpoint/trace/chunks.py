@@ -17,8 +17,6 @@ import msgspec
 
 from counterpoint.errors import BadTrace
 
-__all__ = ["BLOCK_BYTES", "EventRuns"]
-
 BLOCK_BYTES = 4 << 20
 _LARGEST = 64 << 20  # header, trailer or a single event beyond this is not a trace
 _HEADERS = 16  # places that look like the start of the events and may turn out to lie inside another key

@@ -15,18 +15,6 @@ import re
 
 from counterpoint.trace.timeline import Kind
 
-__all__ = [
-    "collective_op",
-    "dtype_bytes",
-    "host_collective",
-    "is_barrier",
-    "is_known_op",
-    "is_multi_tensor",
-    "kernel_kind",
-    "memcpy_kind",
-    "normal_op",
-]
-
 _COLLECTIVE = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 _CCL = re.compile(r"^(?:nccl|rccl|msccl|hccl|pccl|xccl|oneccl)", re.I)  # symbols of NCCL and its relatives
 _WORDS = re.compile(  # what the name of every communication kernel holds somewhere; most names hold none

@@ -12,8 +12,6 @@ import numpy as np
 
 from counterpoint.trace.timeline import F64
 
-__all__ = ["Clocks", "align_clocks"]
-
 _RESOLUTION_US = 100.0  # ranks of one host end a collective up to 60 µs apart, always in the same order (8 x H200)
 _DRIFT_US = 12.0  # a drift that moves the ends by less over the whole trace is not looked for
 _SWEEPS = 50

@@ -39,8 +39,6 @@ from counterpoint.trace.timeline import (
     sorted_host,
 )
 
-__all__ = ["read_by_two_processes", "read_events", "read_kineto"]
-
 _LARGE_BYTES = 64 << 20  # below, starting a process takes longer than it saves
 _EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
 

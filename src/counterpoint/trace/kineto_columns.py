@@ -17,8 +17,6 @@ from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Intern
 
-__all__ = ["Columns", "KinetoEvent", "absorb"]
-
 _ON_GPU, _IGNORED = -1, -2
 _GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
 _HOST = {

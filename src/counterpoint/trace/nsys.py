@@ -33,8 +33,6 @@ from counterpoint.trace.timeline import (
     Timeline,
 )
 
-__all__ = ["read_nsys"]
-
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _GPU_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 _COPY = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP",

@@ -19,8 +19,6 @@ from counterpoint.trace.classify import normal_op
 from counterpoint.trace.nsys_tables import MAX_TEXT, OPEN_END, Export, look_up, text_or_unknown
 from counterpoint.trace.timeline import I32, I64, U8, CollectiveInfo, HostKind, Intern
 
-__all__ = ["NcclCalls", "NcclCommunicator", "NvtxRanges", "innermost", "nccl_calls", "one_per_kernel", "read_nvtx"]
-
 _TABLE = "NVTX_EVENTS"
 _PUSH_POP = (59, 70)
 _START_END = (60, 71)

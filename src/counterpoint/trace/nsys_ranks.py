@@ -16,8 +16,6 @@ from counterpoint.trace.nsys_tables import Export
 from counterpoint.trace.source import rank_from_name
 from counterpoint.trace.timeline import I64, Device
 
-__all__ = ["RankId", "device_of", "find_ranks", "utc_ns"]
-
 MAX_RANKS = 1024  # in one export: one host records it
 
 # Launchers that give every rank its own process and so its own capture; the first that is set wins.

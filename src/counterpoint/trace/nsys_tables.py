@@ -18,8 +18,6 @@ import numpy as np
 from counterpoint.errors import BadTrace
 from counterpoint.trace.timeline import I32, I64
 
-__all__ = ["MAX_ROWS", "MAX_TEXT", "OPEN_END", "Export", "look_up", "open_export", "text_or_unknown"]
-
 MAX_ROWS = 100_000_000  # of one table; a row costs about 150 bytes of memory while it is read
 MAX_TEXT = 4096  # characters kept of one string
 OPEN_END = -(2**63)  # `end` of a range that was still open when the capture stopped

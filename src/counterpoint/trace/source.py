@@ -27,8 +27,6 @@ from typing import IO, Any, BinaryIO, NoReturn
 from counterpoint.errors import BadTrace, Unsupported
 from counterpoint.records.diagnosis import OWN_MARK
 
-__all__ = ["Limits", "TraceFile", "find_traces", "is_plain", "open_bytes", "rank_from_name", "recordings"]
-
 _SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _SQLITE_MAGIC, _GZIP_MAGIC, _ZSTD_MAGIC = b"SQLite format 3\0", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

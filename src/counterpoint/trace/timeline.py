@@ -13,22 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "CollectiveInfo",
-    "Device",
-    "GpuOps",
-    "HostKind",
-    "HostOps",
-    "Intern",
-    "Kind",
-    "RankFacts",
-    "Timeline",
-    "join_launches",
-    "previous_on_stream",
-    "sorted_gpu",
-    "sorted_host",
-]
-
 K = TypeVar("K")
 
 F64 = npt.NDArray[np.float64]

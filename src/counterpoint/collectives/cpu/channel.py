@@ -41,8 +41,6 @@ from counterpoint.collectives.submit.submission import Programs, Submission, Une
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import CounterpointError
 
-__all__ = ["BeforeStep", "Channel", "CpuCall", "reference"]
-
 BeforeStep: TypeAlias = Callable[[Program, Step], None]
 """Called in the lane's thread before every step; tests put delays and deaths here."""
 _DYING_S = 1.0  # from the moment when a process gives up its memory to that when it is seen to be dead

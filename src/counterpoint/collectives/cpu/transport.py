@@ -22,8 +22,6 @@ from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured
 
-__all__ = ["CpuTransport"]
-
 CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; larger, and less is added while more comes
 
 

@@ -16,8 +16,6 @@ from counterpoint.collectives.program.steps import Program
 from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import PeerTimeout
 
-__all__ = ["CudaWork", "Prepared", "PreparedCache"]
-
 _PAUSE_S = 1e-4
 
 

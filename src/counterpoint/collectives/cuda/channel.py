@@ -35,8 +35,6 @@ from counterpoint.collectives.program.steps import COPY, Copy, Program
 from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
 from counterpoint.errors import Misconfigured
 
-__all__ = ["LANDING", "CudaChannel"]
-
 LANDING = Location(-2, 0)  # of an output that peers cannot write: it is copied from the channel's landing
 _MOST_KNOWN = 4096  # programs whose needs, and submissions whose calls are remembered
 

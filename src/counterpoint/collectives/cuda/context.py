@@ -15,8 +15,6 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["STEPS", "CudaContext", "Growth"]
-
 STEPS = 2  # of a call's record on the board: announced is step 0 of them, begun 1, ended 2
 
 

@@ -15,8 +15,6 @@ from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 
-__all__ = ["Gpu"]
-
 
 class Gpu:
     """Represents this process's GPU; `device` without an index is the current one.

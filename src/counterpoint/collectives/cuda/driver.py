@@ -24,8 +24,6 @@ from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
-__all__ = ["Bound", "Executor", "Graph", "ReductionLauncher", "load_driver"]
-
 
 class _ReducingDevice(Protocol):
     def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:

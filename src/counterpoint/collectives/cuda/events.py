@@ -11,8 +11,6 @@ from typing import Any
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError
 
-__all__ = ["EventPool", "StreamOrder", "StreamPoint"]
-
 _PAUSE_S = 1e-4
 _IN_A_GRAPH = -1  # instead of a stream: the memory is used at every replay
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY

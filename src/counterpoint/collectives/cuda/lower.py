@@ -39,21 +39,6 @@ from counterpoint.collectives.program.steps import (
 )
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "MAX_OPERATIONS",
-    "WORD_BYTES",
-    "Addresses",
-    "CopyAsync",
-    "DriverCall",
-    "EventRecord",
-    "MemoryOperation",
-    "MemoryOperations",
-    "ReduceLaunch",
-    "StreamWait",
-    "awaited",
-    "lower",
-]
-
 MAX_OPERATIONS = 255  # of one cuStreamBatchMemOp
 WORD_BYTES = 4  # of a flag
 

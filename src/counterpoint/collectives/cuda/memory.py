@@ -19,8 +19,6 @@ from counterpoint.collectives.memory.pool import Location, SymmetricMemory
 from counterpoint.collectives.program.steps import flag_words
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["CudaCard", "CudaMemory", "FlagLayout", "why_not"]
-
 _ENVIRONMENT = {  # torch reads them at every rendezvous
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # it compares indices, equal where each rank sees its GPU alone

@@ -11,8 +11,6 @@ from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["Launch", "Layout", "bind", "launch_of"]
-
 VECTOR_BYTES = 16
 THREAD_VECTORS = 2  # 16-byte loads of each source that a thread has in flight
 RESIDENT = 3  # blocks on each SM, if it has the whole GPU

@@ -4,8 +4,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["combine"]
-
 FULL_WIDTH = tl.constexpr(16)  # bytes of the widest load
 
 

@@ -34,8 +34,6 @@ from counterpoint.collectives.submit.tensors import tensors_of
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
 
-__all__ = ["CudaTransport"]
-
 
 class CudaTransport:
     """Runs all channels of one communicator. All ranks of the group make it together.

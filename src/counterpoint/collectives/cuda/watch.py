@@ -21,8 +21,6 @@ from counterpoint.collectives.host.watchdog import CurrentCall
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError, PeerTimeout
 
-__all__ = ["GRACE_S", "Watch"]
-
 GRACE_S = 0.25  # of a call that has begun: the part of a rank that has died or left meanwhile may be done
 _LOOK_S, _CLOSING_S = 0.05, 0.002
 _MOST_S = 10.0  # until streams that were let go have to be at their ends

@@ -17,8 +17,6 @@ from counterpoint.collectives.host.status import DEPTH, RankStatus
 from counterpoint.collectives.host.watchdog import PeerWaiter, mismatch
 from counterpoint.collectives.submit.submission import Submission
 
-__all__ = ["Announcer"]
-
 
 @dataclass(kw_only=True, slots=True)
 class _CallLine:

@@ -12,16 +12,6 @@ from counterpoint.collectives.program.calls import Call, Span
 from counterpoint.collectives.program.operations import find_operation
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = [
-    "PeerFailed",
-    "check_agreement",
-    "gather_values",
-    "membership",
-    "raise_together",
-    "start_by_torch",
-    "torch_function",
-]
-
 T = TypeVar("T")
 
 

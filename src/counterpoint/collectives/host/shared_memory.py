@@ -26,8 +26,6 @@ from counterpoint.collectives.host.status import MAX_REGIONS, RankStatus, new_st
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
-__all__ = ["ProcessCard", "SharedMemory", "why_not"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessCard:

@@ -18,21 +18,6 @@ from typing import Any, Literal
 
 from counterpoint.collectives.program.steps import Flag, flag_word, flag_words
 
-__all__ = [
-    "CLOSED",
-    "DEPTH",
-    "FAILED",
-    "MAX_CHUNKS",
-    "MAX_EARLY_BLOCKS",
-    "MAX_EARLY_REGIONS",
-    "MAX_REGIONS",
-    "RUNNING",
-    "RankStatus",
-    "flag_index",
-    "new_status",
-    "status_type",
-]
-
 RUNNING, CLOSED, FAILED = 0, 1, 2  # states
 DEPTH = 64  # calls that one rank may be ahead of another: so long stays readable what each of them was
 MAX_CHUNKS = 16  # arrivals of one block

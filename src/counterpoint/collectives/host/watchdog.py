@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from counterpoint.collectives.host.status import CLOSED, DEPTH, FAILED, RUNNING, RankStatus
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
-__all__ = ["MISMATCH_AFTER_S", "CurrentCall", "Failure", "PeerStatus", "PeerWaiter", "Watchdog", "mismatch", "verdict"]
-
 MISMATCH_AFTER_S = 2.0
 """Seconds after which two ranks that wait for each other in different calls get an error that says so."""
 _forks = 0  # that lie between this process and the one that was started

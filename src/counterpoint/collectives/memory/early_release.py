@@ -24,8 +24,6 @@ from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS, MAX_EARLY_REG
 from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, SymmetricMemory, next_region_bytes
 from counterpoint.errors import Unsupported
 
-__all__ = ["EarlyBlock", "EarlyPool", "EarlyUse"]
-
 _MOST_WASTE = 2  # a free block may be so many times as large as what it is used for
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-__all__ = ["BLOCK_BYTES", "GrowableRegion", "Location", "Pool", "ReusePolicy", "SymmetricMemory", "next_region_bytes"]
-
 _SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # of a growable region
 _MOST_BYTES = 1 << 28  # of a region that nobody asked for
 BLOCK_BYTES = 512  # of a block's size and place: no two tensors share a cache line or a copy engine's burst

@@ -37,8 +37,6 @@ from counterpoint.collectives.submit.tensors import copied, cut, flat_bytes, sen
 from counterpoint.collectives.work import HostWork, Work
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
-__all__ = ["HierarchicalCommunicator"]
-
 
 class HierarchicalCommunicator:
     """Runs collectives among all ranks of several hosts. All ranks make it together.

@@ -32,8 +32,6 @@ from counterpoint.collectives.program.steps import (
 )
 from counterpoint.errors import Misconfigured
 
-__all__ = ["flatten"]
-
 
 def flatten(
     call: Call, grid: Grid, made: Sequence[Sequence[Phase]], *, tuning: Tuning = DEFAULT

@@ -34,8 +34,6 @@ from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
 from counterpoint.errors import Misconfigured
 
-__all__ = ["LEVELS", "Grid", "Level", "Phase", "phases", "phases_all", "scratch_bytes"]
-
 Level = Literal["inside", "between"]
 LEVELS: tuple[Level, ...] = ("inside", "between")
 

@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import Misconfigured
 
-__all__ = ["ALIGNMENT", "BlockLayout", "Buffer", "Call", "Own", "Sizes", "Span", "make_call", "parts"]
-
 Buffer = Literal["input", "output", "staging", "scratch", "network"]
 Own = Literal["in_place", "copy", "consumer"]
 Sizes: TypeAlias = Sequence[Sequence[int]]

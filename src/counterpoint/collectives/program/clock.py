@@ -30,8 +30,6 @@ from counterpoint.collectives.program.steps import (
 from counterpoint.errors import CounterpointError, Misconfigured
 from counterpoint.machine.profile import Rates, default_profile
 
-__all__ = ["HostNetwork", "SimulatedCall", "TimedStep", "simulate"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:

@@ -18,8 +18,6 @@ from typing import TypeAlias
 from counterpoint.collectives.program.calls import Buffer, Span
 from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Program, Reduce, Step, Wait, merge_batches
 
-__all__ = ["Parts", "TensorAddresses", "TensorLayout", "place_on_tensors"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:

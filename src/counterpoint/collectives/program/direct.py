@@ -25,22 +25,6 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-__all__ = [
-    "LinkTurns",
-    "arrival",
-    "arrivals",
-    "barrier",
-    "broadcast",
-    "chunked",
-    "exchange",
-    "own_block",
-    "pushes",
-    "rotation",
-    "signal_ready",
-    "wait_ready",
-]
-
-
 MIN_RELAYS = 3  # two would meet the root at every moment: slower than a direct broadcast
 
 

@@ -16,28 +16,6 @@ from counterpoint.collectives.program.calls import BlockLayout, Call, Own, Sizes
 from counterpoint.collectives.program.steps import Program, Tuning, merge_batches
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "DEFAULT",
-    "OPERATIONS",
-    "Operation",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "even_call",
-    "find_operation",
-    "gather",
-    "has_equal_outputs",
-    "measured_by",
-    "most_staging_bytes",
-    "plan",
-    "plan_all",
-    "reduce_scatter",
-    "scatter",
-    "send_recv",
-]
-
 ProgramBuilder: TypeAlias = Callable[[Call, int, Tuning], Program]
 EvenSizes: TypeAlias = Callable[[int, int, int], Sizes]
 Argument = Literal["output", "input", "op", "root"]

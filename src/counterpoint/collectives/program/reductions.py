@@ -40,8 +40,6 @@ from counterpoint.collectives.program.steps import (
 )
 from counterpoint.errors import Misconfigured
 
-__all__ = ["DTYPES", "Reduction", "ReductionOp", "all_reduce", "reduce_scatter", "slice_bytes", "slice_of", "widened"]
-
 ReductionOp = Literal["sum", "avg", "max", "min", "premul_sum"]
 OPS: tuple[ReductionOp, ...] = ("sum", "avg", "max", "min", "premul_sum")
 DTYPES: dict[str, tuple[int, str]] = {  # torch's name: bytes, what is added up in

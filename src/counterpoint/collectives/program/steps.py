@@ -36,29 +36,6 @@ from typing import Literal, TypeAlias
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "BETWEEN",
-    "BETWEEN_REDUCE",
-    "COPY",
-    "REDUCE",
-    "AwaitEvent",
-    "Batch",
-    "Copy",
-    "Flag",
-    "LocalCopy",
-    "Program",
-    "RecordEvent",
-    "Reduce",
-    "Signal",
-    "Step",
-    "Symmetric",
-    "Tuning",
-    "Wait",
-    "flag_word",
-    "flag_words",
-    "merge_batches",
-]
-
 Symmetric = Literal["output", "staging"]
 COPY, REDUCE = 0, 1  # lanes
 BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes

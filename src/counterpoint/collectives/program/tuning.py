@@ -19,16 +19,6 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Rates
 
-__all__ = [
-    "MAX_SLICES",
-    "TURN_BYTES",
-    "best_tuning",
-    "candidates",
-    "chunk_bytes_of",
-    "with_link_turns",
-    "with_staging_slices",
-]
-
 TURN_BYTES = 1 << 23  # a copy of 22 µs: a turn costs a fifth of it, a meeting all of it
 MAX_SLICES = 1024  # of a reduce_scatter
 _TOGETHER = Tuning(arrivals="together")

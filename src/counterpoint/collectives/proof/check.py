@@ -35,8 +35,6 @@ from counterpoint.collectives.proof.symbolic import (
     performed,
 )
 
-__all__ = ["check"]
-
 Clock = dict[Lane, int]  # for each lane the last of its actions that came before
 MAX_VIOLATIONS = 8
 

@@ -28,23 +28,6 @@ from counterpoint.collectives.program.steps import (
 )
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "Access",
-    "Action",
-    "CallSequence",
-    "Consume",
-    "Fill",
-    "Lane",
-    "Memory",
-    "ProofReport",
-    "Violation",
-    "Word",
-    "accesses",
-    "describe",
-    "out_of_bounds",
-    "performed",
-]
-
 Lane = tuple[int, int]  # rank, lane
 Word = tuple[int, Flag]  # owner, flag
 Value = tuple[tuple[int, int, int], ...] | None

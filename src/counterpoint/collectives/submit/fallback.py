@@ -18,8 +18,6 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
 
-__all__ = ["BY_TORCH", "Fallback", "Path", "TorchWork"]
-
 Path: TypeAlias = Literal["zero_sm", "torch"]
 
 BY_TORCH = tuple(name for name, row in OPERATIONS.items() if {"torch", "programs"} <= row.measured_by)

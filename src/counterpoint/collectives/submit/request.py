@@ -37,25 +37,6 @@ from counterpoint.collectives.submit.tensors import (
 )
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "BuildSubmission",
-    "GroupRank",
-    "RankContext",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "even_blocks_of",
-    "gather",
-    "reduce_scatter",
-    "reduce_scatter_coalesced",
-    "scatter",
-    "send_recv",
-    "uneven_all_to_all",
-]
-
 _MOST_KNOWN = 1024  # shapes of reduce_scatter_coalesced that are remembered
 
 # large tuples, and equal ones are planned once

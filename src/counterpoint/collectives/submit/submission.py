@@ -22,8 +22,6 @@ from counterpoint.collectives.program.steps import Program, Tuning
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
-__all__ = ["NOWHERE", "Programs", "Rows", "Submission", "Transport", "Tuner", "UnevenSplits"]
-
 NOWHERE = Location(-1, 0)
 Rows: TypeAlias = Sequence[Sequence[int]]
 """Bytes for each rank, of each rank."""

@@ -21,8 +21,6 @@ from counterpoint.collectives.submit.tensors import copied, sendable, tensor_key
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
-__all__ = ["Submitter"]
-
 _MOST_KNOWN = 1024  # calls that are remembered
 
 

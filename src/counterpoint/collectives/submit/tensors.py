@@ -16,29 +16,6 @@ from counterpoint.collectives.program.calls import Span
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Misconfigured
 
-__all__ = [
-    "CPU",
-    "TensorList",
-    "block_bytes",
-    "check",
-    "copied",
-    "cut",
-    "described",
-    "dtype_name",
-    "even_blocks",
-    "flat_bytes",
-    "is_block",
-    "overlap",
-    "overlap_elsewhere",
-    "reduction_name",
-    "reduction_of",
-    "sendable",
-    "splits",
-    "tensor_key",
-    "tensor_list",
-    "tensors_of",
-]
-
 CPU = torch.device("cpu")
 
 

@@ -13,8 +13,6 @@ from counterpoint.machine.checks.verdict import and_so_on, fine, not_seen, probl
 from counterpoint.machine.readings import GpuReading, Readings
 from counterpoint.records.machine import Check
 
-__all__ = ["GPU_RULES", "check_gpus"]
-
 SLOWING = {  # reason of NVML: what lowers the clocks
     "hw_slowdown": "hardware slowdown",
     "hw_thermal_slowdown": "too hot, hardware limit",

@@ -9,8 +9,6 @@ from counterpoint.machine.checks.verdict import and_so_on, fine, not_seen, probl
 from counterpoint.machine.readings import Bandwidth, GpuReading, PairRate, RdmaPort, Readings
 from counterpoint.records.machine import Check
 
-__all__ = ["LINK_CHECKS"]
-
 MIN_COPY_ENGINES = 2  # one each way
 SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # of the best pair
 SLOW_ROTATION = 0.7  # of the best pair: 390 of 393 GB/s on 8 × H200

@@ -14,8 +14,6 @@ from counterpoint.machine.profile import Profile
 from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check
 
-__all__ = ["RULES", "SOFTWARE_CHECKS", "answers", "environment", "torch_runtime"]
-
 NEEDED_TORCH = (2, 11)
 NCCL_FEATURES = {  # feature: first version that has it (NCCL release notes)
     "min_ctas, max_ctas, cga_cluster_size": (2, 17),

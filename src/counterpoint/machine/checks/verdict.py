@@ -8,8 +8,6 @@ from typing import Literal
 from counterpoint.errors import printable
 from counterpoint.records.machine import Check
 
-__all__ = ["Value", "and_so_on", "fine", "not_seen", "problem", "warning"]
-
 Value = int | float | str | None
 _LIMIT = 600
 

@@ -47,8 +47,6 @@ from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.report import HookTraffic
 from counterpoint.parallel.fsdp.slots import ModuleParameters
 
-__all__ = ["Communicators", "GatherHook", "ScatterHook", "op_and_factor"]
-
 
 class Communicators:
     """Opens and holds one communicator for each set of ranks; process groups of the same ranks share it.

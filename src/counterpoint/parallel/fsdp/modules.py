@@ -25,30 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-__all__ = [
-    "HOOKS",
-    "GatheredParameter",
-    "ShardedModule",
-    "copied_why",
-    "discard_pass",
-    "gather_group",
-    "gathered_parameters",
-    "inside",
-    "install_parameters",
-    "is_done",
-    "is_prefetching",
-    "is_unfinished",
-    "outermost",
-    "parameter_groups",
-    "present_hooks",
-    "refuse_unfinished",
-    "restore_parameters",
-    "set_hooks",
-    "sharded_modules",
-    "shards",
-    "skip_shard_cast",
-    "unmanaged_bytes",
-]
 
 HOOKS = ("all_gather", "reduce_scatter")
 

@@ -20,8 +20,6 @@ from counterpoint.collectives.submit.tensors import TensorList
 from counterpoint.errors import Unsupported
 from counterpoint.parallel.fsdp.slots import ModuleParameters
 
-__all__ = ["GatherPlaceholder", "ScatterPlaceholder", "ScatterSource"]
-
 _COPY_IN, _COPY_OUT = torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.split_with_sizes_copy.default
 _CHUNK_CAT = torch.ops.fsdp.chunk_cat.default
 _WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where float32 is asked for, in which they are added up

@@ -17,7 +17,6 @@ from counterpoint.parallel.fsdp.modules import ShardedModule, is_prefetching
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Prefetch", "PrefetchTargets", "prefetch_targets"]
 
 T = TypeVar("T")
 

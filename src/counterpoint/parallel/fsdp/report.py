@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from counterpoint.records.base import Record
 
-__all__ = ["HookTraffic", "OverlapReport", "OverlappedModule"]
-
 
 class HookTraffic(Record, frozen=True, kw_only=True):
     """Counts the calls of one hook.

@@ -42,8 +42,6 @@ from counterpoint.parallel.fsdp.modules import (
     skip_shard_cast,
 )
 
-__all__ = ["Lifetime", "ModuleParameters", "ParameterSlots", "assign_slots"]
-
 NO_TENSORS = TensorList((), key=())
 _ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
 

@@ -31,8 +31,6 @@ from counterpoint.plan.network.group import axes
 from counterpoint.plan.step.schedule import in_flight
 from counterpoint.records.base import Record
 
-__all__ = ["Memory", "activation_bytes", "memory", "sharded_parameters"]
-
 GIB = 2.0**30
 RESERVED_GIB = 4.0
 STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # float32 copy of the parameters and moments, per parameter

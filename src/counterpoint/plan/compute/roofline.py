@@ -25,8 +25,6 @@ from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryB
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records.base import Record
 
-__all__ = ["Cost", "GpuRates", "cost", "total_us"]
-
 SPLITS = (1, 2, 4, 8)
 SUM_BYTES = 8  # of an element in float32, written and read again
 

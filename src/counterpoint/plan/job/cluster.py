@@ -9,8 +9,6 @@ from counterpoint.machine.gpus import GPUS as SHEETS
 from counterpoint.plan.job.model import positive
 from counterpoint.records.base import Record
 
-__all__ = ["GPUS", "Cluster", "ClusterGpu", "Level", "find_gpu"]
-
 
 class ClusterGpu(Record, frozen=True, kw_only=True):
     """Holds the data sheet of one GPU; what is reached of it is measured (`machine/profile.py`)."""

@@ -40,8 +40,6 @@ from counterpoint.plan.job.parallel import Compression, Parallel, Training, chec
 from counterpoint.plan.network.protocols import levels
 from counterpoint.records.base import Record
 
-__all__ = ["TABLES", "Job", "Ranks", "parse_gpu", "parse_job", "parse_name", "parse_record", "read_tables"]
-
 MAX_BYTES = 1 << 20
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
 

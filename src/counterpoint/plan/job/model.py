@@ -19,8 +19,6 @@ import msgspec
 from counterpoint.errors import Misconfigured
 from counterpoint.records.base import Record
 
-__all__ = ["Experts", "Model", "ParameterCount", "divides", "find_model", "layer_parameters", "model_flops", "positive"]
-
 
 class Experts(Record, frozen=True, kw_only=True):
     """Describes the feed-forward blocks of a mixture-of-experts layer."""

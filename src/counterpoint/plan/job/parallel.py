@@ -8,17 +8,6 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, positive
 from counterpoint.records.base import Record
 
-__all__ = [
-    "Compression",
-    "Parallel",
-    "StagePart",
-    "Training",
-    "check_division",
-    "deal_layers",
-    "part_parameters",
-    "whole_stage",
-]
-
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 
 

@@ -23,8 +23,6 @@ from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.network.protocols import all_levels, levels
 
-__all__ = ["WHAT_IFS", "JobChange", "build_job", "swept", "what_if"]
-
 MAX_VALUES = 1000
 LINKS = ("cluster.gpus", "cluster.levels", "cluster.network")
 COMPRESSION_AMOUNTS = {"powersgd": "rank", "topk": "keep", "randomk": "keep", "quantized": "bits"}

@@ -36,8 +36,6 @@ from typing import NamedTuple
 
 from counterpoint.plan.network.group import Reach
 
-__all__ = ["ALGORITHMS", "Crossing", "Schedule", "nccl_algorithms", "own_share", "schedule"]
-
 PEERS_AT_ONCE = 8
 PAT_SINCE = (2, 23)  # NCCL: parallel aggregated trees for all_gather and reduce_scatter, one rank per node
 

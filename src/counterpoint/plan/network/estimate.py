@@ -17,8 +17,6 @@ from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, 
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records.base import Record
 
-__all__ = ["Alternative", "CollectiveEstimate", "CollectiveTimes", "LevelTerm", "MeshTimes", "estimate"]
-
 
 class LevelTerm(Record, frozen=True, kw_only=True):
     """Describes one phase at one level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""

@@ -32,8 +32,6 @@ from counterpoint.plan.job.model import positive
 from counterpoint.plan.job.parallel import Parallel
 from counterpoint.records.base import Record
 
-__all__ = ["AXES", "Axis", "Group", "Reach", "axes", "reach"]
-
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "expert_dp", "shard", "replicate"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 

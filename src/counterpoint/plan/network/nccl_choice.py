@@ -25,8 +25,6 @@ from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, own_share
 from counterpoint.plan.network.group import Reach
 from counterpoint.plan.network.protocols import Network, Protocol
 
-__all__ = ["Candidate", "Links", "candidates", "nccl_choice", "shared_gb_per_s"]
-
 
 class Candidate(NamedTuple):
     """Holds the time of one algorithm by one protocol, for some number of bytes."""

@@ -32,8 +32,6 @@ from counterpoint.plan.job.cluster import Cluster, Level
 from counterpoint.plan.job.model import positive
 from counterpoint.records.base import Record
 
-__all__ = ["OPERATIONS", "Network", "Operation", "Protocol", "all_levels", "levels", "names", "network_of"]
-
 Kind = Literal["nvlink", "pcie", "network"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)

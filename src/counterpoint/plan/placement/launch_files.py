@@ -17,8 +17,6 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.place import Placement
 from counterpoint.records.base import Record
 
-__all__ = ["LaunchFile", "launch_files"]
-
 I64 = NDArray[np.int64]
 
 

@@ -32,8 +32,6 @@ from scipy.sparse.linalg import lobpcg
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic
 
-__all__ = ["arrange", "arrange_groups", "contracted", "heavy_groups", "mesh_order"]
-
 I64 = NDArray[np.int64]
 Box = tuple[int, ...]
 MAX_BOXES = 400  # per level; beyond, only every so-many-th is looked at

@@ -29,8 +29,6 @@ from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic
 from counterpoint.records.base import Record
 from counterpoint.records.prediction import LevelLoad, RankOrder
 
-__all__ = ["Placement", "place", "placement_cost"]
-
 I64 = NDArray[np.int64]
 Csr = Any  # scipy.sparse.csr_array, which has no types
 RANDOM_ORDERS = 5  # that "random" is the mean of

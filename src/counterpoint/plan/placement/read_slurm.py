@@ -25,8 +25,6 @@ import yaml
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.topology import MAX_HOSTS, Topology
 
-__all__ = ["hostlist", "of_blocks", "plain_yaml", "read_conf", "read_yaml"]
-
 KNOWN = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 MAX_TEXT = 4 << 20  # characters: 65,536 hosts, each with a line of its own

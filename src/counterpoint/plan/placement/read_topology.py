@@ -35,8 +35,6 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.read_slurm import read_conf, read_yaml
 from counterpoint.plan.placement.topology import Topology, TopologyLevel, check_distances, compact_labels
 
-__all__ = ["of_matrix", "read_matrix_csv", "read_matrix_json", "read_topograph", "read_topology"]
-
 MAX_BYTES = 256 << 20  # a matrix of 4096 rows in CSV
 KINDS = "topology.conf, topology.yaml, .json (Topograph or a matrix), .csv (a matrix)"
 NVLINK_LABEL = "accelerator.topograph.run/domain"

@@ -26,8 +26,6 @@ from scipy.optimize import quadratic_assignment
 
 from counterpoint.plan.placement.topology import Topology
 
-__all__ = ["MAX_SMALL", "best_of_many", "fits_memory", "improve"]
-
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

@@ -26,8 +26,6 @@ from counterpoint.plan.job.cluster import Cluster
 from counterpoint.plan.job.model import positive
 from counterpoint.records.base import Record
 
-__all__ = ["MAX_HOSTS", "Topology", "TopologyLevel", "check_distances", "compact_labels"]
-
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 MAX_HOSTS = 65_536

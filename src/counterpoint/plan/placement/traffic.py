@@ -34,8 +34,6 @@ from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
 from counterpoint.plan.network.group import AXES, Axis, axes
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_exchanges
 
-__all__ = ["AxisTraffic", "Pattern", "RankTraffic", "sent_bytes"]
-
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Pattern = Literal["all", "line", "ring"]

@@ -48,8 +48,6 @@ from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
 from counterpoint.records.base import Record
 
-__all__ = ["NOTE", "CommTime", "layer_collectives", "layer_copies_us", "overlapped_in_pieces_us", "replica_exchange"]
-
 NOTE = "convergence is not modelled: a step that sends less is not worth as much as a whole one"
 INDEX_BYTES = SCALE_BYTES = 4
 SELECT_PASSES = 5  # over the gradients for the k-th largest: radix select reads 32-bit keys 4 times, and marks once

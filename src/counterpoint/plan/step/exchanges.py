@@ -24,8 +24,6 @@ from counterpoint.plan.network.group import Axis
 from counterpoint.plan.network.protocols import Operation
 from counterpoint.records.base import Record
 
-__all__ = ["Exchange", "layer_exchanges", "stage_exchanges"]
-
 
 class Exchange(Record, frozen=True, kw_only=True):
     """Describes `count` equal collectives in a row."""

@@ -34,8 +34,6 @@ from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
 from counterpoint.records.base import Record
 
-__all__ = ["MicroBatchTime", "TimeByPart", "layer_time", "part_time"]
-
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 

@@ -32,8 +32,6 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.records.base import Record
 
-__all__ = ["Kind", "ScheduledSlot", "Slot", "StageTimes", "in_flight", "orders", "pipeline_us", "scheduled"]
-
 Kind = Literal["F", "B", "W"]
 _Waiting = dict[Kind, deque[tuple[float, int]]]
 """Micro-batches that a stage could run, by kind, each with the µs since which it could."""

@@ -40,8 +40,6 @@ from counterpoint.plan.step.layer_time import MicroBatchTime, TimeByPart, layer_
 from counterpoint.plan.step.schedule import StageTimes, pipeline_us
 from counterpoint.records.base import Record
 
-__all__ = ["VALIDATIONS", "PredictedStep", "Validation", "expected_slowest", "predict_step", "validated"]
-
 Stage = tuple[StagePart, ...]
 PartTimes = dict[StagePart, MicroBatchTime]
 OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unscale or clip 8, cast 6, set to zero 4
