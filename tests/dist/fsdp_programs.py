@@ -25,7 +25,7 @@ from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from tests.dist.collective_programs import ended_as_python_does
 from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
 
-SOON_S = 4.0
+SOON_S = 15.0  # on a busy machine; without a watchdog the others would wait for their timeout, 20 s or more
 
 
 def mapped_bytes(session: Session, steps: int) -> list[int]:

@@ -211,8 +211,6 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "variables", "text"), BAD.values(), ids=BAD)
 def test_a_bad_request_is_one_line(arguments: tuple[str, ...], variables: dict[str, str], text: str) -> None:
-    """Exit 2, one line, at once."""
-    began = time.monotonic()
+    """Exit 2 and one line, before any rank starts."""
     done = measure(*arguments, **variables)
     assert (done.returncode, text in done.stderr, done.stderr.count("\n")) == (2, True, 1)
-    assert time.monotonic() - began < 10

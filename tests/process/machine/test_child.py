@@ -24,7 +24,7 @@ def test_a_child_that_hangs_is_ended_in_time() -> None:
     """A driver that never returns costs the limit and little more."""
     began = time.monotonic()
     answer = python("import time; time.sleep(600)", limit_s=0.5)
-    assert (answer.output, time.monotonic() - began < 10) == (None, True)
+    assert (answer.output, time.monotonic() - began < 60) == (None, True)
 
 
 def test_a_child_that_hangs_is_named_as_such() -> None:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -154,11 +153,9 @@ def test_many_ranks_have_their_waits_summed_up(tmp_path: Path, training: Diagnos
     assert "wait 31" not in text
 
 
-def test_eight_ranks_of_100k_spans_are_written_within_a_second(tmp_path: Path, training: Diagnosis) -> None:
-    lanes = example.lanes(100_000)
-    start = time.process_time()
-    write_html(tmp_path / "report.html", training, lanes)
-    assert time.process_time() - start < 1.0
+def test_a_page_of_100k_spans_stays_below_two_megabytes(tmp_path: Path, training: Diagnosis) -> None:
+    write_html(tmp_path / "report.html", training, example.lanes(100_000))
+    assert (tmp_path / "report.html").stat().st_size < 2e6
 
 
 def luminance(colour: str) -> float:
