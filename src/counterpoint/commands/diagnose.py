@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def diagnose(
-    traces: Annotated[list[str], typer.Argument(help="File, folder, glob or tar of traces: one per rank, of one job.")],
+    traces: Annotated[
+        list[str], typer.Argument(help="File, folder, glob, tar or zip of traces, one per rank; - is standard input.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Write the report: one self-contained HTML file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the diagnosis as JSON; - prints it (and only it).")] = None,
@@ -69,17 +71,16 @@ def diagnose(
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
-    lanes = result.lanes
     if out is not None:
         from counterpoint.report.diagnosis_html import write_html
 
         with writing(out):
-            write_html(out, result.diagnosis, lanes)
+            write_html(out, result.diagnosis, result.lanes)
     if perfetto is not None:
         from counterpoint.report.diagnosis_perfetto import write_perfetto
 
         with writing(perfetto):
-            write_perfetto(perfetto, result.diagnosis, lanes)
+            write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
 
 
 def _summary(result: Result, written: list[Path]) -> None:

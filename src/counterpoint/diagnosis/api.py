@@ -23,8 +23,8 @@ from counterpoint.diagnosis.replay import replay
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
-from counterpoint.trace.source import Limits, find_traces
-from counterpoint.trace.timeline import F64, Kind
+from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
+from counterpoint.trace.timeline import F64, I64, Kind
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,6 +49,11 @@ class Result:
         return _draw_lanes(self.job, self.waits)
 
     @property
+    def stream_lanes(self) -> tuple[TimelineLane, ...]:
+        """Return the same picture with lanes of their own for each stream, as a viewer of traces needs them."""
+        return _draw_lanes(self.job, self.waits, by_stream=True)
+
+    @property
     def frames(self) -> dict[str, pl.DataFrame]:
         """Return steps, per_rank, collectives, stragglers, kernels, findings and what_if as polars frames."""
         from counterpoint.diagnosis.frames import frames
@@ -66,7 +71,8 @@ def diagnose(
     """Return the diagnosis of the traces of one job.
 
     Args:
-        source: a file, folder, glob or tar of Kineto JSON (plain or gzip) or Nsight Systems SQLite, or several.
+        source: a file, folder, glob, tar or zip of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or
+            several; "-" is standard input.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called as (files done, files, what is going on).
@@ -77,16 +83,36 @@ def diagnose(
     """
     sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()
-    with find_traces(sources, limits) as files:
+    notes: list[str] = []
+    with find_traces(sources, limits, notes) as files:
+        files = _last_recording(files, notes)
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [f.label for f in files]
     if not digests:
         raise BadTrace("no rank in these files", path=sources[0])
-    return diagnose_digests(digests, names)
+    return diagnose_digests(digests, names, notes)
 
 
-def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
-    """Return the diagnosis of ranks that have been read; `files` are the names of their traces."""
+def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
+    """Return the files of the last recording of a job, and tell which others there are."""
+    found = recordings(files)
+    *others, last = found
+    if others:
+        shown = ", ".join(others[-8:]) + (" …" if len(others) > 8 else "")
+        notes.append(
+            f"{len(found)} recordings of one job: the last, {last}, is diagnosed; give one of {shown} by itself"
+        )
+    return found[last]
+
+
+def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = ()) -> Result:
+    """Return the diagnosis of ranks that have been read.
+
+    Args:
+        digests: what was read, in any order.
+        files: the names of their traces.
+        notes: what their reader should know besides, said before the job's own notes.
+    """
     job = assemble(digests)
     busy = [account.activity(job, column) for column in range(len(job.ranks))]
     waits = account.waits(job, busy)
@@ -115,7 +141,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str]) -> Result:
         clock_uncertainty_us=_by_rank(ranks, clocks.uncertainty),
         clock_drift_ppm=_by_rank(ranks, clocks.drift * 1e6),
         verdict=verdict(job, total, findings, played),
-        notes=job.notes,
+        notes=(*notes, *job.notes),
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,
@@ -153,16 +179,16 @@ def _replay(
     )
 
 
-def _draw_lanes(job: TracedJob, waits: account.Waits) -> tuple[TimelineLane, ...]:
+def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:
     """Return when each rank computed, moved bytes, waited for others, copied or ran dry, in the analysed steps."""
     out: list[TimelineLane] = []
     for column in range(len(job.ranks)):
         for kind, name in ((Kind.COMPUTE, "compute"), (Kind.MEMCPY, "memcpy")):
-            rows = np.flatnonzero(job.digests[column].gpu.kind == kind)
-            names = job.digests[column].names
-            labels = [names[i] for i in job.digests[column].gpu.name[rows].tolist()]
-            out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels)
-        out += _communication(job, column, waits)
+            gpu, names = job.digests[column].gpu, job.digests[column].names
+            for stream, rows in _streams(job, column, np.flatnonzero(gpu.kind == kind), gpu.stream, by_stream):
+                labels = [names[i] for i in gpu.name[rows].tolist()]
+                out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels, stream)
+        out += _communication(job, column, waits, by_stream)
         out += _host(job, column)
     return tuple(out)
 
@@ -179,9 +205,31 @@ def _host(job: TracedJob, column: int) -> list[TimelineLane]:
     return _lane(job, column, "host", start, end, labels)
 
 
-def _communication(job: TracedJob, column: int, waits: account.Waits) -> list[TimelineLane]:
+def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: bool) -> list[tuple[str | None, I64]]:
+    """Return rows by the name of their stream; all under None unless `by_stream`."""
+    if not by_stream:
+        return [(None, rows)]
+    kind = "thread" if job.digests[column].device.name == "cpu" else "stream"
+    found: list[tuple[str | None, I64]] = []
+    for number in np.unique(stream[rows]).tolist():
+        device = f"device {number >> 32} " if number >> 32 > 0 else ""
+        found.append((f"{device}{kind} {number & 0xFFFFFFFF}", rows[stream[rows] == number]))
+    return found
+
+
+def _communication(job: TracedJob, column: int, waits: account.Waits, by_stream: bool) -> list[TimelineLane]:
     joined = job.joined
-    rows = np.flatnonzero(joined.row[:, column] >= 0)
+    every = np.flatnonzero(joined.row[:, column] >= 0)
+    stream = np.zeros(len(joined), np.int64)
+    stream[every] = job.digests[column].comm.stream[joined.row[every, column]]
+    parts = _streams(job, column, every, stream, by_stream)
+    return [lane for name, rows in parts for lane in _communication_of(job, column, waits, rows, name)]
+
+
+def _communication_of(
+    job: TracedJob, column: int, waits: account.Waits, rows: I64, stream: str | None
+) -> list[TimelineLane]:
+    joined = job.joined
     start, end = joined.start[rows, column], joined.end[rows, column]
     arrived = start + np.maximum(waits.wait[rows, column], 0.0)
     labels = [f"{joined.op[j]} #{joined.index[j]} (group {joined.group[j]})" for j in rows.tolist()]
@@ -189,12 +237,14 @@ def _communication(job: TracedJob, column: int, waits: account.Waits) -> list[Ti
         f"waiting for rank {job.ranks[int(waits.last_column[j])]}: {joined.op[j]} #{joined.index[j]}" for j in rows
     ]
     return [
-        *_lane(job, column, "communication", arrived, end, labels),
-        *_lane(job, column, "wait", start, arrived, waited),
+        *_lane(job, column, "communication", arrived, end, labels, stream),
+        *_lane(job, column, "wait", start, arrived, waited, stream),
     ]
 
 
-def _lane(job: TracedJob, column: int, name: str, start: F64, end: F64, labels: list[str]) -> list[TimelineLane]:
+def _lane(
+    job: TracedJob, column: int, name: str, start: F64, end: F64, labels: list[str], stream: str | None = None
+) -> list[TimelineLane]:
     low, high = job.step_start[0, column], job.step_end[-1, column]
     keep = np.flatnonzero((end > low) & (start < high) & (end > start))
     if not len(keep):
@@ -210,6 +260,7 @@ def _lane(job: TracedJob, column: int, name: str, start: F64, end: F64, labels: 
             start_us=tuple(start.round(3).tolist()),
             duration_us=tuple((end - start).round(3).tolist()),
             labels=tuple(text),
+            stream=stream,
         )
     ]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.trace import classify
-from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, Kind, Timeline
+from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
+_SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # names of kernels that carry out several collectives
 _COPY_PAUSE_US = 30.0  # copies of one collective follow one another closer than this
 
 
@@ -47,7 +48,7 @@ def comm_rows(timeline: Timeline) -> CommRows:
     runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
     copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
     size = np.array([(info and info.group_size) or timeline.world_size or 0 for info in infos], np.int32)
-    ops = tuple(_op(info, name) for info, name in zip(infos, names, strict=True))
+    ops = tuple(_op(*row) for row in zip(infos, _host_ops(timeline, first), names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
     return CommRows(
         op=ops,
@@ -102,9 +103,39 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
     return [run]
 
 
-def _op(info: CollectiveInfo | None, name: str) -> str:
-    op = info.op if info and info.op and info.op != "unknown" else classify.collective_op(name)
+def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
+    """Return what a collective is: as its metadata says, or its kernel, or the host operation that launched it.
+
+    NCCL carries out an all-to-all by the same kernel as sends and receives, so there the host's word counts.
+    """
+    if info and info.op and classify.is_known_op(info.op):
+        op = info.op
+    else:
+        op = classify.collective_op(name)
+        if op in _SAYS_LITTLE and host is not None:
+            op = host
     return "send_recv" if op in ("send", "recv") else op
+
+
+def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
+    """Return the collective that the innermost host range around the launch of each operation begins, if one does."""
+    gpu, host = timeline.gpu, timeline.host
+    begun = [classify.host_collective(name) for name in timeline.names]
+    says = np.array([op is not None for op in begun], bool)
+    ranges = np.isin(host.kind, (HostKind.OP, HostKind.ANNOTATION))
+    ranges[ranges] = says[host.name[ranges]]
+    found: list[str | None] = [None] * len(rows)
+    for thread in np.unique(gpu.launch_thread[rows]).tolist():
+        own = np.flatnonzero(ranges & (host.thread == thread))
+        here = np.flatnonzero((gpu.launch_thread[rows] == thread) & np.isfinite(gpu.launch_start[rows]))
+        if not len(own) or not len(here):
+            continue
+        at = gpu.launch_start[rows[here]]
+        last = np.searchsorted(host.start[own], at, side="right") - 1
+        inside = (last >= 0) & (host.end[own[np.maximum(last, 0)]] >= at)
+        for row, around in zip(here[inside].tolist(), host.name[own[last[inside]]].tolist(), strict=True):
+            found[row] = begun[around]
+    return found
 
 
 def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:

@@ -55,9 +55,10 @@ def digest(timeline: Timeline) -> RankDigest:
     used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last: no name
+    facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
     renumber[used] = np.arange(len(used), dtype=np.int32)
     return RankDigest(
-        **{name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__},
+        **facts | {"notes": (*timeline.notes, *steps.notes)},
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
         gpu=replace(gpu, name=renumber[gpu.name]),

@@ -216,12 +216,13 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     """Say in a sentence how long a step takes, how much communication is hidden, and what costs most."""
     steps = max(len(job.step_names), 1)
     step = account.duration_us / steps / 1e3
+    what = "The recording (no steps were found in it)" if job.step_names == ("whole trace",) else "A step"
     if account.hidden is None:
-        head = f"A step takes {step:.1f} ms; no communication was seen."
+        head = f"{what} takes {step:.1f} ms; no communication was seen."
     else:
         exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
         head = (
-            f"A step takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
+            f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
             "step waits for it."
         )
     if not findings:

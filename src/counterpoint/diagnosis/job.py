@@ -18,6 +18,7 @@ from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _MISSING_SHOWN = 64
+_RANKS_QUOTED = 3  # with notes on their own traces
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # nor do they run faster or slower by more
 _SLACK_US = 200.0  # what clocks may be off after alignment
@@ -92,6 +93,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     _check_clocks(digests, joined, clocks)
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, notes)
+    notes += _own_notes(digests)
     return TracedJob(
         digests=tuple(digests),
         world_size=world,
@@ -164,11 +166,16 @@ def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
     """Return zero, names, start and end [S, R] of common steps, else of those of one rank for all."""
-    best = ("profiler", "repetition", "whole")
+    best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
     if steps.found_by != "profiler":
-        how = {"repetition": "found from repetition", "whole": "not found: the whole trace counts as one"}
+        how = {
+            "annotation": f"are the ranges {steps.names[0][:80]!r} and so on",
+            "optimizer": "reach from the end of one optimizer step to the next",
+            "repetition": "found from repetition",
+            "whole": "not found: the whole trace counts as one",
+        }
         notes.append(f"no ProfilerStep ranges; steps {how[steps.found_by]}")
     if steps.found_by != "whole" and (common := _common_steps(digests, steps.found_by)):
         rows = [[d.steps.names.index(n) for n in common] for d in digests]
@@ -189,10 +196,10 @@ def _steps(
 
 
 def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
-    """Return the steps that every rank has; those found from repetition only if all ranks have as many."""
+    """Return the steps that every rank has; those without a number of the profiler only if all ranks have as many."""
     if any(d.steps.found_by != found_by for d in digests):
         return ()
-    if found_by == "repetition" and len({d.steps.names for d in digests}) > 1:
+    if found_by != "profiler" and len({d.steps.names for d in digests}) > 1:
         return ()
     shared = set.intersection(*(set(d.steps.names) for d in digests))
     return tuple(n for n in digests[0].steps.names if n in shared)
@@ -216,6 +223,15 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
             )
         if alone:
             notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+
+
+def _own_notes(digests: list[RankDigest]) -> list[str]:
+    """Return what the traces themselves gave cause to say, of few ranks; the others are counted."""
+    said = [d for d in digests if d.notes]
+    notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
+    if len(said) > _RANKS_QUOTED:
+        notes.append(f"{len(said) - _RANKS_QUOTED} more ranks have such notes")
+    return notes
 
 
 def _reordered(joined: Joined, order: I64) -> Joined:

@@ -17,7 +17,7 @@ from counterpoint.diagnosis.comm_rows import CommRows
 from counterpoint.trace.timeline import F64, I32, I64
 
 # operations that a rank may end long before or after the others
-LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "peer_copy", "dispatch", "combine", "notify")
+LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "all_to_all", "peer_copy", "notify")
 
 _Key = tuple[str, tuple[int, ...] | None]
 
@@ -128,7 +128,7 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
     """Return what must agree between ranks: the operation, and its size where sizes cannot differ by rank."""
-    uneven = ("all_to_all", "send_recv", "dispatch", "combine", "unknown", "nccl")
+    uneven = ("all_to_all", "send_recv", "unknown", "nccl")
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
 

@@ -2,65 +2,139 @@
 
 `ProfilerStep#N` ranges are host time, and the host runs ahead of the GPU. A step's window therefore ends when the last
 operation launched in it has ended, and the next begins there: windows follow one another and together hold all the
-time. Without such ranges steps are found from repetition of the operations; failing that the whole trace is one step.
+time. Without such ranges the program's own are steps: `iteration 7`, `train_step`, `execute_context_1(...)`, or any
+name that comes again and again and covers the work, at the outermost level that repeats; then the time from one
+optimizer step to the next; then what repeats among the operations. Failing that the whole trace is one step.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.repetition import repeated_steps
 from counterpoint.trace.timeline import F64, I64, GpuOps, HostKind, Timeline
 
+Mask = npt.NDArray[np.bool_]
+
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
-_LONGEST_PATTERN = 1 << 18
+_STEP_NAME = (
+    re.compile(  # what programs call a step: vLLM, SGLang, Megatron, Lightning, diffusion servers, loops of one's own
+        r"(?:^|[^a-z])(?:step|iter|iteration|training_?batch|train_?batch|mini_?batch)s?(?:[^a-z]|$)|^batch[ _#:]?\d+$"
+        r"|^execute_\w*(?:context|model|diffusion)|^model_(?:inference|execute)|^run_(?:batch|iteration)",
+        re.IGNORECASE,
+    )
+)
+_PART_NAME = re.compile(  # parts of a step, and things that are none
+    r"forward|backward|optimizer|zero_grad|loss|loader|micro_?batch|fsdp|distributeddataparallel|compiledfxgraph|dynamo"
+    r"|capture|warm_?up|layer|attention|attn|mlp|bucket|reducer|h2d|d2h|copy|checkpoint|[a-z]+:\w|^##|^\[param\|",
+    re.IGNORECASE,
+)
+_PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|module|stage|expert", re.IGNORECASE)
+_VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
+_OPTIMIZER_STEP = "Optimizer.step#"
+_COVERS, _COVERS_UNNAMED = 0.5, 0.8  # of the GPU's time: what ranges must launch to be steps
+_CAPTURE = re.compile(
+    r"^(?:cuda|hip)(?:StreamEndCapture|GraphInstantiate)|^capture_\d|^CUDAGraphNode\.record|^capture_graph"
+)
+_COMPILATION = re.compile(
+    r"^torch/_dynamo/convert_frame\.py\(\d+\): _?compile|^triton/runtime/jit\.py\(\d+\): _do_compile"
+    r"|^torch/_inductor/(?:compile_fx|graph|codecache)\.py\(\d+\): _?(?:compile|fx_codegen|codegen)"
+    r"|^triton/compiler/compiler\.py\(\d+\): compile|\(dynamo_timed\)$"
+)
+_START_UP = re.compile(
+    r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostRegister|StreamCreate|GetDeviceProperties|ModuleLoad|InitDevice)"
+    r"|^cu(?:Module|Library)Load|^cuMem(?:Create|AddressReserve|Map)"
+)
+_SET_UP_SHARE = 0.1  # of a step: more of capture or compilation makes it no usual one
+_START_UP_SHARE = 0.2
+_QUEUED_US = 1000.0  # from its launch to its start: more is no latency
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindows:
-    """Holds windows [start, end) in µs since the rank's origin; `found_by` is profiler | repetition | whole."""
+    """Holds windows [start, end) in µs since the rank's origin."""
 
     names: tuple[str, ...]
     start: F64
     end: F64
-    found_by: str
+    found_by: str  # profiler | annotation | optimizer | repetition | whole
+    notes: tuple[str, ...] = ()  # what in these windows is no usual step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SetUp:
+    """Holds when a rank's host captured graphs, compiled or started up, instead of the work of a step."""
+
+    label: str
+    ranges: Intervals
+    longest: str
+    share: float  # of a step from which it is told
+    ends_steps: bool  # a step with more of it is left out where others are without
 
 
 def find_steps(timeline: Timeline) -> StepWindows:
-    """Return the steps of one rank."""
+    """Return the steps of one rank, with notes on what in them is start-up, graph capture or compilation."""
+    set_up = _set_up(timeline)
+    steps = _find(timeline)
+    if steps.found_by == "repetition" and any(
+        s.ends_steps and _share(s, steps).sum() > len(steps.names) / 2 for s in set_up
+    ):
+        steps = _whole(timeline)  # what repeats are the layers of a graph under capture
+    return _without_set_up(steps, set_up)
+
+
+def _find(timeline: Timeline) -> StepWindows:
     gpu, host = timeline.gpu, timeline.host
     numbers = {i: int(m.group(1)) for i, n in enumerate(timeline.names) if (m := _PROFILER_STEP.match(n))}
     rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & np.isin(host.name, list(numbers)))
     if len(rows):
-        return _from_profiler(timeline, rows)
-    if len(gpu) and (repeated := _from_repetition(timeline)):
-        return repeated
-    ran = gpu if len(gpu) else host
+        names = tuple(timeline.names[i] for i in host.name[rows].tolist())
+        return _windows(timeline, names, host.start[rows], host.end[rows], "profiler")
+    if len(gpu) and (named := _from_annotations(timeline) or _between_optimizers(timeline)):
+        return named
+    if len(gpu) and (repeated := repeated_steps(timeline)):
+        start, end = repeated
+        names = tuple(f"step {i} (found from repetition)" for i in range(len(end)))
+        return StepWindows(names=names, start=start, end=end, found_by="repetition")
+    return _whole(timeline)
+
+
+def _whole(timeline: Timeline) -> StepWindows:
+    ran = timeline.gpu if len(timeline.gpu) else timeline.host
     start, end = np.array([ran.start.min()]), np.array([ran.end.max()])
     return StepWindows(names=("whole trace",), start=start, end=end, found_by="whole")
 
 
-def _from_profiler(timeline: Timeline, rows: I64) -> StepWindows:
-    gpu, host = timeline.gpu, timeline.host
-    cpu_start, cpu_end = host.start[rows], host.end[rows]
-    launched = np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
-    step_of = np.searchsorted(cpu_start, launched, side="right") - 1
-    inside = (step_of >= 0) & (launched < cpu_end[np.maximum(step_of, 0)])
-    reach = cpu_end.copy()
+def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str) -> StepWindows:
+    """Return windows of what host ranges, sorted by start, launch."""
+    gpu = timeline.gpu
+    launched = _launched(gpu)
+    step_of = np.searchsorted(begin, launched, side="right") - 1
+    inside = (step_of >= 0) & (launched < until[np.maximum(step_of, 0)])
+    reach = until.copy()
     np.maximum.at(reach, step_of[inside], gpu.end[inside])
     end = np.maximum.accumulate(reach)
-    start = np.maximum(cpu_start, np.concatenate(([_earlier_work(gpu, cpu_start[0], step_of >= 0)], end[:-1])))
-    names = tuple(timeline.names[i] for i in host.name[rows].tolist())
-    return StepWindows(names=names, start=start, end=end, found_by="profiler")
+    start = np.maximum(begin, np.concatenate(([_earlier_work(gpu, begin[0], step_of >= 0, found_by)], end[:-1])))
+    return StepWindows(names=names, start=start, end=end, found_by=found_by)
 
 
-def _earlier_work(gpu: GpuOps, begins: float, launched_inside: npt.NDArray[np.bool_]) -> float:
+def _launched(gpu: GpuOps) -> F64:
+    """Return when each operation was launched; its start where that is not known."""
+    return np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
+
+
+def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Mask, found_by: str) -> float:
     """Return when the GPU is done with what was launched before the first step, if it still ran as that began.
 
-    An operation without a launch, in a trace that has launches, was launched before the recording.
+    An operation without a launch, in a trace that has launches, was launched before the recording. Where the first
+    operation starts long after its launch and nothing recorded holds it up, the GPU worked on what was not recorded
+    (`ProfilerStep` begins where it says).
     """
     if not len(gpu):
         return -np.inf
@@ -70,68 +144,170 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: npt.NDArray[np.bo
         return -np.inf
     first = float(gpu.start[own].min())
     earlier = ~own & (gpu.start < first)
-    return first if (gpu.end[earlier] > begins).any() else -np.inf
+    if (gpu.end[earlier] > begins).any():
+        return first
+    if found_by == "profiler":
+        return -np.inf
+    queued = first - float(gpu.launch_end[own & (gpu.start == first)][0])  # NaN: unknown
+    return first if queued > _QUEUED_US and not earlier.any() else -np.inf
 
 
-def _from_repetition(timeline: Timeline) -> StepWindows | None:
-    """Find steps on the busiest stream, whose operations keep their order; how streams interleave differs by step."""
-    gpu = timeline.gpu
-    streams, count = np.unique(gpu.stream, return_counts=True)
-    rows = np.flatnonzero(gpu.stream == streams[np.argmax(count)])
-    if (period := _period(timeline, rows)) is None:
-        return None
-    first, length = period
-    edges = np.arange(first, len(rows) + 1, length)
-    end = np.maximum.accumulate(gpu.end[rows])[edges[1:] - 1]
-    start = np.append(gpu.start[rows[first]], end[:-1])
-    if first == 0:
-        start[0] = gpu.start.min()
-    if edges[-1] == len(rows):
-        end[-1] = gpu.end.max()
-    names = tuple(f"step {i} (found from repetition)" for i in range(len(end)))
-    return StepWindows(names=names, start=start, end=end, found_by="repetition")
-
-
-def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
-    """Return the first operation and the operations per step if these repeat as a whole, else None.
-
-    A layer repeats too, so a period counts only if one of its windows holds nearly all kinds of operations that recur,
-    and nearly every operation equals the one a period later. Of the phases that leave the most whole steps, the one
-    with the longest pauses before it begins a step.
-    """
-    gpu = timeline.gpu
-    kinds = np.stack([gpu.name[rows], gpu.grid[rows, 0]])
-    tokens = np.unique(kinds, axis=1, return_inverse=True)[1].ravel().astype(np.int64)[:_LONGEST_PATTERN]
-    if not 8 <= len(rows) <= _LONGEST_PATTERN * 8:
-        return None
-    occurrences = np.bincount(tokens).astype(np.int64)
-    recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
-    if not len(recurring):
-        return None
-    span = np.zeros(len(occurrences), np.int64)  # from first to last
-    np.maximum.at(span, tokens, np.arange(len(tokens)))
-    span -= np.unique(tokens, return_index=True)[1]
-    best: tuple[float, int] | None = None
-    for period in _candidates(tokens, recurring, occurrences):
-        same = float((tokens[period:] == tokens[:-period]).mean())
-        middle = (len(tokens) - period) // 2
-        lasting = recurring[span[recurring] >= period]  # not only within one step, as in a warm-up
-        held = len(np.intersect1d(tokens[middle : middle + period], lasting)) / max(len(lasting), 1)
-        if same >= 0.97 and held >= 0.9 and (best is None or same > best[0] + 0.005):
-            best = (same, period)
+def _from_annotations(timeline: Timeline) -> StepWindows | None:
+    """Return steps by the program's own ranges: the longest that repeat and launch most of the work, else one alone."""
+    gpu, host = timeline.gpu, timeline.host
+    order = np.argsort(launched := _launched(gpu), kind="stable")
+    launched, work = launched[order], np.concatenate(([0.0], np.cumsum((gpu.end - gpu.start)[order])))
+    best: tuple[bool, bool, float] | None = None
+    chosen = np.empty(0, np.int64)
+    for named, rows in _families(timeline):
+        begin, until = host.start[rows], host.end[rows]
+        inside = work[np.searchsorted(launched, until)] - work[np.searchsorted(launched, begin)]
+        covered = float(inside.sum()) / work[-1] if work[-1] > 0 else 0.0
+        if (named and covered < _COVERS) or (not named and (covered < _COVERS_UNNAMED or len(rows) < 2)):
+            continue
+        rank = (len(rows) > 1, named, float((until - begin).mean()))
+        if best is None or rank > best:
+            best, chosen = rank, rows
     if best is None:
         return None
-    period = best[1]
-    pause = np.concatenate(([0.0], gpu.start[rows[1:]] - np.maximum.accumulate(gpu.end[rows])[:-1]))
-    phases = [float(pause[phase::period].mean()) for phase in range(len(rows) % period + 1)]
-    return int(np.argmax(phases)), period
+    begin, until = host.start[chosen], host.end[chosen].copy()
+    pause = begin[1:] - until[:-1]
+    belongs = pause < np.median(until - begin)  # a longer pause, as of a server without requests, is in no step
+    until[:-1][belongs] = begin[1:][belongs]
+    texts = [timeline.names[i] for i in host.name[chosen].tolist()]
+    if len(set(texts)) < len(texts) or not all(re.search(r"\d", text) for text in texts):
+        texts = [f"{text} #{i}" for i, text in enumerate(texts)] if len(texts) > 1 else texts
+    return _windows(timeline, tuple(texts), begin, until, "annotation")
 
 
-def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:
-    """Return distances between repeats of the rarest operations, most frequent first."""
-    distances: dict[int, int] = {}
-    for token in recurring[np.argsort(occurrences[recurring], kind="stable")][:64].tolist():
-        for gap in np.diff(np.flatnonzero(tokens == token)).tolist():
-            if 4 <= gap <= len(tokens) // 2:
-                distances[gap] = distances.get(gap, 0) + 1
-    return sorted(sorted(distances, key=lambda d: -distances[d])[:32])
+def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
+    """Yield ranges of one name (but for numbers and what stands in brackets) and thread that follow one another.
+
+    With each, whether its name is one that programs give to steps. Ranges inside a range of the same name are left out.
+    """
+    host = timeline.host
+    rows = np.flatnonzero(host.kind == HostKind.ANNOTATION)
+    family_of: dict[int, int] = {}
+    families: dict[str, int] = {}
+    named: list[bool] = []
+    for name in np.unique(host.name[rows]).tolist():
+        text = timeline.names[name]
+        step = bool(_STEP_NAME.search(text))
+        if _PART_NAME.search(text) or (not step and _PART_UNLESS_STEP.search(text)):
+            continue
+        key = _VARYING.sub("#", _VARYING.sub("#", text))
+        family_of[name] = families.setdefault(key, len(families))
+        if len(named) < len(families):
+            named.append(step)
+    rows = rows[np.isin(host.name[rows], list(family_of))]
+    family = np.array([family_of[name] for name in host.name[rows].tolist()], np.int64)
+    order = np.lexsort((host.start[rows], host.thread[rows], family))
+    rows, family = rows[order], family[order]
+    cut = np.flatnonzero((np.diff(family) != 0) | (np.diff(host.thread[rows]) != 0)) + 1
+    parts = [part for part in np.split(np.arange(len(rows)), cut) if len(part)]
+    threads = np.bincount([family[part[0]] for part in parts], minlength=len(named))
+    for part in parts:
+        which = int(family[part[0]])
+        if named[which] or threads[which] == 1:  # the same on several threads: tasks, not steps
+            yield named[which], _outermost(timeline, rows[part])
+
+
+def _outermost(timeline: Timeline, rows: I64) -> I64:
+    """Return the ranges, sorted by start, that begin when none before them lasts."""
+    host = timeline.host
+    reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[rows])[:-1]))
+    return rows[host.start[rows] >= reach]
+
+
+def _between_optimizers(timeline: Timeline) -> StepWindows | None:
+    """Return steps that each end with PyTorch's range of an optimizer step, if there are two or more."""
+    gpu, host = timeline.gpu, timeline.host
+    marks = np.array([name.startswith(_OPTIMIZER_STEP) for name in timeline.names], bool)
+    rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & marks[host.name])
+    ends = [
+        host.end[own]
+        for thread in np.unique(host.thread[rows]).tolist()
+        for name in np.unique(host.name[rows]).tolist()
+        if len(own := _outermost(timeline, rows[(host.thread[rows] == thread) & (host.name[rows] == name)])) > 1
+    ]
+    if not ends:
+        return None
+    until = min(ends, key=len)  # of several optimizers the one that steps least often
+    apart = np.diff(until)
+    until = until[np.concatenate((apart > 0.1 * apart.max(), [True]))]  # two of one kind step one after the other
+    if len(until) < 2:
+        return None
+    begin = np.concatenate(([min(float(_launched(gpu).min()), float(host.start.min()))], until[:-1]))
+    names = tuple(f"step {i} (to its optimizer's end)" for i in range(len(until)))
+    return _windows(timeline, names, begin, until, "optimizer")
+
+
+def _set_up(timeline: Timeline) -> list[_SetUp]:
+    """Return what the host did to get ready, by kind."""
+    host = timeline.host
+    found = []
+    for label, pattern, share, ends_steps in (
+        ("graph capture", _CAPTURE, _SET_UP_SHARE, True),
+        ("compilation", _COMPILATION, _SET_UP_SHARE, True),
+        ("start-up (memory, streams and modules made)", _START_UP, _START_UP_SHARE, False),
+    ):
+        is_it = np.array([bool(pattern.search(name)) and not (pattern is _COMPILATION and _CAPTURE.search(name))
+                          for name in timeline.names], bool)  # fmt: skip
+        rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
+        if not len(rows):
+            continue
+        start, end = _from_begin_to_end(timeline, rows)
+        longest = timeline.names[host.name[rows[np.argmax(end - start)]]][:80]
+        ranges = Intervals.union(start, end)
+        found.append(_SetUp(label=label, ranges=ranges, longest=longest, share=share, ends_steps=ends_steps))
+    return found
+
+
+def _share(found: _SetUp, steps: StepWindows) -> F64:
+    """Return how much of each step it takes."""
+    length = np.maximum(steps.end - steps.start, 1e-3)
+    share: F64 = found.ranges.within(steps.start, steps.end) / length
+    return share
+
+
+def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
+    """Return the steps with notes on what in them is no work of a step, and without steps of which that is special."""
+    keep = np.ones(len(steps.names), bool)
+    notes: list[str] = []
+    for found in set_up:
+        share = _share(found, steps)
+        unusual = share > max(found.share, 2 * float(np.median(share)) if len(share) > 1 else 0.0)
+        if not unusual.any():
+            continue
+        inside = found.ranges & Intervals.union(steps.start[unusual], steps.end[unusual])
+        spent, total = (
+            found.ranges.within(steps.start, steps.end)[unusual].sum(),
+            (steps.end - steps.start)[unusual].sum(),
+        )
+        which = ", ".join(name for name, odd in zip(steps.names, unusual.tolist(), strict=True) if odd)
+        notes.append(
+            f"{spent / 1e3:.1f} of {total / 1e3:.1f} ms of {which[:120]} are {found.label}, between "
+            f"{inside.start[0] / 1e3:.1f} and {inside.end[-1] / 1e3:.1f} ms of the recording (longest: "
+            f"{found.longest}): no usual step"
+        )
+        if found.ends_steps and not unusual.all():
+            keep &= ~unusual
+    if keep.any() and not keep.all():
+        notes.append(f"{int((~keep).sum())} of {len(keep)} steps are left out for that")
+        names = tuple(name for name, kept in zip(steps.names, keep.tolist(), strict=True) if kept)
+        steps = replace(steps, names=names, start=steps.start[keep], end=steps.end[keep])
+    return replace(steps, notes=tuple(notes))
+
+
+def _from_begin_to_end(timeline: Timeline, rows: I64) -> tuple[F64, F64]:
+    """Return ranges of graph capture: the call that ends one reaches back to the call that began it on its thread."""
+    host = timeline.host
+    begins = np.array([name.endswith("StreamBeginCapture") for name in timeline.names], bool)
+    ends = np.array([name.endswith("StreamEndCapture") for name in timeline.names], bool)
+    start = host.start[rows].copy()
+    for thread in np.unique(host.thread[rows]).tolist():
+        began = host.start[begins[host.name] & (host.thread == thread)]
+        here = np.flatnonzero((host.thread[rows] == thread) & ends[host.name[rows]])
+        at = np.searchsorted(began, start[here]) - 1
+        start[here[at >= 0]] = began[at[at >= 0]]
+    return start, host.end[rows]

@@ -11,6 +11,7 @@ from typing import Literal
 from counterpoint.records.base import Record
 
 SCHEMA = "counterpoint.diagnosis/1"
+OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
@@ -199,6 +200,7 @@ class TimelineLane(Record, frozen=True, kw_only=True):
     start_us: tuple[float, ...]
     duration_us: tuple[float, ...]
     labels: tuple[str, ...]
+    stream: str | None = None  # the one stream (without a GPU, thread) that all its spans are of; None: any
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):

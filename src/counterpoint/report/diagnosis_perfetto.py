@@ -1,7 +1,9 @@
 """Write a diagnosis as a Chrome trace that ui.perfetto.dev opens: lanes, findings as marks, counters.
 
-Each rank is a process (pid = rank) and each of its lanes a thread. One more process holds the findings and the counters
-of the whole job. Times stay µs on the clock of `Step`; names are escaped, since they come from traces.
+Each rank is a process (pid = rank) and each of its streams a thread; the host's gaps are one more. Another process
+holds the findings and the counters of the whole job. On one thread of a trace slices have to follow or enclose one
+another: what would cut into another slice goes to a thread beside it. Times stay µs on the clock of `Step`; names are
+escaped, since they come from traces.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Diagnosis, Finding, TimelineLane
+from counterpoint.records.diagnosis import OWN_MARK, Diagnosis, Finding, TimelineLane
 from counterpoint.report.files import replacing
 
 Event = dict[str, Any]
@@ -24,7 +26,8 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 JOB = 1_000_000_000  # pid of the job's own process: above every rank
-FINDINGS, STEPS = 1, 2  # its threads
+FINDINGS, STEPS = 1, 2  # its threads; those beside them follow
+MOST_BESIDE = 32  # threads for what overlaps on one stream: beyond, slices are left out
 BATCH = 4096  # events encoded at a time: bounds memory, keeps writes large
 
 
@@ -37,7 +40,11 @@ def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLan
     encoder = msgspec.json.Encoder()
     with replacing(path) as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":')
-        file.write(encoder.encode({"schema": diagnosis.schema, "verdict": printable(diagnosis.verdict)}))
+        file.write(
+            encoder.encode(
+                {"written_by": OWN_MARK, "schema": diagnosis.schema, "verdict": printable(diagnosis.verdict)}
+            )
+        )
         file.write(b',"traceEvents":[\n')
         events, separator = _events(diagnosis, lanes), b""
         while batch := list(islice(events, BATCH)):
@@ -47,19 +54,55 @@ def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLan
 
 
 def _events(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    yield from _process(JOB, "counterpoint", -1, {FINDINGS: "findings", STEPS: "steps"})
-    rows: dict[int, dict[int, str]] = {rank: {} for rank in diagnosis.ranks}
-    for thread, lane in enumerate(lanes, start=1):
-        rows.setdefault(lane.rank, {})[thread] = lane.name
-    for rank, threads in sorted(rows.items()):
-        yield from _process(rank, f"rank {rank}", rank, threads)
-    for step in diagnosis.steps:
-        yield _slice(printable(step.name), JOB, STEPS, step.start_us, step.duration_us, "step") | {"args": {}}
+    findings = [_mark(number, finding, diagnosis) for number, finding in enumerate(diagnosis.findings, start=1)]
+    steps = [
+        _slice(printable(step.name), JOB, STEPS, step.start_us, step.duration_us, "step") | {"args": {}}
+        for step in diagnosis.steps
+    ]
+    yield from _threads(JOB, "counterpoint", -1, {"findings": findings, "steps": steps})
     for number, finding in enumerate(diagnosis.findings, start=1):
-        yield from _mark(number, finding, diagnosis)
-    for thread, lane in enumerate(lanes, start=1):
-        yield from _spans(lane, thread)
+        yield _instant(number, finding, diagnosis)
+    by_rank: dict[int, dict[str, list[TimelineLane]]] = {rank: {} for rank in diagnosis.ranks}
+    for lane in lanes:
+        by_rank.setdefault(lane.rank, {}).setdefault(lane.stream or lane.name, []).append(lane)
+    for rank, tracks in sorted(by_rank.items()):
+        slices = {name: [each for lane in track for each in _spans(lane)] for name, track in tracks.items()}
+        yield from _threads(rank, f"rank {rank}", rank, slices)
     yield from _counters(lanes)
+
+
+def _threads(pid: int, process: str, order: int, tracks: dict[str, list[Event]]) -> Iterator[Event]:
+    """Yield a process with a thread for each track, and threads beside it for slices that would cut into others."""
+    names: dict[int, str] = {}
+    placed: list[Event] = []
+    for number, (name, slices) in enumerate(tracks.items(), start=1):
+        for beside, part in enumerate(_nested(slices)):
+            tid = number + beside * len(tracks)
+            names[tid] = f"{name} (overlapping {beside})" if beside else name
+            placed += [each | {"tid": tid} for each in part]
+        names.setdefault(number, name)
+    yield from _process(pid, process, order, names)
+    yield from placed
+
+
+def _nested(slices: list[Event]) -> list[list[Event]]:
+    """Return slices in as few lists as their order allows, in each of which they follow or enclose one another."""
+    levels: list[list[Event]] = []
+    open_ends: list[list[int]] = []  # of the slices around the last one of each list, ns
+    for each in sorted(slices, key=lambda each: (each["ts"], -each["dur"])):
+        start, end = round(each["ts"] * 1000), round(each["ts"] * 1000) + round(each["dur"] * 1000)
+        for around in open_ends:
+            while around and around[-1] <= start:
+                around.pop()
+        found = next((n for n, around in enumerate(open_ends) if not around or end <= around[-1]), len(levels))
+        if found > MOST_BESIDE:
+            continue
+        if found == len(levels):
+            levels.append([])
+            open_ends.append([])
+        levels[found].append(each)
+        open_ends[found].append(end)
+    return levels
 
 
 def _process(pid: int, name: str, order: int, threads: dict[int, str]) -> Iterator[Event]:
@@ -74,30 +117,47 @@ def _process(pid: int, name: str, order: int, threads: dict[int, str]) -> Iterat
 
 
 def _slice(name: str, pid: int, tid: int, start_us: float, duration_us: float, category: str) -> Event:
-    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start_us, "dur": duration_us}
+    """Return a slice from one whole ns to another, so that slices that follow one another do not overlap by a digit."""
+    start, end = round(start_us * 1000), round((start_us + duration_us) * 1000)
+    times = {"ts": start / 1000, "dur": (end - start) / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
 
 
-def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Iterator[Event]:
-    """Yield a slice on the findings track over the range of the finding (or all steps), and an instant."""
+def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
+    """Return a slice on the findings' track over the range of a finding, or over all steps."""
+    start, end = _range(finding, diagnosis)
+    name = f"{number}. {printable(finding.title)}"
+    return _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding") | {"args": _facts(finding)}
+
+
+def _instant(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
+    """Return a mark where a finding begins, on its rank or on the whole job."""
+    start, _ = _range(finding, diagnosis)
+    scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
+    name = f"{number}. {printable(finding.title)}"
+    instant = {"ph": "i", "s": scope, "name": name, "cat": "finding", "pid": pid, "tid": tid, "ts": start}
+    return {**instant, "args": _facts(finding)}
+
+
+def _range(finding: Finding, diagnosis: Diagnosis) -> tuple[float, float]:
     start, end = finding.start_us, finding.end_us
     if start is None or end is None:
         start = min((step.start_us for step in diagnosis.steps), default=0.0)
         end = max((step.start_us + step.duration_us for step in diagnosis.steps), default=start)
-    name = f"{number}. {printable(finding.title)}"
+    return start, end
+
+
+def _facts(finding: Finding) -> Event:
     fields = msgspec.to_builtins(finding).items()
-    args = {key: printable(value, 2000) if isinstance(value, str) else value for key, value in fields}
-    yield _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding") | {"args": args}
-    scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
-    instant = {"ph": "i", "s": scope, "name": name, "cat": "finding", "pid": pid, "tid": tid, "ts": start}
-    yield {**instant, "args": args}
+    return {key: printable(value, 2000) if isinstance(value, str) else value for key, value in fields}
 
 
-def _spans(lane: TimelineLane, tid: int) -> Iterator[Event]:
-    pid, category = lane.rank, printable(lane.name)
+def _spans(lane: TimelineLane) -> Iterator[Event]:
+    category = printable(lane.name)
     names = {label: printable(label) for label in set(lane.labels)}
     for start, duration, label in zip(lane.start_us, lane.duration_us, lane.labels, strict=True):
         if abs(start) < float("inf") and 0 <= duration < float("inf"):  # NaN fails both
-            yield _slice(names[label], pid, tid, start, duration, category)
+            yield _slice(names[label], lane.rank, 0, start, duration, category)
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,6 +37,7 @@ class EventRuns(Generic[E]):
         stream: decompressed bytes.
         label: what errors call the file.
         event: the msgspec type of one event.
+        lenient: decodes a list of events of which one is not of that type; it says in turn what it cannot read.
         begins_at: where in the file the stream begins, if that is at an event; None: at the file's beginning.
         open_ended: the stream ends after an event, not with the file.
 
@@ -50,11 +51,13 @@ class EventRuns(Generic[E]):
         label: str,
         event: type[E],
         *,
+        lenient: Callable[[bytes], list[E]] | None = None,
         begins_at: int | None = None,
         open_ended: bool = False,
     ) -> None:
         self._stream, self._label = stream, label
-        self._decode = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
+        self._strict = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
+        self._lenient = lenient
         self._offset = begins_at or 0  # of the first byte of the buffer in the file
         self._headless, self._open_ended = begins_at is not None, open_ended
         self._bare = False  # the array alone, without an object around it
@@ -97,9 +100,18 @@ class EventRuns(Generic[E]):
             buffer = rest.lstrip(b" \t\r\n,")  # the comma after an event may come with the next block
             self._offset += cut + len(rest) - len(buffer)
 
+    def _decode(self, run: bytes) -> list[E]:
+        whole = b"[" + run + b"]"
+        try:
+            return self._strict(whole)
+        except msgspec.ValidationError:
+            if self._lenient is None:
+                raise
+        return self._lenient(whole)
+
     def _try(self, run: bytes) -> list[E] | None:
         try:
-            return self._decode(b"[" + run + b"]")
+            return self._decode(run)
         except _MALFORMED:
             return None  # cut at the wrong place, or damaged: the walk tells
 
@@ -107,7 +119,7 @@ class EventRuns(Generic[E]):
         self._run_offset = self._offset
         run = buffer[:cut]
         try:
-            return run, self._decode(b"[" + run + b"]")
+            return run, self._decode(run)
         except msgspec.ValidationError as error:
             found = _INDEX.search(str(error))
             at = _element(run, int(found.group(1))) if found else 0

@@ -1,10 +1,12 @@
 """Say what a GPU operation is, by its name and metadata and never by its stream.
 
-Names seen in the wild (2020-2026): `ncclKernel_AllReduce_RING_LL_Sum_float(...)`, `ncclDevKernel_AllGather_RING_LL`,
-`ncclSymkDevKernel_...`, RCCL's `ncclDevKernel_Generic_4`, `mscclKernel_...`, `nvshmemi_...`, DeepEP's
-`deep_ep::intranode::dispatch<...>`, PyTorch's symmetric-memory kernels, vLLM's and TensorRT-LLM's one- and two-shot
-all-reduce, TransformerEngine's userbuffers. A copy from a peer's memory is communication; one that stays on the device
-is not.
+A kernel is judged by its own name and namespaces, not by its template arguments and parameters, in which every word may
+stand: `at::native::elementwise_kernel<..., AllGatherCopy>` is compute. Libraries whose names are known (2020-2026):
+NCCL and those that copy it (RCCL, MSCCL, HCCL, oneCCL), NVSHMEM, PyTorch's symmetric memory, the expert-parallel
+libraries DeepEP, HybridEP, UCCL, MoRI, pplx and NCCL EP, the all-reduces and all-to-alls of TensorRT-LLM, FlashInfer,
+vLLM, SGLang and AITER, and TransformerEngine's userbuffers. What such a library computes on one GPU before it sends
+(the layout of a dispatch, prefix sums) is compute. A copy from a peer's memory is communication; one that stays on the
+device is not.
 """
 
 from __future__ import annotations
@@ -13,37 +15,59 @@ import re
 
 from counterpoint.trace.timeline import Kind
 
-_SCOPE = r"^(?:void )?(?:(?:\w+|\(anonymous namespace\))::)*"
-_COMM_KERNEL = re.compile(
-    r"^nccl(?:Dev|Sym|Symk)*Kernel|^nccl\w*Kernel_|^ncclSymm?k?\w*|^rccl|^msccl|^void msccl|mscclpp"
-    r"|nvshmem"
-    r"|(?:deep_?|hybrid_)ep::(?:\w+::)*(?:cached_)?(?:dispatch|combine|notify|barrier|clean_low_latency)"
-    rf"|{_SCOPE}(?:(?:one|two)_shot_all_reduce|multimem_\w+|all_to_all_vdev|symm_mem_\w+|cached_notify)"
-    r"|c10d::(?:symmetric_memory|intra_node_comm)"
-    r"|\bbarrier_kernel\b|put_signal_kernel|wait_signal_kernel|stream_write_value32_kernel"
-    r"|cross_device_reduce_[12]stage|(?:one|two)ShotAllReduceKernel|allreduce_fusion_kernel|lamport\w*AllReduce"
-    r"|userbuffers_\w+"
-    r"|quick_?reduce|hcclKernel|oneccl_",
-    re.IGNORECASE,
+_COLLECTIVE = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
+_CCL = re.compile(r"^(?:nccl|rccl|msccl|hccl|pccl|xccl|oneccl)", re.I)  # symbols of NCCL and its relatives
+_WORDS = re.compile(  # what the name of every communication kernel holds somewhere; most names hold none
+    rf"ccl|{_COLLECTIVE}|a2a|shmem|symmetric_memory|symm_mem|multimem|intra_node|barrier|signal|write_value|dispatch"
+    r"|combine|notify|sync|low_latency|cross_device|one_?shot|two_?shot|lamport|mnnvl|userbuffers|quick_?reduce",
+    re.I,
 )
-_NCCL_OP = re.compile(r"(AllReduce|AllGather|ReduceScatter|Broadcast|SendRecv|AllToAll|Reduce)", re.IGNORECASE)
+_COMM_SYMBOL = re.compile(
+    r"shmem|mscclpp|userbuffers|quick_?reduce|lamport(?!_init)"
+    r"|(?:^|::)c10d::(?:symmetric_memory|intra_node_comm)"
+    r"|(?:^|::)(?:trtllm_)?mnnvl\w*::"
+    r"|(?:^|::)(?:deep_?ep|dpsk::ep|hybrid_?ep|uccl|nccl_ep|mori|pplx|mooncake)::.*(?:dispatch|combine|notify|barrier|sync)"
+    r"|(?:^|::)(?:intranode|internode)(?:_ll)?::(?:cached_)?(?:dispatch|combine|notify|barrier|clean_low_latency)"
+    r"|(?:^|::)clean_low_latency_buffer"
+    r"|(?:^|::)Ep(?:Dispatch|Combine)(?!\w*::)"  # MoRI, which compiles kernels at run time under bare names
+    r"|(?:^|::)\w*_ep_jit_\w*(?:dispatch|combine)|(?:^|::)a2a_(?:dispatch|combine)_(?:send|recv)"
+    r"|(?:^|::)moe_?(?:a2a|all_?to_?all)"
+    r"|(?:^|::)(?:multimem_|symm_mem_|cached_notify|barrier_kernel$|(?:put|wait)_signal_kernel|stream_write_value32_kernel)"
+    r"|cross_device_(?:reduce|store)"
+    rf"|(?:^|::)\w*(?:{_COLLECTIVE})\w*$",
+    re.I,
+)
+_LOCAL_SYMBOL = re.compile(  # kernels that name a collective and yet run on one GPU, or are a product with one inside
+    r"layout|memset|metadata|sanitize|prefix_?sum|epilogue|prologue|permute|gemm|matmul|(?:^|_)mm_|_copy|copy_|pack"
+    r"|^triton_(?:poi|red|per|for|tem|mm)_|(?:^|::)(?:at::native|cub|thrust|cutlass|cudnn|torch::native)::",
+    re.I,
+)
+_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # in an anonymous namespace, its arguments pplx's
+_UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
+_MANGLED_START, _MANGLED_PART = re.compile(r"_Z(?:N[KVr]*)?L?"), re.compile(r"\d{1,6}")
+_HOST_COLLECTIVE = re.compile(
+    r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|c10d|_c10d_functional|_c10d_functional_autograd)::?(\w+)"
+)
+_NCCL_OP = re.compile(
+    r"(AllReduce|AllGather|ReduceScatter|Broadcast|SendRecv|AllToAll|Reduce|dispatch|combine)", re.IGNORECASE
+)
 _OPS = (  # first hit wins: longer names before the names they contain
-    ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
-    ("all_reduce", re.compile(r"all_?reduce|cross_device_reduce|userbuffers_fp16_sum", re.I)),
-    ("all_gather", re.compile(r"all_?gather", re.I)),
+    ("reduce_scatter", re.compile(r"reduce_?scatter|userbuffers_\w*_rs", re.I)),
+    ("all_gather", re.compile(r"all_?gather|userbuffers_\w*_ag", re.I)),
+    ("all_reduce", re.compile(r"all_?reduce|cross_device_(?:reduce|store)|userbuffers_fp16_sum|lamport|mnnvl", re.I)),
     ("all_to_all", re.compile(r"all_?to_?all", re.I)),
     ("broadcast", re.compile(r"broad_?cast", re.I)),
     ("send_recv", re.compile(r"send_?recv|batch_?isend", re.I)),
-    ("barrier", re.compile(r"barrier", re.I)),
+    ("barrier", re.compile(r"barrier|clean_low_latency|device_sync", re.I)),
     ("notify", re.compile(r"notify", re.I)),
-    ("dispatch", re.compile(r"dispatch", re.I)),
-    ("combine", re.compile(r"combine", re.I)),
+    ("all_to_all", re.compile(r"dispatch|combine|a2a", re.I)),  # of experts: to their ranks, and back
     ("gather", re.compile(r"gather", re.I)),
     ("scatter", re.compile(r"scatter", re.I)),
-    ("send", re.compile(r"^i?send|pushsend|nccl:send", re.I)),
-    ("recv", re.compile(r"^i?recv|pushrecv|nccl:recv", re.I)),
+    ("send", re.compile(r"^i?send|pushsend|pullsend|nccl:send", re.I)),
+    ("recv", re.compile(r"^i?recv|pushrecv|pullrecv|nccl:recv", re.I)),
     ("reduce", re.compile(r"reduce", re.I)),
 )
+_KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
     "float": 4, "float32": 4, "int": 4, "int32": 4, "uint32": 4, "complexhalf": 4,
@@ -60,7 +84,45 @@ def is_multi_tensor(name: str) -> bool:
 
 def kernel_kind(name: str, *, has_collective: bool = False) -> Kind:
     """Return COMM for a kernel with collective metadata or the name of a communication kernel, else COMPUTE."""
-    return Kind.COMM if has_collective or _COMM_KERNEL.search(name) else Kind.COMPUTE
+    return Kind.COMM if has_collective or _communicates(name) else Kind.COMPUTE
+
+
+def _communicates(name: str) -> bool:
+    if not _WORDS.search(name):
+        return False
+    symbol = _symbol(name)
+    if _LOCAL_SYMBOL.search(symbol):
+        return False
+    pplx = "pplx::" in name and _PPLX_KERNEL.search(symbol)
+    return bool(_CCL.search(symbol) or _COMM_SYMBOL.search(symbol) or "mscclpp" in name or pplx)
+
+
+def _symbol(name: str) -> str:
+    """Return the kernel's own qualified name: `void a::f<b, 2>(c*)` is `a::f`, and so is its mangled form."""
+    if name.startswith("_Z"):
+        return _demangled(name)
+    depth, kept = 0, []
+    for part in re.split(r"([<>(])", _UNNAMED.sub("", name)):
+        if part == "<":
+            depth += 1
+        elif part == ">":
+            depth = max(depth - 1, 0)
+        elif part == "(" and depth == 0:
+            break
+        elif depth == 0:
+            kept.append(part)
+    words = "".join(kept).split()
+    return words[-1] if words else ""
+
+
+def _demangled(name: str) -> str:
+    """Return the qualified name in a symbol of the Itanium ABI, up to its template arguments."""
+    start, parts = _MANGLED_START.match(name), []
+    at = start.end() if start else 0
+    while found := _MANGLED_PART.match(name, at):
+        at = found.end() + int(found.group())
+        parts.append(name[found.end() : at])
+    return "::".join(part for part in parts if not part.startswith("_GLOBAL_"))
 
 
 def memcpy_kind(name: str) -> Kind:
@@ -76,15 +138,28 @@ def normal_op(name: str) -> str:
     return name.strip().lower() or "unknown"
 
 
+def is_known_op(op: str) -> bool:
+    """Return whether `op` is the name of a collective and not a word that says nothing, such as `coalesced`."""
+    return op in _KNOWN_OPS
+
+
+def host_collective(name: str) -> str | None:
+    """Return the collective that a host range begins (`nccl:all_to_all`, `c10d::alltoall_base_`), else None."""
+    found = _HOST_COLLECTIVE.match(name)
+    op = normal_op(found.group(1)) if found else ""
+    return op if op in _KNOWN_OPS else None
+
+
 def collective_op(kernel_name: str) -> str:
     """Return the collective that a communication kernel or peer copy carries out, as far as its name says."""
     if kernel_name.startswith("Memcpy"):
         return "peer_copy"
-    if "nccl" in kernel_name.lower():
-        found = _NCCL_OP.search(kernel_name)
+    symbol = _symbol(kernel_name)
+    if _CCL.search(symbol):
+        found = _NCCL_OP.search(symbol)
         return normal_op(found.group(1)) if found else "nccl"
-    op = normal_op(kernel_name)
-    return op if any(op == known for known, _ in _OPS) else "unknown"
+    op = normal_op(symbol)
+    return op if op in _KNOWN_OPS else "unknown"
 
 
 def is_barrier(op: str) -> bool:

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
-from counterpoint.trace.source import Limits, TraceFile, open_bytes, rank_from_name
+from counterpoint.trace.source import Limits, TraceFile, is_plain, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     CollectiveInfo,
     Device,
@@ -85,7 +86,14 @@ def read_events(
     gc.disable()  # millions of short-lived structs that cannot form cycles
     try:
         with open_bytes(file, limits, begin=begin or 0, stop=stop) as stream:
-            runs = EventRuns(stream, file.label, KinetoEvent, begins_at=begin, open_ended=stop is not None)
+            runs = EventRuns(
+                stream,
+                file.label,
+                KinetoEvent,
+                lenient=columns.decode_loosely,
+                begins_at=begin,
+                open_ended=stop is not None,
+            )
             for run, events in runs:
                 absorb(columns, runs, run, events)
                 if progress:
@@ -132,9 +140,9 @@ def _middle(file: TraceFile, limits: Limits) -> int | None:
     size = file.path.stat().st_size
     if not _LARGE_BYTES <= size <= limits.trace_bytes:
         return None
+    if not is_plain(file.path):
+        return None
     with file.path.open("rb") as raw:
-        if raw.read(2) == b"\x1f\x8b":
-            return None
         raw.seek(size // 2)
         found = _EVENT.search(raw.read(1 << 20))
     return size // 2 + found.start(1) if found else None
@@ -180,7 +188,30 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         shapes=shapes,
         gpu=gpu_ops,
         host=host_ops,
-        collectives=tuple(columns.infos),
+        collectives=_described(tuple(columns.infos), info),
+        notes=_odd_arguments(columns),
+    )
+
+
+def _odd_arguments(columns: Columns) -> tuple[str, ...]:
+    if not columns.odd:
+        return ()
+    most = ", ".join(f"{name} ({count})" for name, count in columns.odd.most_common(3))
+    more = f" and {len(columns.odd) - 3} more" if len(columns.odd) > 3 else ""
+    return (f"{columns.odd.total()} arguments of events are of an unexpected type and count as absent: {most}{more}",)
+
+
+def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:
+    """Return the metadata with the descriptions of groups that only the header states (`pg_config`)."""
+    listed = stated.get("pg_config")
+    found = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    known = {str(group.get("pg_name")): group.get("pg_desc") for group in found}
+    known = {name: text for name, text in known.items() if isinstance(text, str) and text not in ("", "undefined")}
+    if not known:
+        return infos
+    lacking = (i.group is not None and i.group_desc is None and i.group in known for i in infos)
+    return tuple(
+        replace(i, group_desc=known[i.group or ""]) if lacks else i for i, lacks in zip(infos, lacking, strict=True)
     )
 
 
@@ -199,8 +230,9 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
     copies = np.array([n.startswith(("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer")) for n in names])
-    by_name = np.array([classify.memcpy_kind(n) if c else classify.kernel_kind(n)
-                        for n, c in zip(names, copies, strict=True)], np.uint8)  # fmt: skip
+    by_name = np.zeros(len(names), np.uint8)
+    for row in np.unique(gpu["name"]).tolist():
+        by_name[row] = (classify.memcpy_kind if copies[row] else classify.kernel_kind)(names[row])
     gpu["kind"] = by_name[gpu["name"]]
     with_info = (gpu["info"] >= 0) & ~copies[gpu["name"]]
     gpu["kind"][with_info] = Kind.COMM

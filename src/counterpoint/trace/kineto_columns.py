@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -82,6 +84,19 @@ class KinetoEvent(msgspec.Struct, gc=False):
     args: EventArgs | None = None
 
 
+class LooseEvent(msgspec.Struct, gc=False):
+    """Holds an event whose arguments are still to be read: times, name and phase are what no event can do without."""
+
+    ph: str = ""
+    cat: str | None = ""
+    name: str | None = ""
+    pid: Any = 0
+    tid: Any = 0
+    ts: float | None = None
+    dur: float | None = None
+    args: msgspec.Raw = _RAW
+
+
 class EventStart(msgspec.Struct, gc=False):
     """Holds an event's start to the last digit of the file."""
 
@@ -99,6 +114,15 @@ class Categories(dict[str | None, int]):
 
 
 _NO_ARGS = EventArgs()
+_LOOSE_EVENTS = msgspec.json.Decoder(list[LooseEvent], strict=False)
+_ARGS: msgspec.json.Decoder[EventArgs | None] = msgspec.json.Decoder(EventArgs | None, strict=False)
+_LOOSE_ARGS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ARG_DECODERS = {
+    field.encode_name: (field.name, msgspec.json.Decoder(field.type, strict=False))
+    for field in msgspec.structs.fields(EventArgs)
+}
+_HEXADECIMAL = re.compile(rb'"\s*0[xX]([0-9a-fA-F]{1,15})\s*"')
+_WHOLE = re.compile(rb'"?(-?\d{1,18})\.0*"?')
 
 
 @dataclass
@@ -118,6 +142,17 @@ class Columns:
     base_us: int | None = None  # what `start` counts from: the first event's whole µs
     inexact: bool = False  # starts have more digits than a float64 holds
     comm_rank: int | None = None
+    odd: Counter[str] = field(default_factory=Counter)  # arguments of another type than they should be, by name
+
+    def decode_loosely(self, run: bytes) -> list[KinetoEvent]:
+        """Return the events of a run; an argument that makes no sense counts as absent, and is counted in `odd`."""
+        odd: Counter[str] = Counter()
+        events = [
+            KinetoEvent(e.ph, e.cat, e.name, e.pid, e.tid, e.ts, e.dur, _args_of(e.args, odd) if e.args else None)
+            for e in _LOOSE_EVENTS.decode(run)
+        ]
+        self.odd += odd
+        return events
 
     def info_of(self, args: EventArgs) -> int:
         """Keep the metadata of a collective and return its row."""
@@ -125,6 +160,7 @@ class Columns:
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
                 group=args.group,
+                group_desc=args.group_desc or None,
                 group_ranks=_text(args.group_ranks),
                 group_size=args.group_size,
                 seq=args.seq,
@@ -161,7 +197,43 @@ class Columns:
         self.infos += later.infos
         self.info_by_external |= {key: row + before for key, row in later.info_by_external.items()}
         self.count += later.count
+        self.odd += later.odd
         self.comm_rank = later.comm_rank if self.comm_rank is None else self.comm_rank
+
+
+def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
+    """Return the arguments of one event without those whose type is wrong; `"0x0"` and `7.0` are numbers."""
+    try:
+        return _ARGS.decode(raw)
+    except msgspec.ValidationError:
+        pass
+    try:
+        stated = _LOOSE_ARGS.decode(raw)
+    except msgspec.ValidationError:  # no object
+        odd["args"] += 1
+        return None
+    values: dict[str, Any] = {}
+    for key, value in stated.items():
+        if key in _ARG_DECODERS:
+            name, decoder = _ARG_DECODERS[key]
+            for text in (value, _number(bytes(value))):
+                try:
+                    values[name] = decoder.decode(text)
+                    break
+                except msgspec.ValidationError:
+                    continue
+            else:
+                odd[key] += 1
+    return EventArgs(**values)
+
+
+def _number(text: bytes) -> bytes:
+    """Return the whole number that a value obviously means, or the value as it stands."""
+    if found := _HEXADECIMAL.fullmatch(text):
+        return b"%d" % int(found.group(1), 16)
+    if found := _WHOLE.fullmatch(text):
+        return found.group(1)
+    return text
 
 
 def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Find and open traces: a file, a folder, a glob or a tar of ranks; plain or gzip; Kineto JSON or Nsight SQLite.
+"""Find and open traces: a file, folder, glob, tar or zip of ranks, or standard input; plain, gzip or zstd.
 
-The first bytes of a file say what it is, not its name. Everything that comes out of a compressed file is counted
-against a limit, so that a small hostile file cannot fill the memory or the disk.
+Kineto JSON or Nsight SQLite: the first bytes of a file say what it is, not its name. Everything that comes out of a
+compressed file is counted against a limit, so that a small hostile file cannot fill the memory or the disk.
 """
 
 from __future__ import annotations
@@ -12,29 +12,39 @@ import lzma
 import os
 import re
 import shutil
+import sys
 import tarfile
+import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
-from counterpoint.errors import BadTrace
+from counterpoint.errors import BadTrace, Unsupported
+from counterpoint.records.diagnosis import OWN_MARK
 
-_SUFFIXES = (".json", ".json.gz", ".gz", ".sqlite", ".sqlite3", ".db")
+_SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-_SQLITE_MAGIC, _GZIP_MAGIC = b"SQLite format 3\0", b"\x1f\x8b"
+_SQLITE_MAGIC, _GZIP_MAGIC, _ZSTD_MAGIC = b"SQLite format 3\0", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
 _HEAD_BYTES = 1 << 16
 _KINETO_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
-_DAMAGED = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError, OverflowError)
-_RANK = (
-    re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE),
-    re.compile(r"(?:^|[-_.])r(\d{1,6})(?=[-_.]|$)", re.IGNORECASE),
-    re.compile(r"(?:^|[-_.])(\d{1,6})(?:\.pt)?(?:\.trace)?\.(?:json|sqlite|gz)", re.IGNORECASE),
+_OWN = re.compile(rb'"otherData":\s*\{"(?:written_by":"' + OWN_MARK.encode() + rb'|schema":"counterpoint\.)')
+_DAMAGED = (
+    tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError,
+    OverflowError, NotImplementedError, RuntimeError,
+)  # fmt: skip
+_RANK = (  # a number alone is no rank: it may be a step, a batch size, a process or a year
+    re.compile(r"(?<![a-z])(?<!local[-_.])(?<!local)rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE),
+    re.compile(r"(?:^|[-_.])r(\d{1,5})(?=\.)", re.IGNORECASE),
 )
+_RANK_FOLDER = re.compile(r"rank[-_.]?(\d{1,6})", re.IGNORECASE)
+_ITERATION = re.compile(r"(?<![a-z])(?:iteration|iter|step|epoch)[-_.]?\d+(?!\d)", re.IGNORECASE)
+_WORKER = re.compile(r"(.+?)\.(\d{10,})(?=\.)")  # torch.profiler.tensorboard_trace_handler: worker, time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +67,86 @@ class TraceFile:
 
     path: Path
     label: str
-    format: str  # kineto | nsys
+    format: str  # kineto | nsys | own: written by this library
 
 
 def rank_from_name(name: str) -> int | None:
-    """Return the rank that a file name states (`rank3.json.gz`, `trace_rank-12.json`, `host_r4.json`)."""
-    base = name.replace("\\", "/").rsplit("/", 1)[-1].rsplit("!", 1)[-1]
+    """Return the rank that a name states: `rank3.json.gz`, `x_rank-12.json`, `host_r4.json`, `rank_3/trace.json`."""
+    parts = re.split(r"[/\\!]", name)
     for pattern in _RANK:
-        if found := pattern.search(base):
+        if found := pattern.search(parts[-1]):
             return int(found.group(1))
-    return None
+    folder = _RANK_FOLDER.fullmatch(parts[-2]) if len(parts) > 1 else None
+    return int(folder.group(1)) if folder else None
+
+
+def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
+    """Return the files of each recording of a job, by its name and in order of time; mostly there is one, named ''.
+
+    There are several where two files state one rank, or one worker's name with two times, and their iteration
+    (`iteration_10/rank0.json`), their folders (alike but for numbers) or their times tell such files apart.
+    """
+    for key in (_iteration, _folder_of, _turn(files)):
+        groups: dict[str, list[TraceFile]] = {}
+        for file in files:
+            groups.setdefault(key(file), []).append(file)
+        alike = len({re.sub(r"\d+", "#", name) for name in groups}) == 1
+        if len(groups) > 1 and alike and _clash(files) and not any(map(_clash, groups.values())):
+            return {name: groups[name] for name in sorted(groups, key=_natural)}
+    return {"": list(files)}
+
+
+def _clash(files: Sequence[TraceFile]) -> bool:
+    """Return whether two files are of one rank or worker, as far as their names say."""
+    found = [_identity(file) for file in files]
+    stated = [identity for identity in found if identity is not None]
+    return len(set(stated)) < len(stated)
+
+
+def _identity(file: TraceFile) -> str | None:
+    rank = rank_from_name(file.label)
+    if rank is not None:
+        return f"rank {rank}"
+    base = re.split(r"[/\\!]", file.label)[-1]
+    if found := _WORKER.match(base):
+        return found.group(1)
+    return _ITERATION.sub("#", base) if _ITERATION.search(file.label) else None
+
+
+def _iteration(file: TraceFile) -> str:
+    found = _ITERATION.findall(file.label)
+    return found[-1] if found else ""
+
+
+def _folder_of(file: TraceFile) -> str:
+    parts = re.split(r"[/\\!]", file.label)
+    return "/".join(parts[:-1]) if rank_from_name(parts[-1]) is not None else ""
+
+
+def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
+    """Return a function that says the how-many-th of its worker a file is."""
+    times: dict[str, list[int]] = {}
+    for file in files:
+        if found := _WORKER.match(re.split(r"[/\\!]", file.label)[-1]):
+            times.setdefault(found.group(1), []).append(int(found.group(2)))
+
+    def turn(file: TraceFile) -> str:
+        found = _WORKER.match(re.split(r"[/\\!]", file.label)[-1])
+        return f"recording {sorted(times[found.group(1)]).index(int(found.group(2)))}" if found else ""
+
+    return turn
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts names by the numbers in them: 2 before 10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
-def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFile]]:
+def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None = None) -> Iterator[list[TraceFile]]:
     """Yield the trace files that `sources` name; archives are unpacked for as long as the context lives.
+
+    Timelines that this library wrote itself are passed over, which `notes` is told. `-` is standard input.
 
     Raises:
         BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
@@ -85,18 +160,31 @@ def find_traces(sources: Sequence[str], limits: Limits) -> Iterator[list[TraceFi
             seen.setdefault(file.path.resolve(), file)
         if len(seen) > limits.files:
             raise BadTrace(f"{len(seen)} traces; at most {limits.files} are read at once")
-        yield list(seen.values())
+        own = [file for file in seen.values() if file.format == "own"]
+        if own and len(own) == len(seen):
+            raise BadTrace(
+                "a timeline that counterpoint wrote by --perfetto; give the traces it was made from", path=own[0].label
+            )
+        if own and notes is not None:
+            notes.append(
+                f"passed over, since counterpoint wrote it by --perfetto: {', '.join(f.label for f in own[:8])}"
+            )
+        yield [file for file in seen.values() if file.format != "own"]
 
 
 def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
     path, name = Path(source), _readable(source)
     try:
-        if has_magic(source) and not path.exists():
+        if source == "-":
+            path, name = _standard_input(scratch.with_name(f"{scratch.name}-input"), limits), "standard input"
+        elif has_magic(source) and not path.exists():
             return _pattern(source, name)
-        if path.is_dir():
+        elif path.is_dir():
             return _folder(path, name, limits)
-        if not path.is_file():
+        elif not path.is_file():
             raise BadTrace("not a regular file" if path.exists() else "no such file or folder", path=name)
+        if _is_zip(path):
+            return _unzip(path, name, scratch, limits)
         if _is_archive(path):
             return _unpack(path, name, scratch, limits)
         file = _sniff(path, name, strict=True)
@@ -104,6 +192,25 @@ def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
         _raise_unreadable(error, name)
     assert file is not None
     return [file]
+
+
+def _standard_input(target: Path, limits: Limits) -> Path:
+    """Copy standard input to a file, which the first bytes are looked at and both halves are read from."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise BadTrace(
+            "standard input is no file or pipe; as in `zcat rank0.json.gz | counterpoint diagnose -`", path="-"
+        )
+    left = limits.trace_bytes
+    with target.open("wb") as copy:
+        while block := sys.stdin.buffer.read(1 << 20):
+            left -= len(block)
+            if left < 0:
+                raise BadTrace(
+                    f"more than {limits.trace_bytes >> 20} MiB; raise --max-trace-gb if it is yours",
+                    path="standard input",
+                )
+            copy.write(block)
+    return target
 
 
 def _readable(path: str) -> str:
@@ -118,7 +225,7 @@ def _raise_unreadable(error: OSError, label: str) -> NoReturn:
 
 
 def _pattern(pattern: str, label: str) -> list[TraceFile]:
-    matches = [Path(match) for match in sorted(glob(pattern, recursive=True))]  # noqa: PTH207 (absolute patterns)
+    matches = [Path(match) for match in sorted(glob(pattern, recursive=True), key=_natural)]  # noqa: PTH207 (absolute patterns)
     traces = [file for p in matches if p.is_file() and (file := _sniff(p, _readable(str(p)), strict=False))]
     if not traces:
         raise BadTrace("no trace matches this pattern; quote it and check the folder", path=label)
@@ -128,7 +235,8 @@ def _pattern(pattern: str, label: str) -> list[TraceFile]:
 def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
     with os.scandir(path):
         pass  # rglob would call a folder that it may not read empty
-    candidates = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(_SUFFIXES))
+    inside = (p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(_SUFFIXES))
+    candidates = sorted(inside, key=lambda p: [_natural(part) for part in p.parts])
     if len(candidates) > limits.files:
         raise BadTrace(f"{len(candidates)} files; at most {limits.files} are read at once", path=label)
     traces = [file for p in candidates if (file := _sniff(p, _readable(str(p)), strict=False))]
@@ -139,6 +247,11 @@ def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
             path=label,
         )
     return traces
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as raw:
+        return raw.read(4) in _ZIP_MAGICS
 
 
 def _is_archive(path: Path) -> bool:
@@ -165,17 +278,50 @@ def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[Trace
                 source = archive.extractfile(member) if member.isreg() else None
                 if source is None or not member.name.lower().endswith(_SUFFIXES):
                     continue
-                base = re.sub(r"[^\w.-]", "_", member.name.rsplit("/", 1)[-1], flags=re.ASCII)
-                target = scratch / f"{number:06d}-{base[-100:]}"
-                with source, target.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, 1 << 20)
-                if file := _sniff(target, f"{label}!{_readable(member.name)}", strict=False):
-                    found.append(file)
+                with source:
+                    found += _member(source, member.name, number, label, scratch)
     except _DAMAGED as error:
         raise BadTrace(f"the archive is damaged: {error}", path=label) from None
+    return _in_archive(found, label)
+
+
+def _unzip(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
+    """Unpack the traces of a zip file as `_unpack` does those of a tar; what is passed over is not decompressed."""
+    budget = limits.allow(path.stat().st_size, traces=8)
+    found: list[TraceFile] = []
+    scratch.mkdir()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            wanted = [m for m in members if not m.is_dir() and m.filename.lower().endswith(_SUFFIXES)]
+            size = sum(m.file_size for m in wanted)  # no member gives more than it states
+            if len(members) > limits.files or size > budget:
+                what = "unpacks to more than allowed" if size > budget else f"more than {limits.files} members"
+                raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
+            for number, member in enumerate(wanted):
+                with archive.open(member) as source:
+                    found += _member(source, member.filename, number, label, scratch)
+    except _DAMAGED as error:
+        raise BadTrace(f"the archive is damaged or encrypted: {error}", path=label) from None
+    return _in_archive(found, label)
+
+
+def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path) -> list[TraceFile]:
+    """Copy one file of an archive, and return it if it is a trace."""
+    base = re.sub(r"[^\w.-]", "_", name.rsplit("/", 1)[-1], flags=re.ASCII)
+    target = scratch / f"{number:06d}-{base[-100:]}"
+    with target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+    file = _sniff(target, f"{label}!{_readable(name)}", strict=False)
+    return [file] if file else []
+
+
+def _in_archive(found: list[TraceFile], label: str) -> list[TraceFile]:
     if not found:
-        raise BadTrace("no trace in this archive; expected *.json, *.json.gz or *.sqlite, one per rank", path=label)
-    return sorted(found, key=lambda file: file.label)
+        raise BadTrace(
+            "no trace in this archive; expected *.json, *.json.gz, *.json.zst or *.sqlite, one per rank", path=label
+        )
+    return sorted(found, key=lambda file: _natural(file.label))
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
@@ -192,6 +338,11 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
             head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
         except zlib.error as error:
             raise BadTrace(f"the gzip stream is damaged: {error}", path=label, offset=0) from None
+    elif head.startswith(_ZSTD_MAGIC):
+        with _open_zstd(path, label) as stream:
+            head = _Capped(stream, label, _HEAD_BYTES).read(_HEAD_BYTES)
+    if _OWN.search(head, 0, 1024):
+        return TraceFile(path=path, label=label, format="own")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     known = any(key in head for key in _KINETO_KEYS) or (strict and len(head) == _HEAD_BYTES)
     if (start.startswith(b"{") and known) or (start.startswith(b"[") and b'"ph"' in head):
@@ -218,9 +369,13 @@ class _Capped(io.RawIOBase):
         try:
             block = self._stream.read(size)
         except EOFError:
-            raise BadTrace("the gzip stream ends too early: truncated", path=self._label, offset=self._count) from None
+            raise BadTrace(
+                "the compressed stream ends too early: truncated", path=self._label, offset=self._count
+            ) from None
         except (gzip.BadGzipFile, zlib.error) as error:
             raise BadTrace(f"the gzip stream is damaged: {error}", path=self._label, offset=self._count) from None
+        except _zstd_errors() as error:
+            raise BadTrace(f"the zstd stream is damaged: {error}", path=self._label, offset=self._count) from None
         except OSError as error:
             raise BadTrace(f"reading failed: {error.strerror or error}", path=self._label, offset=self._count) from None
         self._count += len(block)
@@ -244,11 +399,48 @@ def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | N
     """
     try:
         with file.path.open("rb") as raw:
-            compressed = raw.read(2) == _GZIP_MAGIC
-        stream = gzip.GzipFile(file.path) if compressed else file.path.open("rb")
+            head = raw.read(4)
+        compressed = True
+        if head.startswith(_GZIP_MAGIC):
+            stream: Any = gzip.GzipFile(file.path)
+        elif head == _ZSTD_MAGIC:
+            stream = _open_zstd(file.path, file.label)
+        else:
+            stream, compressed = file.path.open("rb"), False
         limit = limits.allow(file.path.stat().st_size) if compressed else limits.trace_bytes
     except OSError as error:
         _raise_unreadable(error, file.label)
     if begin:
         stream.seek(begin)
-    return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)  # type: ignore[arg-type]
+    return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)
+
+
+def is_plain(path: Path) -> bool:
+    """Return whether a file is not compressed, so that it can be read from its middle on."""
+    with path.open("rb") as raw:
+        head = raw.read(4)
+    return not head.startswith(_GZIP_MAGIC) and head != _ZSTD_MAGIC
+
+
+def _open_zstd(path: Path, label: str) -> Any:
+    """Open a file compressed by zstd: with Python's own module from 3.14 on, else with the package `zstandard`."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.ZstdFile(path)
+    try:
+        import zstandard
+    except ImportError:
+        raise Unsupported(
+            f"{label} is compressed by zstd, which Python reads from 3.14 on: pip install 'counterpoint[zstd]', or "
+            "unpack it by zstd -d"
+        ) from None
+    return zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+        path.open("rb"), read_across_frames=True, closefd=True
+    )
+
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    """Return what a reader of zstd raises about damage, if one is loaded."""
+    module = sys.modules.get("compression.zstd") or sys.modules.get("zstandard")
+    return (module.ZstdError,) if module else ()

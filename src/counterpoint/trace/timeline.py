@@ -56,6 +56,7 @@ class CollectiveInfo:
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name
+    group_desc: str | None = None  # what the program calls it: default_pg, "dp_shard", "TENSOR_MODEL_PARALLEL_GROUP"
     group_ranks: str | None = None  # as printed, "[0, 1, 2, 3]"; may be cut by the profiler
     group_size: int | None = None
     seq: int | None = None
@@ -121,6 +122,7 @@ class RankFacts:
     events: int
     origin_ns: int
     device: Device
+    notes: tuple[str, ...] = ()  # what whoever reads the diagnosis should know of this trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

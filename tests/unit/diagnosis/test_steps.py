@@ -1,11 +1,12 @@
-"""Where steps begin and end: by ProfilerStep, by repetition, or not at all."""
+"""Where steps begin and end: by ProfilerStep, by the program's ranges, by optimizers, by repetition, or not at all."""
 
 from __future__ import annotations
 
 import pytest
 
 from counterpoint.diagnosis.steps import StepWindows, find_steps
-from tests.support.job_builder import Op, Rank, comm, op, rank, timeline
+from counterpoint.trace.timeline import HostKind
+from tests.support.job_builder import Host, Op, Rank, comm, host, job, op, rank, timeline
 
 
 def found(r: Rank) -> StepWindows:
@@ -66,3 +67,206 @@ def test_work_that_does_not_repeat_is_one_step() -> None:
 def test_layers_alone_are_not_cut_into_steps_without_all_kinds() -> None:
     """One step of many layers and one optimizer: nothing repeats as a whole."""
     assert len(windows(layered(1, 8))) == 1
+
+
+def inference(layers: int, *, graph: bool = False, wait: bool = False, forwards: int = 1) -> Rank:
+    """Forward passes: an embedding, equal layers, a head and a sampler; by a launch each, or one for all."""
+    parts: list[Op | Host] = []
+    at = 100.0
+    for _ in range(forwards):
+        begun = at
+        names = [
+            "embedding",
+            *["qkv", "attention", "out", "elementwise_kernel<gpu_kernel_impl<[lambda(int)]>>", "down"] * layers,
+            "head",
+            "sample",
+        ]
+        for name in names:
+            parts.append(op(name, at, at + 40, launch=begun - 20 if graph else None))
+            at += 45
+        if wait:
+            parts.append(host("cudaStreamSynchronize", at - 10, at + 5))
+    return rank(*parts, steps=())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("layers", [4, 12, 36])
+def test_the_layers_of_one_forward_are_no_steps(layers: int, graph: bool) -> None:
+    """What stands before and after them is in none of them; a graph launches all of them at once."""
+    assert found(inference(layers, graph=graph)).found_by == "whole"
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_forwards_that_repeat_are_steps(graph: bool) -> None:
+    """Five of them, with all their layers."""
+    assert len(windows(inference(12, graph=graph, wait=True, forwards=5))) == 5
+
+
+def test_layers_that_are_little_of_the_work_are_no_steps() -> None:
+    """Ten small repeats beside one long kernel."""
+    ops = [op(f"k{n % 4}", 10.0 * n, 10.0 * n + 5) for n in range(40)]
+    assert found(rank(*ops, op("long", 500, 9000), steps=())).found_by == "whole"
+
+
+def looped(names: list[str], *, inner: str | None = None, pause: float = 10.0, thread: int = 0) -> Rank:
+    """A range for each name, 100 µs apart, that launches two kernels which run on after it; `inner` ranges in them."""
+    parts: list[Op | Host] = []
+    at = 0.0
+    for name in names:
+        parts.append(host(name, at, at + 100, HostKind.ANNOTATION, thread=thread))
+        if inner is not None:
+            parts += [host(inner, at + 2 + 48 * n, at + 48 + 48 * n, HostKind.ANNOTATION) for n in range(2)]
+        parts += [
+            op("a", at + 30, at + 60, launch=at + 10, thread=thread),
+            op("b", at + 60, at + 105, launch=at + 60, thread=thread),
+        ]
+        at += 100 + pause
+    return rank(*parts, steps=())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["iteration 7", "iteration 8", "iteration 9"], ["step_10", "step_11", "step_12"],
+        ["execute_context_1(8_8)_generation_0(0)", "execute_context_0(0)_generation_32(32)",
+         "execute_context_0(0)_generation_33(33)"],
+        ["step[EXTEND bs=1 toks=99]", "step[DECODE bs=2]", "step[DECODE bs=3]"], ["epoch 0 step 1", "epoch 0 step 2",
+                                                                                "epoch 1 step 0"],
+    ],
+)  # fmt: skip
+def test_numbered_ranges_of_the_program_are_steps(names: list[str]) -> None:
+    """They carry its names, and end with what they launched."""
+    steps = found(looped(names, inner="aten_part"))
+    assert (steps.found_by, steps.names) == ("annotation", tuple(names))
+    assert steps.end.tolist() == [110.0, 220.0, 325.0]
+
+
+@pytest.mark.parametrize("name", ["train_step", "Train Step", "training_batch", "my loop"])
+def test_ranges_of_one_name_are_numbered(name: str) -> None:
+    """So that the same step is found on every rank; a name that says nothing counts if it comes again and again."""
+    assert found(looped([name] * 3)).names == tuple(f"{name} #{n}" for n in range(3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["## forward ##", "backward", "layer 1", "DistributedDataParallel.forward", "nccl:all_reduce", "warmup_step",
+     "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "## Call CompiledFxGraph fx ##", "mlp", "epoch 3",
+     "capture_32_DECODE", "gradient_bucket_1", "[param|x|0|0|0|measure|forward]"],
+)  # fmt: skip
+def test_parts_of_steps_are_no_steps(name: str) -> None:
+    """Not even where they cover all the work."""
+    assert found(looped([name] * 3)).found_by != "annotation"
+
+
+def test_the_outermost_level_that_repeats() -> None:
+    """A step of a batch inside an iteration is not one of the iteration; a range around all of them is not one."""
+    r = looped(["iteration 1", "iteration 2", "iteration 3"], inner="micro step")
+    around = host("training step loop", -5, 400, HostKind.ANNOTATION)
+    assert found(rank(*r.ops, *r.hosts, around, steps=())).names == ("iteration 1", "iteration 2", "iteration 3")
+
+
+def test_one_named_range_around_the_work_is_a_step() -> None:
+    """A recording of a single execution."""
+    assert found(looped(["execute_context_1(888_788544)_generation_0(0)"])).names == (
+        "execute_context_1(888_788544)_generation_0(0)",
+    )
+
+
+def test_ranges_beside_the_work_are_no_steps() -> None:
+    """A logger's steps launch nothing."""
+    logged = [host(f"log step {n}", 1000.0 + 10 * n, 1005.0 + 10 * n, HostKind.ANNOTATION) for n in range(5)]
+    assert found(rank(op("a", 20, 60), op("b", 60, 90), *logged, steps=())).found_by == "whole"
+
+
+def test_what_lies_between_ranges_belongs_to_the_step_before() -> None:
+    """Unless it is longer than a usual step, as a server waits for requests."""
+    assert windows(looped(["step 0", "step 1"], pause=40)) == [(0.0, 140.0), (140.0, 245.0)]
+    assert windows(looped(["step 0", "step 1"], pause=4000)) == [(0.0, 105.0), (4100.0, 4205.0)]
+
+
+def test_tasks_of_several_threads_are_no_steps() -> None:
+    """Alike on two threads, they run beside one another."""
+    first, second = looped(["task"] * 3), looped(["task"] * 3, thread=1)
+    assert found(rank(*first.ops, *first.hosts, *second.hosts, steps=())).found_by != "annotation"
+
+
+def test_a_first_operation_that_queued_for_what_was_not_recorded() -> None:
+    """The GPU was busy with earlier work for 5 ms; a profiler's step begins where it says nevertheless."""
+    ops = [op("a", 5_000, 5_400, launch=10.0), op("b", 5_400, 5_900, launch=20.0)]
+    begun = host("execute_model", 0, 100, HostKind.ANNOTATION)
+    assert windows(rank(*ops, begun, steps=())) == [(5_000.0, 5_900.0)]
+    assert windows(rank(*ops, steps=((0.0, 100.0),))) == [(0.0, 5_900.0)]
+
+
+def optimized(steps: int, *, twice: bool = False) -> Rank:
+    """Steps whose kernels differ from one to the next, each with an optimizer's range at its end."""
+    parts: list[Op | Host] = []
+    for n in range(steps):
+        at = 1000.0 * n
+        parts += [op(f"k{n}_{i}", at + 100 * i + 20, at + 100 * i + 90) for i in range(8)]
+        parts.append(host("Optimizer.step#AdamW.step", at + 800, at + 900, HostKind.ANNOTATION))
+        parts.append(host("Optimizer.step#AdamW.step", at + 810, at + 850, HostKind.ANNOTATION))
+        if twice:
+            parts.append(host("Optimizer.step#AdamW.step", at + 905, at + 950, HostKind.ANNOTATION))
+    return rank(*parts, steps=())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_steps_end_with_their_optimizer(twice: bool) -> None:
+    """Also where it is wrapped in another, or two follow one another."""
+    steps = found(optimized(4, twice=twice))
+    assert (steps.found_by, len(steps.names)) == ("optimizer", 4)
+    assert steps.end.tolist() == [950.0 + 1000 * n if twice else 900.0 + 1000 * n for n in range(4)]
+
+
+def test_one_optimizer_step_is_not_two_steps() -> None:
+    """There is nothing to count from."""
+    assert found(optimized(1)).found_by == "whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("capture_32_FULL", "graph capture"), ("CUDAGraphNode.record (dynamo_timed)", "graph capture"),
+        ("cudaFree", "start-up"), ("compile_fx.codegen (dynamo_timed)", "compilation"),
+        ("triton/compiler/compiler.py(226): compile", "compilation"),
+    ],
+)  # fmt: skip
+def test_set_up_in_a_recording_is_named(name: str, said: str) -> None:
+    """A whole trace of it is not sold as a step without saying so."""
+    r = rank(op("a", 50, 60), op("b", 900, 950), host(name, 100, 800), steps=())
+    (note,) = found(r).notes
+    assert said in note
+    assert "0.7 of 0.9 ms" in note
+    assert name in note
+
+
+def test_a_capture_reaches_from_its_begin_to_its_end() -> None:
+    """Two short calls, and what lies between them."""
+    calls = [host("cudaStreamBeginCapture", 100, 102), host("cudaStreamEndCapture", 700, 705)]
+    (note,) = found(rank(op("a", 50, 60), op("b", 900, 950), *calls, steps=())).notes
+    assert "0.6 of 0.9 ms" in note
+
+
+def test_a_step_that_compiles_is_left_out() -> None:
+    """Where others do not; a note says so, and the diagnosis has it."""
+    steps = ((0.0, 1000.0), (1000.0, 1300.0), (1300.0, 1600.0))
+    ops = [op("a", at + 220, at + 250) for at in (700.0, 1000.0, 1300.0)]
+    compiled = host("compile_fx.codegen (dynamo_timed)", 10, 800, HostKind.OP)
+    r = rank(*ops, compiled, steps=steps)
+    assert found(r).names == ("ProfilerStep#1", "ProfilerStep#2")
+    assert [note for note in job(r).notes if "1 of 3 steps are left out" in note]
+
+
+def test_an_allocator_that_is_always_busy_is_no_start_up() -> None:
+    """A fault of every step is for the findings to name."""
+    steps = tuple((1000.0 * n, 1000.0 * (n + 1)) for n in range(4))
+    ops = [op("a", at + 920, at + 950) for at, _ in steps]
+    assert found(rank(*ops, *[host("cudaFree", at, at + 800) for at, _ in steps], steps=steps)).notes == ()
+
+
+def test_layers_under_capture_are_no_steps() -> None:
+    """What repeats there is captured, not run."""
+    r = layered(12, 3)
+    whole = host("capture_8192_PIECEWISE", -10, 5000, HostKind.ANNOTATION)
+    assert found(rank(*r.ops, whole, steps=())).found_by == "whole"

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from counterpoint.diagnosis.api import diagnose
+from counterpoint.diagnosis.engine import Engine
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report.diagnosis_perfetto import FINDINGS, JOB, write_perfetto
+from counterpoint.report.diagnosis_perfetto import JOB, MOST_BESIDE, write_perfetto
+from tests.support import example_diagnosis as example
 
 
 def events(path: Path, diagnosis: Diagnosis, lanes: list[TimelineLane]) -> list[dict[str, Any]]:
@@ -22,6 +27,34 @@ def events(path: Path, diagnosis: Diagnosis, lanes: list[TimelineLane]) -> list[
 
 def span(rank: int, name: str, start: float, duration: float) -> TimelineLane:
     return TimelineLane(rank=rank, name=name, start_us=(start,), duration_us=(duration,), labels=("k",))
+
+
+def findings(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The slices of findings, in the order of the diagnosis."""
+    slices = [e for e in found if e["ph"] == "X" and e.get("cat") == "finding"]
+    return sorted(slices, key=lambda e: int(e["name"].split(".")[0]))
+
+
+def broken(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of complete events of one thread that overlap and do not nest, which the trace-event format forbids."""
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for e in found:
+        if e["ph"] == "X":
+            threads.setdefault((e["pid"], e["tid"]), []).append(e)
+    pairs = []
+    for slices in threads.values():
+        around: list[dict[str, Any]] = []
+        for e in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+            while around and ns(around[-1])[1] <= ns(e)[0]:
+                around.pop()
+            if around and ns(e)[1] > ns(around[-1])[1]:
+                pairs.append((around[-1], e))
+            around.append(e)
+    return pairs
+
+
+def ns(e: dict[str, Any]) -> tuple[int, int]:
+    return round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)
 
 
 def counter(found: list[dict[str, Any]], name: str, pid: int) -> list[tuple[float, int]]:
@@ -53,7 +86,8 @@ def test_spans_without_finite_times_are_left_out(tmp_path: Path, empty: Diagnosi
 
 
 def test_findings_are_slices_with_evidence_and_advice(tmp_path: Path, training: Diagnosis) -> None:
-    found = [e for e in events(tmp_path, training, []) if e["ph"] == "X" and e["tid"] == FINDINGS and e["pid"] == JOB]
+    found = findings(events(tmp_path, training, []))
+    assert all(e["pid"] == JOB for e in found)
     said = [(e["args"]["evidence"], e["args"]["advice"]) for e in found]
     assert said == [(f.evidence, f.advice) for f in training.findings]
 
@@ -64,7 +98,7 @@ def test_finding_of_a_rank_is_an_instant_of_its_process(tmp_path: Path, training
 
 
 def test_finding_without_a_range_spans_all_steps(tmp_path: Path, training: Diagnosis) -> None:
-    found = [e for e in events(tmp_path, training, []) if e["ph"] == "X" and e.get("cat") == "finding"]
+    found = findings(events(tmp_path, training, []))
     assert (found[2]["ts"], found[2]["dur"]) == (0.0, 3 * 90_600.0)
 
 
@@ -100,3 +134,61 @@ def test_control_characters_of_a_name_are_escaped(
 
 def test_diagnosis_without_lanes_writes(tmp_path: Path, empty: Diagnosis) -> None:
     assert {event["ph"] for event in events(tmp_path, empty, [])} == {"M"}
+
+
+SAMPLES = Path(__file__).parents[3] / "samples"
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in SAMPLES.iterdir() if p.is_dir()))
+def test_slices_of_a_thread_nest(name: str, tmp_path: Path) -> None:
+    """On real recordings: no slice cuts into another on its thread, and none is lost or changed."""
+    result = diagnose(SAMPLES / name, engine=Engine(workers=1))
+    found = events(tmp_path, result.diagnosis, list(result.stream_lanes))
+    assert broken(found) == []
+    written = sum(e["ph"] == "X" and e["pid"] != JOB for e in found)
+    assert written == sum(len(lane.start_us) for lane in result.stream_lanes)
+    assert not [e for e in found if e["ph"] == "X" and e["dur"] < 0]
+
+
+@pytest.mark.parametrize("name", ["fsdp-host-stall"])
+def test_every_stream_is_a_thread(name: str, tmp_path: Path) -> None:
+    """Computation, waiting and transfer of one stream share it; streams do not."""
+    result = diagnose(SAMPLES / name, engine=Engine(workers=1))
+    found = events(tmp_path, result.diagnosis, list(result.stream_lanes))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    for lane in result.stream_lanes:
+        where = {names[e["pid"], e["tid"]] for e in found if e["ph"] == "X" and e["cat"] == lane.name
+                 and e["pid"] == lane.rank}  # fmt: skip
+        assert (lane.stream or lane.name) in {text.split(" (")[0] for text in where}
+    kinds = {(e["tid"], e["cat"]) for e in found if e["ph"] == "X" and e["pid"] == 0}
+    shared = {tid for tid, cat in kinds if cat == "wait"} & {tid for tid, cat in kinds if cat == "communication"}
+    assert shared
+
+
+def test_what_cuts_into_a_slice_goes_beside_it(tmp_path: Path, empty: Diagnosis) -> None:
+    """0-10 and 5-15 overlap, 2-4 lies inside the first, 15-20 follows the second."""
+    spans = {"start_us": (0.0, 2.0, 5.0, 15.0), "duration_us": (10.0, 2.0, 10.0, 5.0), "labels": ("a", "b", "c", "d")}
+    lane = TimelineLane(rank=0, name="compute", stream="stream 7", **spans)  # type: ignore[arg-type]
+    found = events(tmp_path, empty, [lane])
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name" and e["pid"] == 0}
+    placed = {e["name"]: names[e["tid"]] for e in found if e["ph"] == "X"}
+    assert placed == {"a": "stream 7", "b": "stream 7", "c": "stream 7 (overlapping 1)", "d": "stream 7"}
+
+
+TIMES = st.floats(0, 1000, allow_nan=False)
+
+
+@given(spans=st.lists(st.tuples(TIMES, TIMES), max_size=40), streams=st.integers(1, 3))
+def test_any_slices_nest(
+    spans: list[tuple[float, float]], streams: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever a lane holds; up to 32 at once are all kept."""
+    lanes = [
+        TimelineLane(rank=0, name="compute", stream=f"stream {n % streams}", start_us=(start,), duration_us=(took,),
+                     labels=("k",))
+        for n, (start, took) in enumerate(spans)
+    ]  # fmt: skip
+    found = events(tmp_path_factory.getbasetemp(), example.empty(), lanes)
+    assert broken(found) == []
+    kept = sum(e["ph"] == "X" for e in found)
+    assert kept == len(spans) if len(spans) <= MOST_BESIDE else kept >= MOST_BESIDE

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from counterpoint.diagnosis.api import diagnose
 from counterpoint.errors import BadTrace
@@ -19,6 +21,7 @@ from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, find_traces
 from counterpoint.trace.timeline import Timeline
 from tests.support import kineto_trace as kt
+from tests.support.nasty_trace import plain
 
 SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, dims=[[2]])]
 
@@ -180,15 +183,66 @@ ABSURD = {
 
 @pytest.mark.parametrize("args", ABSURD.values(), ids=ABSURD.keys())
 def test_absurd_args(args: dict[str, Any], tmp_path: Path) -> None:
-    """An argument of the wrong type is refused, with the event that has it."""
-    content = kt.text([*SMALL, kt.kernel("bad", 1.0, 1.0, more=args)])
-    assert spoilt(content, tmp_path).offset == content.rindex(b'{"ph"')
+    """An argument of the wrong type counts as absent, and is counted in a note; all else of the event is read."""
+    (key,) = args
+    bad = kt.kernel("bad", 1.0, 1.0, correlation=5, more=args)
+    timeline = read(kt.write(tmp_path / "odd.json", [*SMALL, bad]))
+    del bad["args"][key]
+    without = read(kt.write(tmp_path / "without.json", [*SMALL, bad]))
+    assert plain(timeline, "notes") == plain(without, "notes")
+    assert (len(timeline.notes), f"{key} (1)" in timeline.notes[0], without.notes) == (1, True, ())
 
 
 @pytest.mark.parametrize("args", [[], "none", 5, [{}]])
 def test_args_that_are_no_object(args: Any, tmp_path: Path) -> None:
-    """So are args that hold no names."""
-    assert "unexpected form" in spoilt(kt.text([SMALL[0] | {"args": args}]), tmp_path).reason
+    """So do args that hold no names."""
+    timeline = read(kt.write(tmp_path / "t.json", [SMALL[0] | {"args": args}]))
+    assert (len(timeline.gpu), "args (1)" in timeline.notes[0]) == (1, True)
+
+
+@pytest.mark.parametrize(("value", "stream"), [("0x0", 0), ("0x1F", 31), (" 0x2 ", 2), (3.0, 3), ("4", 4), ("5.0", 5)])
+def test_args_that_obviously_mean_a_number(value: Any, stream: int, tmp_path: Path) -> None:
+    """ROCm 6.2 writes the default stream as "0x0"; other events have their own arguments as before."""
+    odd = kt.kernel("odd", 5.0, 1.0, more={"stream": value})
+    timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", 1.0, 1.0, stream=9), odd]))
+    assert (timeline.gpu.stream.tolist(), timeline.notes) == ([9, stream], ())
+
+
+def test_the_diagnosis_says_which_rank_has_odd_args(tmp_path: Path) -> None:
+    """In its notes, with their number."""
+    events = [*kt.training(), *(kt.kernel("k", 9000.0 + n, 1.0, more={"bytes": "many"}) for n in range(3))]
+    notes = diagnose(kt.write(tmp_path / "rank0.json", events)).diagnosis.notes
+    assert [n for n in notes if n.startswith("rank 0: 3 arguments")]
+
+
+@pytest.mark.parametrize("block", [64, 1 << 20])
+def test_damage_beside_odd_args_is_still_found(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that is no number is refused at its event, whatever the arguments before it are."""
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
+    odd = kt.kernel("odd", 1.0, 1.0, more={"stream": []})
+    content = kt.text([odd, *SMALL, odd, kt.kernel("bad", 1.0, 1.0) | {"dur": "long"}, odd])
+    start = content.index(b'"name":"bad"') - 40
+    offset = spoilt(content, tmp_path).offset
+    assert offset is not None
+    assert start <= offset <= content.index(b'"long"')
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = ["stream", "correlation", "device", "grid", "block", "bytes", "External id", "Collective name", "Seq", "dtype",
+        "Input Dims", "Process Group Ranks", "registers per thread", "other"]  # fmt: skip
+
+
+@given(args=ANY_JSON | st.dictionaries(st.sampled_from(KEYS), ANY_JSON, max_size=6))
+def test_any_args_leave_the_times(args: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever stands in an event's args, its name and times are read."""
+    path = tmp_path_factory.getbasetemp() / "fuzzed.json"
+    content = json.dumps({"traceEvents": [SMALL[0], SMALL[0] | {"name": "odd", "args": args}]}, ensure_ascii=True)
+    timeline = read(kt.write_bytes(path, content.encode()))
+    assert sorted(timeline.names[n] for n in timeline.gpu.name) == ["a", "odd"]
 
 
 @pytest.mark.parametrize("args", [None, {}, {"stream": "7"}, {"correlation": None}, {"Seq": "12"}, {"bytes": -1}])

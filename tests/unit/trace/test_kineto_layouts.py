@@ -79,7 +79,12 @@ def test_a_rank_without_distributed_info_takes_its_collectives_word(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("rank3.json", 3), ("trace_rank-12.json", 12), ("host_r4.json", 4), ("trace_5.json", 5), ("17.json.gz", 17),
+        ("rank3.json", 3), ("trace_rank-12.json", 12), ("host_r4.json", 4), ("rank_7/trace.json", 7),
+        ("graph_rank_0.1773709742341309550.pt.trace.json", 0), ("bs_32_rank0.json.gz", 0), ("r3.json", 3),
+        ("trace_5.json", None), ("17.json.gz", None), ("bs_64.json", None), ("step_10.json", None),
+        ("run-2024.json", None), ("2024-05-01.json", None), ("trace_20240501.json.gz", None), ("nranks8.json", None),
+        ("host_4242.1690000000000.pt.trace.json", None), ("local_rank_3.json", None), ("8ranks/trace.json", None),
+        ("resnet_r50_v2.json", None), ("frank3.json", None),
         ("node-a_4242.rank_1.pt.trace.json", 1), ("trace.json", None),
     ],
 )  # fmt: skip

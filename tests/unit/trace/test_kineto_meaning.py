@@ -60,9 +60,28 @@ def test_metadata_of_a_kernel(read: Any) -> None:
     """The args of the kernel itself: operation, group, counts, dtype."""
     facts = kt.metadata("_allgather_base", ranks=(0, 1, 2, 3), nelems=(256, 1024))
     assert info_of(read([kt.kernel(NCCL, 1.0, 1.0, more=facts)])) == CollectiveInfo(
-        op="all_gather", group="0", group_ranks="[0, 1, 2, 3]", group_size=4,
+        op="all_gather", group="0", group_desc="default_pg", group_ranks="[0, 1, 2, 3]", group_size=4,
         in_nelems=256, out_nelems=1024, dtype="BFloat16",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        ([{"pg_name": "0", "pg_desc": "dp_shard"}], "dp_shard"), ([{"pg_name": 0, "pg_desc": "tp"}], "tp"),
+        ([{"pg_name": "0", "pg_desc": "undefined"}], None), ([{"pg_name": "1", "pg_desc": "tp"}], None),
+        ([{"pg_name": "0", "pg_desc": 5}], None), ([7, {}], None), ("x", None), (None, None),
+    ],
+)  # fmt: skip
+def test_the_header_describes_groups(read: Any, listed: Any, found: str | None) -> None:
+    """Where a kernel only names its group, the header's list says what the program calls it."""
+    facts = kt.metadata("allreduce")
+    del facts["Process Group Description"]
+    head = kt.header()
+    head["distributedInfo"]["pg_config"] = listed
+    info = info_of(read([kt.kernel(NCCL, 1.0, 1.0, more=facts)], head))
+    assert info is not None
+    assert info.group_desc == found
 
 
 def test_the_hosts_record_is_found_by_external_id(read: Any) -> None:

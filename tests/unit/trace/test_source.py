@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import sys
 import tarfile
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.errors import BadTrace
-from counterpoint.trace.source import Limits, find_traces
+from counterpoint.errors import BadTrace, Unsupported
+from counterpoint.report.diagnosis_perfetto import write_perfetto
+from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from tests.support import kineto_trace as kt
 
 
@@ -222,3 +225,204 @@ def test_an_archive_without_traces(tmp_path: Path) -> None:
     """An empty one, and one of other things."""
     for members in ([], [member("a.txt", b"x"), member("b.json", b"{}")]):
         assert "no trace in this archive" in refused(tar(tmp_path / "t.tar", members)).reason
+
+
+def recorded(*names: str) -> dict[str, list[str]]:
+    """The recordings that files of these names make."""
+    files = [TraceFile(path=Path(name), label=name, format="kineto") for name in names]
+    return {name: [file.label for file in part] for name, part in recordings(files).items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["p/iteration_10/rank0_trace.json", "p/iteration_10/rank1_trace.json", "p/iteration_9/rank0_trace.json",
+          "p/iteration_9/rank1_trace.json"], ["iteration_9", "iteration_10"]),
+        (["iteration_2/trace.json", "iteration_10/trace.json"], ["iteration_2", "iteration_10"]),
+        (["node0/step_5/rank0.json", "node1/step_5/rank1.json", "node0/step_6/rank0.json", "node1/step_6/rank1.json"],
+         ["step_5", "step_6"]),
+        (["rank0_step10.json", "rank0_step200.json"], ["step10", "step200"]), (["step_10.json", "step_20.json"],
+                                                                            ["step_10", "step_20"]),
+        (["run1/rank0.json", "run2/rank0.json", "run10/rank0.json"], ["run1", "run2", "run10"]),
+        (["a_1.1690000000002.pt.trace.json", "a_1.1690000000001.pt.trace.json", "b_2.1690000000005.pt.trace.json"],
+         ["recording 0", "recording 1"]),
+        (["rank_0.1773709742341309550.pt.trace.json", "rank_0.1773709742341309999.pt.trace.json"],
+         ["recording 0", "recording 1"]),
+    ],
+)  # fmt: skip
+def test_several_recordings_are_told_apart(names: list[str], found: list[str]) -> None:
+    """By iteration, folder or time, in their order."""
+    assert list(recorded(*names)) == found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["rank0.json", "rank1.json"], ["node0/rank0.json", "node1/rank1.json"], ["rank0/t.json", "rank1/t.json"],
+        ["iteration_10/rank0.json", "iteration_10/rank1.json"], ["trace_0.json", "trace_1.json"],
+        ["a/trace.json", "b/trace.json"], ["old/rank0.json", "new/rank0.json"],
+        ["bs_32_rank0.json", "bs_64_rank0.json"],
+        ["a_1.1690000000002.pt.trace.json", "b_2.1690000000001.pt.trace.json"],
+        ["iteration_1/rank0.json", "iteration_1/rank0.json.gz", "iteration_2/rank0.json"], [],
+    ],
+)  # fmt: skip
+def test_one_recording_is_one(names: list[str]) -> None:
+    """Hosts, ranks and runs of other names are not taken for iterations."""
+    assert recorded(*names) == {"": names}
+
+
+def test_the_last_recording_of_a_folder_is_diagnosed(tmp_path: Path) -> None:
+    """The others are named and never mixed in."""
+    for iteration in (9, 10, 100):
+        for number in range(2):
+            kt.write_bytes(tmp_path / f"iteration_{iteration}" / f"rank{number}_trace.json", rank(number))
+    diagnosis = diagnose(tmp_path).diagnosis
+    last = tmp_path / "iteration_100"
+    assert diagnosis.source.files == (str(last / "rank0_trace.json"), str(last / "rank1_trace.json"))
+    assert diagnosis.notes[0].startswith("3 recordings of one job: the last, iteration_100, is diagnosed")
+    assert "iteration_9, iteration_10" in diagnosis.notes[0]
+
+
+def test_traces_without_rank_are_numbered_as_a_person_counts(tmp_path: Path) -> None:
+    """2 before 10."""
+    for number in (10, 2, 1):
+        kt.write(tmp_path / f"trace_{number}.json", [kt.kernel("k", 1.0, 5.0)], kt.header(rank=None))
+    diagnosis = diagnose(tmp_path).diagnosis
+    assert [Path(file).name for file in diagnosis.source.files] == ["trace_1.json", "trace_2.json", "trace_10.json"]
+    assert (diagnosis.ranks, any("do not say their rank" in note for note in diagnosis.notes)) == ((0, 1, 2), True)
+
+
+def own(folder: Path) -> Path:
+    """A timeline that --perfetto wrote."""
+    result = diagnose(kt.write(folder / "made-from" / "rank0.json", kt.training()))
+    path = folder / "job" / "timeline.json"
+    path.parent.mkdir(exist_ok=True)
+    write_perfetto(path, result.diagnosis, result.lanes)
+    return path
+
+
+def test_a_timeline_of_our_own_is_passed_over(tmp_path: Path) -> None:
+    """In a folder, a pattern, an archive and among files; a note says so."""
+    mark = own(tmp_path)
+    kt.write_job(tmp_path / "job")
+    ranks = [str(tmp_path / "job" / f"rank{n}.json") for n in range(2)]
+    archive = tar(tmp_path / "t.tar", [member("rank0.json", rank(0)), member("own.json", mark.read_bytes())])
+    for source in (tmp_path / "job", f"{tmp_path}/job/*.json", archive):
+        diagnosis = diagnose(source).diagnosis
+        assert [note for note in diagnosis.notes if "passed over" in note]
+        assert not [file for file in diagnosis.source.files if Path(file).name in ("timeline.json", "t.tar!own.json")]
+    assert diagnose([*ranks, mark]).diagnosis.ranks == (0, 1)
+
+
+def test_a_timeline_of_our_own_alone_is_refused(tmp_path: Path) -> None:
+    """It is no recording."""
+    assert "--perfetto" in refused(own(tmp_path)).reason
+
+
+def zipped(path: Path, members: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("name", ["t.zip", "traces.bin"])
+def test_a_zip_reads_like_its_folder(name: str, method: int, tmp_path: Path) -> None:
+    """By any method; paths that lead elsewhere are only names."""
+    members = {"run/rank1.json": rank(1), "../rank0.json.gz": gzip.compress(rank(0)), "readme.txt": b"x", "run/": b""}
+    path = zipped(tmp_path / name, members, method)
+    assert diagnose(path).diagnosis.source.files == (f"{path}!../rank0.json.gz", f"{path}!run/rank1.json")
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_limits_hold_for_zips(tmp_path: Path) -> None:
+    """Their number of members and what they expand to; what is passed over is not unpacked."""
+    bomb = zipped(tmp_path / "bomb.zip", {"rank0.json": bytes(4 << 20)})
+    assert "unpacks to more than allowed" in refused(bomb, Limits(trace_bytes=32 << 20)).reason
+    many = zipped(tmp_path / "many.zip", {f"rank{n}.json": rank(n) for n in range(3)})
+    assert "members" in refused(many, Limits(files=2)).reason
+    beside = zipped(tmp_path / "beside.zip", {"rank0.json": rank(0), "core.bin": bytes(4 << 20)})
+    assert len(found(beside, limits=Limits(trace_bytes=32 << 20))) == 1
+    assert "no trace in this archive" in refused(zipped(tmp_path / "none.zip", {"a.txt": b"x"})).reason
+    assert "no trace in this archive" in refused(zipped(tmp_path / "empty.zip", {})).reason
+
+
+def test_damaged_zips(tmp_path: Path) -> None:
+    """Cut or changed at any of many places: refused, or read as before."""
+    whole = zipped(tmp_path / "whole.zip", {"rank0.json": rank(0)}).read_bytes()
+    for at in range(0, len(whole), 7):
+        for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]):
+            try:
+                diagnose(kt.write_bytes(tmp_path / "bad.zip", content))
+            except BadTrace as error:
+                assert error.path is not None  # noqa: PT017
+
+
+def test_an_encrypted_zip_says_so(tmp_path: Path) -> None:
+    """Its members' flag is all that is needed."""
+    whole = bytearray(zipped(tmp_path / "t.zip", {"rank0.json": rank(0)}).read_bytes())
+    whole[6] |= 1
+    whole[whole.index(b"PK\x01\x02") + 8] |= 1
+    assert "encrypted" in refused(kt.write_bytes(tmp_path / "t.zip", bytes(whole))).reason
+
+
+def test_a_trace_by_zstd(tmp_path: Path) -> None:
+    """Alone, of any name, in a folder and in a zip; as several frames, too."""
+    zstandard = pytest.importorskip("zstandard")
+    first, second = rank(0)[:900], rank(0)[900:]
+    frames = zstandard.compress(first) + zstandard.compress(second)
+    for name in ("rank0.json.zst", "any.bin"):
+        path = kt.write_bytes(tmp_path / name, frames)
+        assert diagnose(path).diagnosis.source.events == len(kt.training())
+    assert found(tmp_path) == [str(tmp_path / "rank0.json.zst")]
+    assert len(found(zipped(tmp_path / "t.zip", {"rank0.json.zst": frames}))) == 1
+
+
+def test_limits_hold_for_zstd(tmp_path: Path) -> None:
+    """A megabyte out of a few bytes stops at the cap; damage has its offset."""
+    zstandard = pytest.importorskip("zstandard")
+    text = b'{"traceEvents": [{"ph":"X","cat":"kernel","ts":1}' + b" " * (4 << 20) + b"]}"
+    bomb = kt.write_bytes(tmp_path / "bomb.json.zst", zstandard.compress(text))
+    with pytest.raises(BadTrace, match="--max-trace-gb"):
+        diagnose(bomb, limits=Limits(trace_bytes=32 << 20))
+    whole = zstandard.ZstdCompressor(write_checksum=True).compress(rank(0))
+    for at in range(4, len(whole), 7):
+        for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]):
+            try:
+                read = diagnose(kt.write_bytes(tmp_path / "bad.json.zst", content)).diagnosis.source.events
+            except BadTrace as error:
+                assert error.path is not None  # noqa: PT017
+            else:
+                assert read == len(kt.training())  # only the checksum at its end is cut
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has its own reader of zstd")
+def test_without_a_reader_of_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = kt.write_bytes(tmp_path / "rank0.json.zst", b"\x28\xb5\x2f\xfd" + bytes(20))
+    with pytest.raises(Unsupported, match=r"counterpoint\[zstd\]"):
+        diagnose(path)
+
+
+@pytest.mark.parametrize("content", [rank(0), gzip.compress(rank(0))], ids=["plain", "gzip"])
+def test_standard_input(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` is a trace, whatever it is compressed by, or an archive."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    diagnosis = diagnose("-").diagnosis
+    assert (diagnosis.source.files, diagnosis.source.events) == (("standard input",), len(kt.training()))
+
+
+def test_an_archive_as_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from `curl`."""
+    content = zipped(tmp_path / "t.zip", {f"rank{n}.json": rank(n) for n in range(2)}).read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert diagnose("-").diagnosis.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"", "empty"), (b"x" * 5000, "neither"), (bytes(3 << 20), "more than")])
+def test_bad_standard_input(content: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, something else, too much."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert said in refused("-", Limits(trace_bytes=2 << 20)).reason

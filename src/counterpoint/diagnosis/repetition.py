@@ -1,0 +1,113 @@
+"""Find steps in operations that repeat, on a rank whose trace names none.
+
+A layer repeats too. What tells a step from it: nothing stands before the first repeat and after the last one that the
+repeats lack (an embedding, a head), no CUDA graph launches several of them at once, and they are most of the work.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
+
+_LONGEST_PATTERN = 1 << 18
+_MANY = 8  # repeats: from here on they may be layers of one step
+_MOST = 0.6  # of the GPU's time
+_OPTIMIZER = re.compile(r"multi_tensor_apply|adam|sgd|lamb(?!da)|adagrad|shampoo|optimizer", re.IGNORECASE)
+_WAITS = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2")
+
+
+def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
+    """Return where steps begin and end, by the busiest stream, whose operations keep their order; None: no steps.
+
+    How streams interleave differs from step to step.
+    """
+    gpu = timeline.gpu
+    streams, count = np.unique(gpu.stream, return_counts=True)
+    rows = np.flatnonzero(gpu.stream == streams[np.argmax(count)])
+    if (period := _period(timeline, rows)) is None:
+        return None
+    first, length = period
+    edges = np.arange(first, len(rows) + 1, length)
+    if _are_layers(timeline, rows, edges):
+        return None
+    end = np.maximum.accumulate(gpu.end[rows])[edges[1:] - 1]
+    start = np.append(gpu.start[rows[first]], end[:-1])
+    if first == 0:
+        start[0] = gpu.start.min()
+    if edges[-1] == len(rows):
+        end[-1] = gpu.end.max()
+    return start, end
+
+
+def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
+    """Return whether repeats, cut at `edges` of `rows`, are parts of a step and not steps."""
+    gpu = timeline.gpu
+    took = (gpu.end - gpu.start)[rows]
+    if took[edges[0] : edges[-1]].sum() < _MOST * took.sum():
+        return True
+    launched = gpu.launch_start[rows[edges[:-1]]]
+    if (launched[1:] == launched[:-1]).mean() >= 0.5:
+        return True  # one call, such as cudaGraphLaunch, launched several
+    kinds = gpu.name[rows]
+    repeated = kinds[edges[0] : edges[-1]]
+    if any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(repeated).tolist()):
+        return False
+    before, after = (bool(len(np.setdiff1d(part, repeated))) for part in (kinds[: edges[0]], kinds[edges[-1] :]))
+    return (before and after) or ((before or after) and len(edges) > _MANY and not _host_waits(timeline, launched))
+
+
+def _host_waits(timeline: Timeline, launched: F64) -> bool:
+    """Return whether the host waits for the GPU between most of these launches, as at the end of a step."""
+    host = timeline.host
+    waits = np.array([name.endswith(_WAITS[0]) or name in _WAITS for name in timeline.names], bool)
+    at = host.start[(host.kind == HostKind.RUNTIME) & waits[host.name]]
+    passed = np.searchsorted(at, launched)
+    return bool((passed[1:] > passed[:-1]).mean() > 0.5)
+
+
+def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
+    """Return the first operation and the operations per step if these repeat as a whole, else None.
+
+    A layer repeats too, so a period counts only if one of its windows holds nearly all kinds of operations that recur,
+    and nearly every operation equals the one a period later. Of the phases that leave the most whole steps, the one
+    with the longest pauses before it begins a step.
+    """
+    gpu = timeline.gpu
+    kinds = np.stack([gpu.name[rows], gpu.grid[rows, 0]])
+    tokens = np.unique(kinds, axis=1, return_inverse=True)[1].ravel().astype(np.int64)[:_LONGEST_PATTERN]
+    if not 8 <= len(rows) <= _LONGEST_PATTERN * 8:
+        return None
+    occurrences = np.bincount(tokens).astype(np.int64)
+    recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
+    if not len(recurring):
+        return None
+    span = np.zeros(len(occurrences), np.int64)  # from first to last
+    np.maximum.at(span, tokens, np.arange(len(tokens)))
+    span -= np.unique(tokens, return_index=True)[1]
+    best: tuple[float, int] | None = None
+    for period in _candidates(tokens, recurring, occurrences):
+        same = float((tokens[period:] == tokens[:-period]).mean())
+        middle = (len(tokens) - period) // 2
+        lasting = recurring[span[recurring] >= period]  # not only within one step, as in a warm-up
+        held = len(np.intersect1d(tokens[middle : middle + period], lasting)) / max(len(lasting), 1)
+        if same >= 0.97 and held >= 0.9 and (best is None or same > best[0] + 0.005):
+            best = (same, period)
+    if best is None:
+        return None
+    period = best[1]
+    pause = np.concatenate(([0.0], gpu.start[rows[1:]] - np.maximum.accumulate(gpu.end[rows])[:-1]))
+    phases = [float(pause[phase::period].mean()) for phase in range(len(rows) % period + 1)]
+    return int(np.argmax(phases)), period
+
+
+def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:
+    """Return distances between repeats of the rarest operations, most frequent first."""
+    distances: dict[int, int] = {}
+    for token in recurring[np.argsort(occurrences[recurring], kind="stable")][:64].tolist():
+        for gap in np.diff(np.flatnonzero(tokens == token)).tolist():
+            if 4 <= gap <= len(tokens) // 2:
+                distances[gap] = distances.get(gap, 0) + 1
+    return sorted(sorted(distances, key=lambda d: -distances[d])[:32])
