@@ -15,8 +15,6 @@ import numpy as np
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.errors import BadTrace
 
-__all__ = ["pack_digest", "unpack_digest"]
-
 
 class _Column(msgspec.Struct, array_like=True, frozen=True):
     """Holds a column as bytes."""

@@ -20,8 +20,6 @@ from counterpoint.errors import BadTrace
 from counterpoint.records.hang import CallState, CollectiveCall, GroupState, Hang, Mismatch, RankState
 from counterpoint.trace.flight_recorder import FlightDump, FlightEntry, read_dump
 
-__all__ = ["diagnose_hang", "find_hang"]
-
 _ORDER: tuple[CallState, ...] = ("scheduled", "started", "completed")
 _SAME_SIZE = re.compile(r"_?(all_?reduce|broadcast|reduce|all_?gather|reduce_scatter)(?!_v)|barrier")  # on all ranks
 _PENDING_SHOWN = 16

@@ -30,8 +30,6 @@ from counterpoint.monitoring import beside
 from counterpoint.monitoring.recording import OtherProfilers, Recording
 from counterpoint.records.watch import WatchedStep
 
-__all__ = ["TrainingWatch", "watch"]
-
 Exporter = Callable[[WatchedStep], None]
 _LINGER_S = 30.0  # the last diagnosis may take so long after the training
 _KEY = "counterpoint/watch"  # in the process group's store: folders, of each host's traces and of all digests

@@ -26,8 +26,6 @@ from counterpoint.records.diagnosis import Diagnosis, Straggler
 from counterpoint.records.watch import WatchedStep
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
-__all__ = ["COMMAND", "Round", "environment", "main", "put", "wait_for", "watched_step", "writing"]
-
 COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
 _POLL_S = 0.1
 _STILL_S = 15.0  # ranks of which nothing has come for so long are left out

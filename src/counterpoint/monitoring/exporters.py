@@ -15,8 +15,6 @@ import msgspec
 from counterpoint.errors import Unsupported
 from counterpoint.records.watch import WatchedStep
 
-__all__ = ["JsonLines", "Prometheus", "TensorBoard", "numbers"]
-
 
 def numbers(record: WatchedStep) -> dict[str, float]:
     """Return the figures of a record in seconds and shares of 1, under the names that Prometheus asks for.

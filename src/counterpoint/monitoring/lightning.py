@@ -11,8 +11,6 @@ try:
 except ImportError:
     from pytorch_lightning.callbacks import Callback
 
-__all__ = ["LightningWatch"]
-
 
 class LightningWatch(Callback):
     """Takes the arguments of `counterpoint.watch`; a step is one of the trainer's `global_step`."""

@@ -13,8 +13,6 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, schedule
 
-__all__ = ["OtherProfilers", "Recording"]
-
 
 class Recording:
     """Records `steps` steps of this rank, after one step of warm-up; `step` is called at every step's end."""

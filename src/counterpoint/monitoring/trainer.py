@@ -8,8 +8,6 @@ from transformers import TrainerCallback
 
 from counterpoint.monitoring.api import TrainingWatch, watch
 
-__all__ = ["TrainerWatch"]
-
 
 class TrainerWatch(TrainerCallback):
     """Takes the arguments of `counterpoint.watch`; a step is one of the trainer's `global_step`."""

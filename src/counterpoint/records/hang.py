@@ -9,8 +9,6 @@ from typing import Literal
 
 from counterpoint.records.base import Record
 
-__all__ = ["SCHEMA", "CallState", "CollectiveCall", "GroupState", "Hang", "Mismatch", "RankState"]
-
 SCHEMA = "counterpoint.hang/1"
 
 CallState = Literal["scheduled", "started", "completed"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from counterpoint.records.base import Record
 from counterpoint.records.diagnosis import Cause, Finding
 
-__all__ = ["SCHEMA", "WatchedStep"]
-
 SCHEMA = "counterpoint.watch/1"
 
 

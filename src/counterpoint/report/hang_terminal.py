@@ -10,8 +10,6 @@ from rich.text import Text
 from counterpoint.records.hang import GroupState, Hang, RankState
 from counterpoint.report import formatting as say
 
-__all__ = ["render_hang"]
-
 MAX_GROUPS = 4
 MAX_RANKS = 32
 

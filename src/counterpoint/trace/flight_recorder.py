@@ -22,8 +22,6 @@ import msgspec
 
 from counterpoint.errors import BadTrace
 
-__all__ = ["FlightDump", "FlightEntry", "find_dumps", "read_dump"]
-
 _LARGEST_BYTES = 512 << 20  # of one dump; those of 2000 collectives with stacks: 5 MB
 _MOST_FILES = 100_000
 _MOST_ENTRIES = 200_000
