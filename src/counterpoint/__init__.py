@@ -5,6 +5,8 @@
     >>> result.diagnosis.verdict
     >>> counterpoint.measure("quick").rows[0].hidden
     >>> counterpoint.overlap(model)  # an FSDP2 model: its collectives then need no SMs
+    >>> with counterpoint.watch(every=500):  # diagnoses a training while it runs
+    ...     train()
 
 Names are loaded when they are first used (errors at once): `import counterpoint` costs next to nothing and no torch.
 """
@@ -20,6 +22,7 @@ from counterpoint.version import VERSION
 if TYPE_CHECKING:
     from counterpoint.diagnosis.api import Result, diagnose
     from counterpoint.measurement.api import measure
+    from counterpoint.monitoring.api import watch
     from counterpoint.parallel.overlap import overlap
     from counterpoint.records.measurement import Measurement
 
@@ -38,6 +41,7 @@ __all__ = [
     "diagnose",
     "measure",
     "overlap",
+    "watch",
 ]
 
 _MODULES = {
@@ -46,6 +50,7 @@ _MODULES = {
     "diagnose": "counterpoint.diagnosis.api",
     "measure": "counterpoint.measurement.api",
     "overlap": "counterpoint.parallel.overlap",
+    "watch": "counterpoint.monitoring.api",
 }
 
 

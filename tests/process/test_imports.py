@@ -28,6 +28,7 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the report on a terminal": ("import counterpoint.report.diagnosis_terminal", ("polars",)),
     "the report as a page": ("import counterpoint.report.diagnosis_html", ("polars",)),
     "the report for Perfetto": ("import counterpoint.report.diagnosis_perfetto", ("polars",)),
+    "the process beside a training": ("import counterpoint.monitoring.beside", ("torch", "polars", "plotly")),
     "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }
 

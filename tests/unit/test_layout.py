@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "machine": set(),
     "trace": set(),
     "diagnosis": {"trace", "machine"},
+    "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
     "collectives": {"machine", "pair"},
     "controls": {"machine", "pair"},

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def diagnose(
     traces: Annotated[
-        list[str], typer.Argument(help="File, folder, glob, tar or zip of traces, one per rank; - is standard input.")
+        list[str],
+        typer.Argument(
+            help="File, folder, glob, tar or zip of traces, one per rank (- is standard input); or dumps of NCCL's "
+            "flight recorder."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the report: one self-contained HTML file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
@@ -41,6 +45,7 @@ def diagnose(
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.engine import Engine
     from counterpoint.diagnosis.gate import check_gate, parse_gate
+    from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
     gates = [parse_gate(text) for text in gate or []]
@@ -53,6 +58,11 @@ def diagnose(
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
+    if dumps := find_dumps(traces):
+        if out is not None or perfetto is not None or gates:
+            raise Misconfigured("flight-recorder dumps have no page, timeline or gate; leave --out, --perfetto, --gate")
+        _hang(dumps, json, json_path, quiet=quiet)
+        return
     with progress(quiet, "looking for traces") as tell:
         result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
         if out is not None or perfetto is not None:
@@ -81,6 +91,20 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 
         with writing(perfetto):
             write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
+
+
+def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
+    """Say who is missing in a hang."""
+    from rich.console import Console
+
+    from counterpoint.diagnosis.hang import diagnose_hang
+    from counterpoint.report.hang_terminal import render_hang
+
+    hang = diagnose_hang(dumps)
+    if json is not None:
+        write_json(hang, json_path)
+    if not quiet and json != "-":
+        render_hang(hang, Console(soft_wrap=False))
 
 
 def _summary(result: Result, written: list[Path]) -> None:

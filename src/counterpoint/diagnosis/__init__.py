@@ -3,5 +3,6 @@
 `counterpoint.diagnose` is api.py. engine.py reads ranks and digests them (digest.py: steps, gaps, comm_rows, FLOPs),
 job.py joins them (join.py) on one clock. accounts.py says where the time went, kernels.py, launch_order.py and
 stragglers.py why, replay.py what each cause is worth, findings.py what to change. frames.py turns it into tables,
-gate.py checks it in CI. Other rooms use `api.diagnose`, `Result` and gate.py.
+gate.py checks it in CI. digest_file.py sends digests from host to
+host. hang.py finds who is missing in flight-recorder dumps. Other rooms use `api.diagnose`, `Result` and gate.py.
 """

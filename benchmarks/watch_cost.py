@@ -1,0 +1,160 @@
+"""Claim: `counterpoint.watch(every=500)` costs at most 1 % of the mean step.
+
+    torchrun --nproc-per-node 2 benchmarks/watch_cost.py --out results/watch-cost-2xh200.json
+    torchrun --nproc-per-node 4 benchmarks/watch_cost.py --device cpu --width 256 --layers 6 --batch 64
+
+One model trains in one process group, in blocks of `--every` steps with and without a watch, in turn; each block with
+a watch has one recording in its middle, so that the diagnosis beside it falls into the same block. `cost` is the time
+of a watched block over the mean of the unwatched ones before and behind it, less 1; `held` is the share of it in which
+rank 0's training thread was in the watch's code. What a watch does once, at the end of its first step, is timed apart
+(`first`), as are the steps before any profiler ran in these processes (`never`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from provenance import gpu_provenance, provenance, write_result
+from tables import print_table
+from torch.nn.parallel import DistributedDataParallel
+
+import counterpoint
+
+COLUMNS = ("block", "before, ms", "watched, ms", "behind, ms", "cost, %", "held, %")
+
+
+class Training:
+    """A model of equal transformer layers under DDP, and its steps."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        layer = torch.nn.TransformerEncoderLayer(
+            options.width, options.width // 64, 4 * options.width, batch_first=True
+        )
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        encoder = torch.nn.TransformerEncoder(layer, options.layers, enable_nested_tensor=False)
+        self.model = DistributedDataParallel(encoder.to(device, dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(options.batch, 64, options.width, device=device, dtype=dtype)
+        self.device = device
+
+    def step(self) -> None:
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def seconds(self, steps: int) -> float:
+        """The mean time of a step."""
+        self._settle()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._settle()
+        return (time.perf_counter() - begin) / steps
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def watched(training: Training, every: int) -> tuple[float, float, float]:
+    """Seconds of a step in a block with a recording in its middle, those of it in the watch, and of its first step."""
+    with counterpoint.watch(every=every) as watch:
+        first = training.seconds(1)
+        watch.count = every // 2
+        advance, held = watch._advance, 0.0
+
+        def timed() -> None:
+            nonlocal held
+            begin = time.perf_counter()
+            advance()
+            held += time.perf_counter() - begin
+
+        watch._advance = timed  # type: ignore[method-assign]
+        return training.seconds(every), held / every, first
+
+
+def measured(training: Training, options: argparse.Namespace) -> dict[str, Any]:
+    """All blocks, and what they say."""
+    training.seconds(20)
+    never = training.seconds(options.every)
+    blocks, firsts = [], []
+    before = never
+    for _ in range(options.blocks):
+        with_watch, held, first = watched(training, options.every)
+        behind = training.seconds(options.every)
+        firsts.append(first)
+        blocks.append({"before_s": before, "watched_s": with_watch, "behind_s": behind, "held_s": held})
+        before = behind
+    costs = [b["watched_s"] / mean((b["before_s"], b["behind_s"])) - 1 for b in blocks]
+    return {
+        "every": options.every,
+        "never_s": never,
+        "first_s": firsts,
+        "blocks": [b | {"cost": cost} for b, cost in zip(blocks, costs, strict=True)],
+        "cost_median": median(costs),
+        "cost_mean": mean(costs),
+        "held_mean": mean(b["held_s"] / b["watched_s"] for b in blocks),
+    }
+
+
+def parsed() -> argparse.Namespace:
+    """What the command line says."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--every", type=int, default=500, help="steps of a block")
+    options.add_argument("--blocks", type=int, default=5, help="blocks with a watch")
+    options.add_argument("--width", type=int, default=1024)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--batch", type=int, default=32, help="sequences of 64 tokens for each rank")
+    options.add_argument("--out", type=Path, help="write the result here")
+    return options.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    on_gpu = options.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    logging.basicConfig(format="%(message)s")
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    result = measured(Training(options, device), options)
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    rows = [
+        (
+            str(i),
+            *(f"{b[key] * 1e3:.2f}" for key in ("before_s", "watched_s", "behind_s")),
+            f"{b['cost'] * 100:+.2f}",
+            f"{b['held_s'] / b['watched_s'] * 100:.2f}",
+        )
+        for i, b in enumerate(result["blocks"])
+    ]
+    print_table(COLUMNS, rows)
+    print(
+        f"never profiled: {result['never_s'] * 1e3:.2f} ms; first step of a watch: {result['first_s'][0] * 1e3:.0f} ms"
+    )
+    median_cost, mean_cost, held = (f"{result[key]:.2%}" for key in ("cost_median", "cost_mean", "held_mean"))
+    print(f"cost: median {median_cost}, mean {mean_cost} of the mean step; held {held}")
+    if options.out is not None:
+        packages = ("torch", "numpy", "msgspec")
+        where = gpu_provenance(packages, world_size=world_size) if on_gpu else provenance(packages)
+        write_result(options.out, {"provenance": where, **result}, COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Find out who is missing in a hang, from dumps of NCCL's flight recorder.
+
+In each process group the collectives of all ranks have the same sequence numbers. A group is stuck in the first one
+that not all of its ranks have completed: those that have entered it wait for those that have not. Who is missing in one
+group may be waiting in another; then that one explains the hang.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from counterpoint.errors import BadTrace
+from counterpoint.records.hang import CallState, CollectiveCall, GroupState, Hang, Mismatch, RankState
+from counterpoint.trace.flight_recorder import FlightDump, FlightEntry, read_dump
+
+_ORDER: tuple[CallState, ...] = ("scheduled", "started", "completed")
+_SAME_SIZE = re.compile(r"_?(all_?reduce|broadcast|reduce|all_?gather|reduce_scatter)(?!_v)|barrier")  # on all ranks
+_PENDING_SHOWN = 16
+
+
+def diagnose_hang(paths: Sequence[Path]) -> Hang:
+    """Return who is missing, from the dumps of one job; raise `BadTrace` for one that cannot be read."""
+    return find_hang([read_dump(path) for path in paths])
+
+
+def find_hang(dumps: Sequence[FlightDump]) -> Hang:
+    """Return who is missing; raise `BadTrace` if there is no dump, or two of one rank."""
+    if not dumps:
+        raise BadTrace("no flight-recorder dump")
+    by_rank: dict[int, FlightDump] = {}
+    for dump in sorted(dumps, key=lambda d: d.rank):
+        if dump.rank in by_rank:
+            raise BadTrace(f"rank {dump.rank} again, as in {by_rank[dump.rank].path}", path=dump.path)
+        by_rank[dump.rank] = dump
+    groups = [_group(name, ranks, by_rank) for name, ranks in _groups(by_rank)]
+    waiting = {rank for group in groups for rank in group.waiting}
+    groups.sort(key=lambda group: _guilt(group, waiting))
+    known = {rank for group in groups for rank in group.ranks}
+    pending = _pending(by_rank)
+    versions = sorted({d.version for d in by_rank.values() if d.version is not None})
+    notes = list(pending)
+    if len(versions) > 1:
+        notes.append(f"dumps of different versions: {', '.join(versions)}")
+    if cut := [d.rank for d in by_rank.values() if not d.whole]:
+        notes.append(f"older entries were overwritten on {_ranks(cut)}: TORCH_FR_BUFFER_SIZE was too small for all")
+    return Hang(
+        files=tuple(d.path for d in by_rank.values()),
+        version=versions[0] if versions else None,
+        ranks=tuple(by_rank),
+        missing_dumps=tuple(sorted(known - by_rank.keys())),
+        verdict=_verdict(groups, waiting, pending),
+        groups=tuple(groups),
+        notes=tuple(notes),
+    )
+
+
+def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and ranks of every group; subgroups with one name, as of a split, differ in their ranks."""
+    found: dict[tuple[str, tuple[int, ...]], None] = {}
+    for dump in by_rank.values():
+        for name, (_, ranks) in dump.groups.items():
+            found[name, tuple(sorted(ranks))] = None
+    named = {name for name, _ in found}
+    unnamed: dict[str, list[int]] = defaultdict(list)
+    for dump in by_rank.values():
+        for name in {e.group for e in dump.entries} - named:
+            unnamed[name].append(dump.rank)
+    return [*found, *((name, tuple(ranks)) for name, ranks in unnamed.items())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Holds what one rank did in one group: for each sequence number its entries and the least of their states."""
+
+    calls: dict[int, list[FlightEntry]]
+    state: dict[int, CallState]
+    scheduled: int | None
+    started: int | None
+    completed: int | None
+    whole: bool
+
+
+def _progress(dump: FlightDump, group: str) -> _Progress:
+    calls: dict[int, list[FlightEntry]] = defaultdict(list)
+    for entry in dump.entries:
+        if entry.group == group and not entry.is_p2p:
+            calls[entry.seq].append(entry)
+    state = {seq: _ORDER[min(_ORDER.index(e.state) for e in entries)] for seq, entries in calls.items()}
+    enqueued, started, completed = dump.last.get(group, (None, None, None))
+    return _Progress(
+        calls=dict(calls),
+        state=state,
+        scheduled=_latest(enqueued, state),
+        started=_latest(started, [seq for seq, s in state.items() if s != "scheduled"]),
+        completed=_latest(completed, [seq for seq, s in state.items() if s == "completed"]),
+        whole=dump.whole,
+    )
+
+
+def _latest(stated: int | None, seen: Sequence[int] | dict[int, CallState]) -> int | None:
+    return max([*seen, *([] if stated is None else [stated])], default=None)
+
+
+def _group(name: str, ranks: tuple[int, ...], by_rank: dict[int, FlightDump]) -> GroupState:
+    progress = {rank: _progress(by_rank[rank], name) for rank in ranks if rank in by_rank}
+    seq = _stuck(progress)
+    waiting: list[int] = []
+    missing: list[int] = []
+    if seq is not None:
+        waiting = [r for r, p in progress.items() if p.state.get(seq, "completed") != "completed"]
+        missing = [r for r, p in progress.items() if _never_entered(p, seq)]
+    described = next((d.groups[name][0] for d in by_rank.values() if name in d.groups), "")
+    return GroupState(
+        name=name,
+        description="" if described == "undefined" else described,
+        ranks=ranks,
+        unrecorded=tuple(r for r in ranks if r not in by_rank),
+        stuck=None if seq is None else _call(next(p.calls[seq][-1] for p in progress.values() if seq in p.calls)),
+        waiting=tuple(waiting),
+        missing=tuple(missing),
+        states=tuple(_rank_state(r, p) for r, p in progress.items()),
+        mismatches=_mismatches(progress, seq),
+    )
+
+
+def _stuck(progress: dict[int, _Progress]) -> int | None:
+    """Return the first collective that a rank has entered and not completed, or completed and another not entered."""
+    unfinished = [seq for p in progress.values() for seq, state in p.state.items() if state != "completed"]
+    recorded = sorted({seq for p in progress.values() for seq in p.calls})
+    behind = [bisect_right(recorded, p.scheduled) for p in progress.values() if p.scheduled is not None]
+    if any(p.scheduled is None and p.whole for p in progress.values()):
+        behind.append(0)
+    return min([*unfinished, *(recorded[i] for i in behind if i < len(recorded))], default=None)
+
+
+def _never_entered(p: _Progress, seq: int) -> bool:
+    """Return whether a rank has not come to a collective; no if its entries were overwritten and nobody knows."""
+    return p.scheduled < seq if p.scheduled is not None else p.whole
+
+
+def _rank_state(rank: int, p: _Progress) -> RankState:
+    last = max(p.calls, default=None)
+    return RankState(
+        rank=rank,
+        scheduled=p.scheduled,
+        started=p.started,
+        completed=p.completed,
+        last_operation=None if last is None else p.calls[last][-1].operation,
+        last_state=None if last is None else p.state[last],
+        last_frame=None if last is None else p.calls[last][-1].frame,
+    )
+
+
+def _call(entry: FlightEntry) -> CollectiveCall:
+    return CollectiveCall(
+        seq=entry.seq,
+        operation=entry.operation,
+        input_sizes=entry.input_sizes,
+        output_sizes=entry.output_sizes,
+        dtypes=tuple(dict.fromkeys((*entry.input_dtypes, *entry.output_dtypes))),
+        frame=entry.frame,
+    )
+
+
+def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
+    """Return how ranks differ in the first collective that hangs and in which they differ; what follows is shifted."""
+    if stuck is None:
+        return ()
+    for seq in sorted({s for p in progress.values() for s in p.calls if s >= stuck}):
+        called = {r: p.calls[seq] for r, p in progress.items() if seq in p.calls}
+        found = _compared(seq, called)
+        if found:
+            return tuple(found)
+    return ()
+
+
+def _compared(seq: int, called: dict[int, list[FlightEntry]]) -> list[Mismatch]:
+    kinds: tuple[Literal["operation", "size", "dtype"], ...] = ("operation", "size", "dtype")
+    for what in kinds:
+        signature = {r: tuple(_signature(e, what) for e in entries) for r, entries in called.items()}
+        count = Counter(signature.values())
+        if len(count) < 2:
+            continue
+        usual = count.most_common(1)[0][0]
+        example = next(r for r in called if signature[r] == usual)
+        odd: dict[object, list[int]] = defaultdict(list)
+        for rank, own in signature.items():
+            if own != usual:
+                odd[own].append(rank)
+        return [
+            Mismatch(
+                seq=seq,
+                what=what,
+                ranks=tuple(ranks),
+                theirs=_call(called[ranks[0]][-1]),
+                others=_call(called[example][-1]),
+            )
+            for ranks in odd.values()
+        ]
+    return []
+
+
+def _signature(entry: FlightEntry, what: str) -> object:
+    """Return what must be equal on all ranks; elements are counted, since NCCL does not see shapes."""
+    if what == "operation":
+        return entry.operation
+    if not _SAME_SIZE.match(entry.operation):
+        return None
+    if what == "size":
+        return tuple(sum(math.prod(s) for s in sizes) for sizes in (entry.input_sizes, entry.output_sizes))
+    return frozenset(entry.input_dtypes), frozenset(entry.output_dtypes)
+
+
+def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
+    """Say which sends and receives have not ended."""
+    said = []
+    for dump in by_rank.values():
+        for entry in dump.entries:
+            if entry.is_p2p and entry.state != "completed" and entry.operation.startswith(("send", "recv")):
+                where = f" in {entry.frame}" if entry.frame else ""
+                said.append(f"rank {dump.rank}: {entry.operation} (ranks of group {entry.group}) has not ended{where}")
+    return said[:_PENDING_SHOWN]
+
+
+def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
+    """Return the place of a group among those that may explain the hang."""
+    if group.stuck is None:
+        return 9, 0
+    if group.mismatches:
+        place = 0
+    elif set(group.missing) - waiting:
+        place = 1
+    elif not group.missing and group.unrecorded:
+        place = 2
+    elif not group.missing:
+        place = 3
+    else:
+        place = 4  # who is missing here waits elsewhere
+    return place, -len(group.ranks)
+
+
+def _verdict(groups: list[GroupState], waiting: set[int], pending: list[str]) -> str:
+    if not groups or groups[0].stuck is None:
+        if pending:
+            return f"No collective hangs; {len(pending)} sends or receives have not ended: {pending[0]}."
+        return "Nothing hangs: every recorded rank has completed all collectives that any of them has entered."
+    group = groups[0]
+    stuck = group.stuck
+    assert stuck is not None
+    where = f"{stuck.operation} #{stuck.seq} of {_name(group)}"
+    if group.mismatches:
+        m = group.mismatches[0]
+        return f"The ranks disagree at #{m.seq} of {_name(group)}: {_disagreement(m)}."
+    guilty = sorted(set(group.missing) - waiting)
+    if guilty:
+        has = "has" if len(guilty) == 1 else "have"
+        left = [s for s in group.states if s.rank in guilty and s.scheduled is not None]
+        after = f" after {left[0].last_operation} #{left[0].scheduled}" if left and left[0].last_operation else ""
+        at = f" (called in {left[0].last_frame})" if left and left[0].last_frame else ""
+        others = _ranks(group.waiting) if group.waiting else "the others"
+        wait = "waits" if len(group.waiting) == 1 else "wait"
+        return f"{_ranks(guilty).capitalize()} {has} not entered {where}{after}{at}; {others} {wait} for it."
+    if group.missing:
+        return _cycle(groups)
+    if group.unrecorded:
+        return (
+            f"All recorded ranks have entered {where} and wait; {_ranks(group.unrecorded)} left no dump: it has ended, "
+            "or hangs without a watchdog."
+        )
+    return (
+        f"All {len(group.ranks)} ranks have entered {where} alike, and {_ranks(group.waiting)} have not completed it: "
+        "a link, a GPU, or a kernel before it on the same stream."
+    )
+
+
+def _cycle(groups: list[GroupState]) -> str:
+    """Say that ranks wait for each other: who is missing in one group waits in another."""
+    stuck = [(g, g.stuck) for g in groups if g.stuck is not None and g.missing]
+    parts = [
+        f"{_ranks(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {_ranks(g.missing)}"
+        for g, call in stuck[:4]
+    ]
+    return f"Ranks wait for each other, in different groups: {'; '.join(parts)}."
+
+
+def _disagreement(m: Mismatch) -> str:
+    def said(call: CollectiveCall) -> str:
+        if m.what == "operation":
+            return call.operation
+        if m.what == "dtype":
+            return f"{call.operation} of {', '.join(call.dtypes)}"
+        return f"{call.operation} from {_shapes(call.input_sizes)} to {_shapes(call.output_sizes)}"
+
+    where = f" ({m.theirs.frame})" if m.theirs.frame else ""
+    return f"{_ranks(m.ranks)} called {said(m.theirs)}{where}, others {said(m.others)}"
+
+
+def _shapes(sizes: tuple[tuple[int, ...], ...]) -> str:
+    shown = ", ".join(str(list(size)) for size in sizes[:3])
+    return shown + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
+
+
+def _name(group: GroupState) -> str:
+    return f"group {group.name}" + (f" ({group.description})" if group.description else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Say `rank 3` or `ranks 0–4, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["–".join(map(str, run)) if len(run) > 1 else str(run[0]) for run in runs]
+    shown = ", ".join(texts[:12]) + (" …" if len(texts) > 12 else "")
+    return f"rank{'s' * (len(ranks) != 1)} {shown}"

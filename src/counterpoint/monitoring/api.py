@@ -1,0 +1,315 @@
+"""Answer `counterpoint.watch(...)`: count steps, record some of them, and have them diagnosed beside the training.
+
+Nothing that fails here reaches the training: it is one warning in the log, and the round is given up. Ranks agree on
+the rounds by counting alone; what they tell each other is the names of folders, by the process group's store. A rank
+writes its trace into the folder of its host's first rank, which has it read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from counterpoint.errors import CounterpointError, Misconfigured, printable
+from counterpoint.monitoring import beside
+from counterpoint.monitoring.recording import OtherProfilers, Recording
+from counterpoint.records.watch import WatchedStep
+
+Exporter = Callable[[WatchedStep], None]
+_LINGER_S = 30.0  # the last diagnosis may take so long after the training
+_KEY = "counterpoint/watch"  # in the process group's store: folders, of each host's traces and of all digests
+log = logging.getLogger("counterpoint.watch")
+
+
+def watch(
+    every: int = 500,
+    *,
+    steps: int = 2,
+    folder: str | os.PathLike[str] | None = None,
+    export: Exporter | Sequence[Exporter] = (),
+    record_shapes: bool = False,
+    with_stack: bool = False,
+) -> TrainingWatch:
+    """Return a watch, to be used by `with` around the training loop, on every rank.
+
+    The last `steps` of each `every` steps are recorded and diagnosed beside the training. Rank 0 says in one line of
+    the log `counterpoint.watch` how long they took and who was late.
+
+    Args:
+        every: a line after so many steps, counted by the calls of the first optimizer, or of `TrainingWatch.step`.
+        steps: recorded at a time.
+        folder: on storage that all hosts see. Without it, the ranks on rank 0's host are seen.
+        export: called on rank 0 with each `WatchedStep`; `counterpoint.monitoring.exporters` has some.
+        record_shapes: tells kernels of one name but different sizes apart; recorded steps take longer.
+        with_stack: names Python code where no operation was recorded; recorded steps take much longer.
+
+    Raises:
+        Misconfigured: a number of steps that cannot be recorded, or a folder that does not exist.
+    """
+    if steps < 1 or every < steps + 3:
+        raise Misconfigured(
+            f"{steps} steps recorded every {every}: record at least 1, every {max(steps, 1) + 3} steps or more"
+        )
+    exporters = (export,) if callable(export) else tuple(export)
+    shared = None if folder is None else Path(folder)
+    if shared is not None and not shared.is_dir():
+        raise Misconfigured(f"folder {shared}: no such folder; make it, on storage that all hosts see")
+    return TrainingWatch(every, steps, shared, exporters, {"record_shapes": record_shapes, "with_stack": with_stack})
+
+
+class TrainingWatch:
+    """Counts the steps of a training and has some of them diagnosed; made by `counterpoint.watch`.
+
+    `count` is the number of steps so far.
+    """
+
+    def __init__(
+        self, every: int, steps: int, folder: Path | None, exporters: tuple[Exporter, ...], settings: dict[str, bool]
+    ) -> None:
+        self.count = 0
+        self._every, self._steps, self._folder = every, steps, folder
+        self._exporters, self._settings = exporters, settings
+        self._pid, self._thread = os.getpid(), 0
+        self._hook: Any = None
+        self._optimizer: weakref.ref[Any] | None = None
+        self._recording: Recording | None = None
+        self._others = OtherProfilers(give_way=self._give_way)
+        self._ready = False
+        self._made: dict[str, Path] = {}  # folders that this rank has made, by their keys in the store
+        self._reader: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+        self._handler: logging.Handler | None = None
+
+    def __enter__(self) -> TrainingWatch:
+        self._thread = threading.get_ident()
+        self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(linger=_LINGER_S if kind is None else 0.0)
+
+    def step(self) -> None:
+        """End a training step: for loops in which no torch optimizer steps, or more than once.
+
+        Who calls it is counted by these calls alone.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            if self.count:
+                return  # the optimizer has counted this step
+        self._advance()
+
+    def close(self, linger: float = _LINGER_S) -> None:
+        """End the watch: wait up to `linger` seconds for a diagnosis under way, and leave no process or file behind."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        try:
+            self._drop()
+            self._others.ignore()
+            if self._reader is not None:
+                self._reader.join(linger)
+            self._closing = True
+            if self._process is not None:
+                self._process.kill()
+            if self._reader is not None:
+                self._reader.join(1.0)
+            for path in self._made.values():
+                shutil.rmtree(path, ignore_errors=True)
+            atexit.unregister(self.close)
+            if self._handler is not None:
+                log.removeHandler(self._handler)
+        except Exception as error:
+            log.warning("could not end cleanly: %s", _said(error))
+
+    def _optimizer_stepped(self, optimizer: object, *_: Any) -> None:
+        """Count a step of the first optimizer, in the thread of the training: of several, each steps once a step."""
+        if threading.get_ident() != self._thread:
+            return
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Begin, go on with or end a recording at the end of a step."""
+        if self._closing:
+            return
+        self.count += 1
+        try:
+            if not self._ready:
+                self._prepare()
+            elif self._recording is not None:
+                if self._recording.step():
+                    self._finish()
+            elif (self.count + self._steps + 1) % self._every == 0:
+                self._begin()
+        except Exception as error:
+            self._drop()
+            self._skip(f"recording failed: {_said(error)}")
+
+    def _begin(self) -> None:
+        if self._reader is not None and self._reader.is_alive():
+            self._skip("the diagnosis before is still under way")
+        elif self._others.any():
+            self._skip("another profiler is in use")
+        else:
+            self._recording = self._others.own(lambda: Recording(self._steps, **self._settings))
+
+    def _prepare(self) -> None:
+        """Do what takes long but once, at the end of the first step, which is slow anyway: torch loads its profiler."""
+        self._ready = True
+        atexit.register(self.close, linger=0.0)
+        self._others.observe()
+        rank = _rank()
+        if rank == _first_rank():
+            self._make(f"traces/{rank}", None)
+        if rank == 0:
+            self._make("digests", self._folder)
+            if log.level == logging.NOTSET:
+                log.setLevel(logging.INFO)  # where handlers exist, they get the line
+            if not log.hasHandlers():
+                self._handler = logging.StreamHandler()
+                self._handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+                log.addHandler(self._handler)
+        if not self._others.any():
+            self._others.own(lambda: Recording(1, **self._settings)).stop()
+
+    def _finish(self) -> None:
+        recording, self._recording = self._recording, None
+        assert recording is not None
+        rank, first = _rank(), _first_rank()
+        with beside.writing(self._seen(f"traces/{first}") / f"step{self.count}", f"rank{rank}.json") as path:
+            recording.write(path)
+        if rank == first:
+            arguments = (self.count,)
+            self._reader = threading.Thread(
+                target=self._diagnose, args=arguments, name="counterpoint.watch", daemon=True
+            )
+            self._reader.start()
+
+    def _drop(self) -> None:
+        """End a recording under way, which is lost."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            with suppress(Exception):
+                recording.stop()
+
+    def _give_way(self) -> None:
+        """Let another profiler start."""
+        if self._recording is not None:
+            self._drop()
+            self._skip("another profiler was started")
+
+    def _skip(self, why: str) -> None:
+        """Say that this rank gives up a round, in the log and to the first rank of its host."""
+        log.warning("step %d: not diagnosed: %s", self.count, why)
+        ends_at = self.count + -self.count % self._every
+        with suppress(Exception):  # then that one waits in vain for a while
+            folder = self._seen(f"traces/{_first_rank()}") / f"step{ends_at}"
+            beside.put(folder, f"rank{_rank()}.missing", why.encode())
+
+    def _diagnose(self, step: int) -> None:
+        """Have this host's traces read in another process and pass on what it says; a thread's body."""
+        try:
+            record = self._ask(step)
+            if record is not None:
+                log.info("%s", record.line)
+                for exporter in self._exporters:
+                    self._export(exporter, record)
+        except Exception as error:
+            if not self._closing:
+                log.warning("step %d: not diagnosed: %s", step, _said(error))
+
+    def _ask(self, step: int) -> WatchedStep | None:
+        """Return the answer of the process beside the training, which only that of rank 0 gives."""
+        rank = _rank()
+        todo = beside.Round(
+            parent=os.getpid(),
+            traces=str(self._made[f"traces/{rank}"] / f"step{step}"),
+            ranks=_ranks_here(),
+            digests=str(self._seen("digests") / f"step{step}"),
+            world_size=_world_size(),
+            step=step,
+        )
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(beside.COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, env=beside.environment())
+        self._process = process
+        if self._closing:
+            process.kill()
+        out, err = process.communicate(msgspec.json.encode(todo))
+        if process.returncode != 0:
+            lines = err.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+            raise CounterpointError(lines[-1])
+        return msgspec.json.decode(out, type=WatchedStep) if rank == 0 else None
+
+    def _export(self, exporter: Exporter, record: WatchedStep) -> None:
+        try:
+            exporter(record)
+        except Exception as error:
+            log.warning("step %d: %s failed: %s", record.step, type(exporter).__name__, _said(error))
+
+    def _make(self, key: str, where: Path | None) -> None:
+        """Make a folder and tell the other ranks its name."""
+        self._made[key] = Path(tempfile.mkdtemp(prefix="counterpoint-watch-", dir=where))
+        if _world_size() > 1:
+            _store().set(f"{_KEY}/{key}", str(self._made[key]))
+
+    def _seen(self, key: str) -> Path:
+        """Return the folder that a rank has made at its first step, without waiting for that."""
+        if key in self._made:
+            return self._made[key]
+        if _world_size() == 1 or not _store().check([f"{_KEY}/{key}"]):
+            raise CounterpointError("a rank before this one has made no folder; use counterpoint.watch on all ranks")
+        return Path(_store().get(f"{_KEY}/{key}").decode())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _ranks_here() -> tuple[int, ...]:
+    """Return the ranks of this host, as torchrun numbers them; where it does not say, this rank alone."""
+    rank, size = _rank(), _world_size()
+    local, here = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (local.isdigit() and here.isdigit() and int(local) < int(here) and int(local) <= rank):
+        return (rank,)
+    first = rank - int(local)
+    return tuple(range(first, min(first + int(here), size)))
+
+
+def _first_rank() -> int:
+    return _ranks_here()[0]
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _said(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {error}" if not isinstance(error, CounterpointError) else str(error))

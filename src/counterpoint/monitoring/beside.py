@@ -1,0 +1,214 @@
+"""Read and diagnose a recording in a process beside the training, at the lowest priority, without torch.
+
+Every host has one, of its first rank. It digests the traces of its ranks; that of rank 0 joins them with the digests
+that the other hosts put into a common folder, and prints a `WatchedStep`. It ends when the training does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
+from counterpoint.diagnosis.engine import digest_file
+from counterpoint.errors import BadTrace, CounterpointError, printable
+from counterpoint.records.base import Record
+from counterpoint.records.diagnosis import Diagnosis, Straggler
+from counterpoint.records.watch import WatchedStep
+from counterpoint.trace.source import Limits, TraceFile, rank_from_name
+
+COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
+_POLL_S = 0.1
+_STILL_S = 15.0  # ranks of which nothing has come for so long are left out
+_LONGEST_DETAIL = 60
+
+
+class Round(Record, frozen=True, kw_only=True):
+    """Says what to read, for whom, and where the ranks meet."""
+
+    parent: int  # the process of the training
+    traces: str  # folder of this host's traces
+    ranks: tuple[int, ...]  # of this host
+    digests: str  # folder of all hosts' digests
+    world_size: int
+    step: int
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of such a process: it finds this package wherever the training did, and takes one core."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return os.environ | threads | {"PYTHONPATH": path}
+
+
+def main() -> None:
+    """Do the round that standard input describes; an expected error is one line on stderr and exit code 2."""
+    todo = msgspec.json.decode(sys.stdin.buffer.read(), type=Round)
+    threading.Thread(target=_end_with, args=(todo.parent,), daemon=True).start()
+    try:
+        digests, excuses = _digests(todo)
+        if 0 in todo.ranks:
+            sys.stdout.buffer.write(msgspec.json.encode(_joined(todo, digests, excuses)))
+            return
+        for digest in digests:
+            put(Path(todo.digests), f"rank{digest.rank}.digest", pack_digest(digest))
+        for rank, why in excuses.items():
+            put(Path(todo.digests), f"rank{rank}.missing", why.encode())
+    except (CounterpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
+    """Return the digests of this host's ranks, whose traces are removed, and why others are missing."""
+    folder = Path(todo.traces)
+    digests, excuses = [], dict.fromkeys(todo.ranks, "it has recorded nothing")
+    for rank, path in wait_for(folder, set(todo.ranks)):
+        del excuses[rank]
+        if path.suffix == ".missing":
+            excuses[rank] = path.read_text(errors="replace")
+            continue
+        try:
+            digests += digest_file(TraceFile(path=path, label=path.name, format="kineto"), Limits())
+        except BadTrace as error:
+            excuses[rank] = str(error)
+        path.unlink()
+    _remove(folder, todo.step)
+    return digests, excuses
+
+
+def put(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of a round, so that it appears whole; without the common folder, raise `CounterpointError`."""
+    with writing(folder, name) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def writing(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the path of a file to write, which gets its name in a round's folder when the block ends well.
+
+    Raises:
+        CounterpointError: the folder around that of the round is not here.
+    """
+    if not folder.parent.is_dir():
+        raise CounterpointError(
+            f"the folder {folder.parent} is not here: the rank that made it has ended, or is on another host; several "
+            "hosts need watch(folder=...) on storage that all of them see"
+        )
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{name}"
+    yield temporary
+    temporary.replace(folder / name)
+
+
+def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterator[tuple[int, Path]]:
+    """Yield each rank's file, or its excuse, as it comes, until none has come for `still_s` seconds."""
+    last = time.monotonic()
+    while ranks and time.monotonic() < last + still_s:
+        for path in sorted(folder.glob("rank*.*")):
+            rank = rank_from_name(path.name)
+            if rank in ranks:
+                ranks.remove(rank)
+                yield rank, path
+                last = time.monotonic()
+        if ranks:
+            time.sleep(_POLL_S)
+
+
+def _remove(folder: Path, step: int) -> None:
+    """Remove a round's folder, and those of rounds before it, in which nobody had time to look."""
+    for other in folder.parent.glob("step*"):
+        if other.name[4:].isdigit() and int(other.name[4:]) <= step:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _joined(todo: Round, digests: list[RankDigest], excuses: dict[int, str]) -> WatchedStep:
+    """Return what the digests of all hosts say; their folder of this round is removed."""
+    from counterpoint.diagnosis.api import diagnose_digests  # other hosts do without it
+
+    folder, others = Path(todo.digests), set(range(todo.world_size)) - set(todo.ranks)
+    for rank, path in wait_for(folder, others):
+        if path.suffix == ".digest":
+            digests.append(unpack_digest(path.read_bytes(), str(path)))
+        else:
+            excuses[rank] = path.read_text(errors="replace")
+    _remove(folder, todo.step)
+    if not digests:
+        raise CounterpointError("; ".join(f"rank {rank}: {why}" for rank, why in excuses.items()))
+    try:
+        diagnosis = diagnose_digests(digests, [d.path for d in digests]).diagnosis
+    except BadTrace as error:
+        raise CounterpointError(error.reason) from None
+    notes = tuple(f"rank {rank} is missing: {printable(why)}" for rank, why in excuses.items())
+    return watched_step(diagnosis, todo.step, notes)
+
+
+def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...]) -> WatchedStep:
+    """Sum up a diagnosis; times of a mean step."""
+    total, steps = diagnosis.totals, max(1, len(diagnosis.steps))
+    late = diagnosis.stragglers[0] if diagnosis.stragglers else None
+    return WatchedStep(
+        step=step,
+        unix_s=time.time(),
+        line=_line(diagnosis, step, steps),
+        verdict=diagnosis.verdict,
+        ranks=diagnosis.ranks,
+        world_size=diagnosis.world_size,
+        step_us=total.duration_us / steps,
+        hidden=total.hidden,
+        exposed_comm_us=total.exposed_comm_us / steps,
+        idle_us=total.idle_us / steps,
+        late_rank=late.rank if late else None,
+        late_us=late.delay_us / steps if late else None,
+        late_cause=late.cause if late else None,
+        late_detail=late.detail if late else None,
+        findings=diagnosis.findings,
+        notes=(*diagnosis.notes, *notes),
+    )
+
+
+def _line(diagnosis: Diagnosis, step: int, steps: int) -> str:
+    """Say it as `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`."""
+    seen = len(diagnosis.ranks)
+    some = f" ({seen} of {diagnosis.world_size} ranks)" if seen < diagnosis.world_size else ""
+    hidden = diagnosis.totals.hidden
+    share = "no communication seen" if hidden is None else f"{hidden * 100:.0f} % hidden"
+    said = [f"step {step}{some}: {_milliseconds(diagnosis.totals.duration_us / steps)}", share]
+    if diagnosis.stragglers:
+        late = diagnosis.stragglers[0]
+        said.append(f"rank {late.rank} late {_milliseconds(late.delay_us / steps)}: {_why(late)}")
+    elif diagnosis.findings:
+        worst = diagnosis.findings[0]
+        said.append(f"{_milliseconds(worst.cost_us)}: {worst.title[0].lower()}{worst.title[1:]}")
+    else:
+        said.append("nothing stands out")
+    return printable(", ".join(said))
+
+
+def _why(late: Straggler) -> str:
+    """Name the operation of a stalled host, and otherwise the cause with its example."""
+    detail = "" if late.detail is None else late.detail[:_LONGEST_DETAIL]
+    if late.cause == "host_stall":
+        return detail or "its host launched nothing, and no operation was recorded"
+    cause = late.cause.replace("_", " ") if late.cause != "unknown" else "unknown cause"
+    return f"{cause} ({detail})" if detail else cause
+
+
+def _milliseconds(us: float) -> str:
+    return f"{us / 1e3:.1f} ms" if us < 10e3 else f"{us / 1e3:.0f} ms"

@@ -1,0 +1,42 @@
+"""TrainingWatch a training of PyTorch Lightning: `Trainer(callbacks=[LightningWatch(every=500)])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterpoint.monitoring.api import TrainingWatch, watch
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:
+    from pytorch_lightning.callbacks import Callback
+
+
+class LightningWatch(Callback):
+    """Takes the arguments of `counterpoint.watch`; a step is one of the trainer's `global_step`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        watch(*args, **options)  # wrong arguments are refused here, not when the training starts
+        self._arguments, self._options = args, options
+        self._watch: TrainingWatch | None = None
+        self._seen = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        self._watch, self._seen = watch(*self._arguments, **self._options), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """End a step if the optimizers stepped: not after every batch where gradients are accumulated."""
+        if self._watch is not None and trainer.global_step != self._seen:
+            self._seen = trainer.global_step
+            self._watch.step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the last diagnosis, and end."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End at once."""
+        if self._watch is not None:
+            self._watch.close(linger=0.0)

@@ -1,0 +1,123 @@
+"""Record some steps of one rank with torch.profiler, as cheaply as it can, and never beside another profiler."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerActivity, profile, schedule
+
+
+class Recording:
+    """Records `steps` steps of this rank, after one step of warm-up; `step` is called at every step's end."""
+
+    def __init__(self, steps: int, *, record_shapes: bool, with_stack: bool) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        _detach_afterwards()
+        self._left = self._all = 1 + steps
+        self._profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            record_shapes=record_shapes,
+            with_stack=with_stack,
+            experimental_config=None if with_stack else _trace_only(),
+        )
+        with warnings.catch_warnings():  # some versions warn that a recording has an end
+            warnings.simplefilter("ignore")
+            self._profiler.start()
+
+    def step(self) -> bool:
+        """End a step; return whether it was the last one, after which the recording only waits to be written."""
+        if self._left == self._all and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # ranks begin where their last collective ended, and no operation without its call
+        self._left -= 1
+        self._profiler.step()
+        if self._left == 0:
+            self._profiler.stop()
+        return self._left == 0
+
+    def write(self, path: Path) -> None:
+        """Write the recording as Kineto JSON."""
+        self._profiler.export_chrome_trace(str(path))
+
+    def stop(self) -> None:
+        """End early; what was recorded is lost."""
+        self._profiler.stop()
+
+
+def _detach_afterwards() -> None:
+    """Have CUPTI leave the process after a recording: attached, it makes every later launch slower.
+
+    Newer versions do so by themselves where it is safe, from CUDA 12.6 on; who has set the variable has decided.
+    """
+    version = [int(part) for part in (torch.version.cuda or "0").split(".")]
+    if version >= [12, 6]:
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
+
+
+def _trace_only() -> Any:
+    """Return the setting by which torch keeps no events for Python; None where it does not have it yet."""
+    try:
+        return torch._C._profiler._ExperimentalConfig(trace_only=True)
+    except (AttributeError, TypeError):
+        return None
+
+
+class OtherProfilers:
+    """Sees the profilers that the training itself uses, since two at once break the one that starts second.
+
+    torch tells nobody that a profiler is being prepared. Its methods are wrapped for as long as a watch lives:
+    `give_way` is called before another profiler is prepared, and `any` is true from then on until that one has ended.
+    """
+
+    def __init__(self, give_way: Callable[[], None]) -> None:
+        self._give_way = give_way
+        self._own = False
+        self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._replaced: dict[str, Any] = {}
+
+    def any(self) -> bool:
+        """Return whether another profiler records, or is prepared to."""
+        return bool(getattr(autograd_profiler, "_is_profiler_enabled", False)) or len(self._prepared) > 0
+
+    def own(self, act: Callable[[], Any]) -> Any:
+        """Return what `act` gives; a profiler that it prepares is the watch's own."""
+        self._own = True
+        try:
+            return act()
+        finally:
+            self._own = False
+
+    def observe(self) -> None:
+        """Wrap the methods."""
+        methods: Any = autograd_profiler.profile
+        prepare, end = methods._prepare_trace, methods.__exit__
+
+        def noting_prepare(other: Any) -> None:
+            if not self._own:
+                self._give_way()
+                self._prepared.add(other)
+            prepare(other)
+
+        def noting_end(other: Any, *exception: Any) -> Any:
+            self._prepared.discard(other)
+            return end(other, *exception)
+
+        self._replaced = {"_prepare_trace": (prepare, noting_prepare), "__exit__": (end, noting_end)}
+        for name, (_, noting) in self._replaced.items():
+            setattr(autograd_profiler.profile, name, noting)
+
+    def ignore(self) -> None:
+        """Put the methods back, unless somebody else has wrapped them since."""
+        for name, (original, noting) in self._replaced.items():
+            if getattr(autograd_profiler.profile, name) is noting:
+                setattr(autograd_profiler.profile, name, original)
+        self._replaced = {}

@@ -1,0 +1,34 @@
+"""Hold what `watch` says of a recording: the record that its exporters get.
+
+`WatchedStep` is the contract `counterpoint.watch/1`: keys may be added, never renamed. Times are µs of a mean step; a
+value that is not known is `null`, never 0.
+"""
+
+from __future__ import annotations
+
+from counterpoint.records.base import Record
+from counterpoint.records.diagnosis import Cause, Finding
+
+SCHEMA = "counterpoint.watch/1"
+
+
+class WatchedStep(Record, frozen=True, kw_only=True):
+    """Sums up the diagnosis of the steps that end with `step`; `line` is what the log says."""
+
+    schema: str = SCHEMA
+    step: int
+    unix_s: float
+    line: str
+    verdict: str
+    ranks: tuple[int, ...]  # those that were read
+    world_size: int
+    step_us: float
+    hidden: float | None  # of the communication; null: none was seen
+    exposed_comm_us: float
+    idle_us: float
+    late_rank: int | None  # the one that makes the others wait longest
+    late_us: float | None
+    late_cause: Cause | None
+    late_detail: str | None
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]

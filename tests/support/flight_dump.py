@@ -1,0 +1,50 @@
+"""Builds dumps of NCCL's flight recorder: say what matters of a call, the rest is that of a plain one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TRAINER = {"name": "train", "filename": "/job/train.py", "line": 31}
+TORCH = {"name": "all_reduce", "filename": "/site-packages/torch/distributed/distributed_c10d.py", "line": 2696}
+
+
+def call(
+    seq: int, operation: str = "all_reduce", state: str = "completed", *, group: str = "0", desc: str = "default_pg",
+    size: Sequence[int] = (1024,), dtype: str = "Float", p2p: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One entry, as torch 2.13 writes it (version 2.10)."""
+    return {
+        "frames": [TORCH, TRAINER], "record_id": seq, "pg_id": int(group) if group.isdigit() else 7,
+        "process_group": (group, desc), "thread_name": "pt_main", "thread_id": "1",
+        "collective_seq_id": 0 if p2p else seq, "p2p_seq_id": seq if p2p else 0, "op_id": seq,
+        "profiling_name": f"nccl:{operation}", "time_created_ns": 1_790_000_000_000_000_000 + seq,
+        "input_sizes": [list(size)], "input_dtypes": [dtype], "output_sizes": [list(size)], "output_dtypes": [dtype],
+        "state": state, "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False,
+        "timeout_ms": 600_000, "is_p2p": p2p,
+    }  # fmt: skip
+
+
+def dump(
+    entries: Sequence[dict[str, Any]], groups: Mapping[str, tuple[str, Sequence[int]]], **more: Any
+) -> dict[str, Any]:
+    """What one rank writes."""
+    config = {name: {"name": name, "desc": desc, "ranks": str(list(ranks))} for name, (desc, ranks) in groups.items()}
+    numbered = [entry | {"record_id": i} for i, entry in enumerate(entries)]
+    return {
+        "version": "2.10", "pg_config": config, "comm_lib_version": "2.28.9", "pg_status": {}, "entries": numbered,
+        **more,
+    }  # fmt: skip
+
+
+def write(folder: Path, dumps: dict[int, dict[str, Any]], *, json: bool = False) -> Path:
+    """Write a file for each rank, named as torch names them."""
+    folder.mkdir(exist_ok=True)
+    for rank, content in dumps.items():
+        path = folder / f"nccl_trace_rank_{rank}"
+        path.write_bytes(msgspec.json.encode(content) if json else pickle.dumps(content, protocol=2))
+    return folder

@@ -1,0 +1,128 @@
+"""What `watch` says of a diagnosis, and where it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import counterpoint
+from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
+from counterpoint.diagnosis.engine import Engine, digest_file
+from counterpoint.errors import BadTrace, Misconfigured
+from counterpoint.monitoring.beside import put, wait_for, watched_step
+from counterpoint.monitoring.exporters import JsonLines, Prometheus, TensorBoard, numbers
+from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.records.watch import WatchedStep
+from counterpoint.trace.source import Limits, TraceFile
+
+SAMPLES = Path(__file__).parents[3] / "samples"
+
+
+def diagnosed(sample: str) -> Diagnosis:
+    return counterpoint.diagnose(SAMPLES / sample, engine=Engine(workers=1)).diagnosis
+
+
+@pytest.fixture(scope="module")
+def stalled() -> WatchedStep:
+    """What is said of the sample with a stall in `tokenizer.encode` on rank 5."""
+    return watched_step(diagnosed("fsdp-host-stall"), 1500, ("a note",))
+
+
+def test_the_line_names_rank_and_operation(stalled: WatchedStep) -> None:
+    """Time, share hidden, who is late by how much a step, and in what."""
+    late_ms = (stalled.late_us or 0) / 1e3
+    assert stalled.line == (
+        f"step 1500: {stalled.step_us / 1e3:.0f} ms, {100 * (stalled.hidden or 0):.0f} % hidden, "
+        f"rank 5 late {late_ms:.0f} ms: tokenizer.encode"
+    )
+    assert (stalled.late_rank, stalled.late_cause, stalled.late_detail) == (5, "host_stall", "tokenizer.encode")
+    assert stalled.notes[-1] == "a note"
+
+
+def test_a_job_in_which_nobody_is_late() -> None:
+    """The dearest finding takes the place, and the ranks that are missing are counted."""
+    found = watched_step(diagnosed("fsdp-healthy"), 7, ())
+    assert found.late_rank is None
+    assert found.findings[0].title[1:] in found.line
+
+
+def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:
+    """Each record is a line, and is read back equal."""
+    export = JsonLines(tmp_path / "watch.jsonl")
+    for _ in range(2):
+        export(stalled)
+    lines = (tmp_path / "watch.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=WatchedStep) for line in lines] == [stalled, stalled]
+
+
+def test_prometheus_reads_the_last_record(tmp_path: Path, stalled: WatchedStep) -> None:
+    """One file in the text format, in base units, and nothing beside it."""
+    export = Prometheus(tmp_path / "job.prom")
+    export(stalled)
+    export(msgspec.structs.replace(stalled, step=2000, late_rank=None, late_us=None, hidden=None))
+    assert [path.name for path in tmp_path.iterdir()] == ["job.prom"]
+    lines = (tmp_path / "job.prom").read_text().splitlines()
+    assert "counterpoint_watched_step 2000" in lines
+    assert "counterpoint_late_seconds 0.0" in lines
+    assert not any("hidden" in line for line in lines)
+    assert len(lines) == 2 * sum(line.startswith("# TYPE") for line in lines)
+
+
+def test_tensorboard_gets_figures_and_the_line(stalled: WatchedStep) -> None:
+    """Under the step that was recorded."""
+    calls: list[tuple[object, ...]] = []
+
+    class Writer:
+        def add_scalar(self, *call: object) -> None:
+            calls.append(call)
+
+        add_text = add_scalar
+
+        def flush(self) -> None:
+            calls.append(("flush",))
+
+    TensorBoard(Writer())(stalled)
+    figures = [(f"counterpoint/{name}", value, 1500) for name, value in numbers(stalled).items()]
+    assert calls == [*figures, ("counterpoint/watch", stalled.line, 1500), ("flush",)]
+
+
+def test_a_digest_survives_the_way() -> None:
+    """Every column is the same behind it."""
+    path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
+    (digest,) = digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())
+    back = unpack_digest(pack_digest(digest), "there")
+    assert (back.rank, back.names, back.job) == (digest.rank, digest.names, digest.job)
+    for table in ("gpu", "comm", "steps", "gaps", "waits"):
+        for name in getattr(digest, table).__dataclass_fields__:
+            sent, got = getattr(getattr(digest, table), name), getattr(getattr(back, table), name)
+            np.testing.assert_array_equal(np.asarray(got, object), np.asarray(sent, object))
+
+
+def test_a_damaged_digest_is_refused() -> None:
+    """Cut, or with a column of another length than it says."""
+    path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
+    content = pack_digest(digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())[0])
+    raw = msgspec.msgpack.decode(content)
+    raw["flops"] = [[1 << 40], b""]
+    for damaged in (content[:-1], b"", msgspec.msgpack.encode(raw)):
+        with pytest.raises(BadTrace, match="there: not a digest"):
+            unpack_digest(damaged, "there")
+
+
+def test_ranks_that_do_not_come_are_left_out(tmp_path: Path) -> None:
+    """Rank 0 takes digests and excuses as they are there, and waits for others no longer than it is told."""
+    folder = tmp_path / "step10"
+    put(folder, "rank2.missing", b"busy")
+    (folder / "rank1.digest").write_bytes(b"")
+    found = [(rank, path.name) for rank, path in wait_for(folder, {1, 2, 3}, still_s=0.2)]
+    assert found == [(1, "rank1.digest"), (2, "rank2.missing")]
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {"steps": 0}, {"folder": "/no/such/folder"}])
+def test_options_that_mean_nothing_are_refused(options: dict[str, object]) -> None:
+    """At once, before the training."""
+    with pytest.raises(Misconfigured):
+        counterpoint.watch(**options)  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Dumps of NCCL's flight recorder, hostile ones too."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import BadTrace
+from counterpoint.trace.flight_recorder import find_dumps, read_dump
+from tests.support import kineto_trace
+from tests.support.flight_dump import call, dump, write
+
+GROUPS = {"0": ("default_pg", range(2))}
+
+
+class Command:
+    """What a hostile pickle runs when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/owned",)
+
+
+def path_of(folder: Path, content: bytes, name: str = "nccl_trace_rank_0") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_pickles_are_read(tmp_path: Path, protocol: int) -> None:
+    """Whatever protocol wrote the plain values."""
+    found = read_dump(path_of(tmp_path, pickle.dumps(dump([call(1), call(2, state="started")], GROUPS), protocol)))
+    assert [(e.seq, e.state, e.frame) for e in found.entries] == [
+        (1, "completed", "train (train.py:31)"), (2, "started", "train (train.py:31)"),
+    ]  # fmt: skip
+    assert found.groups == {"0": ("default_pg", (0, 1))}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_code_is_refused(tmp_path: Path, protocol: int) -> None:
+    """A pickle that names a function is not carried out."""
+    hostile = path_of(tmp_path, pickle.dumps({"entries": [], "version": Command()}, protocol))
+    with pytest.raises(BadTrace, match="refused"):
+        read_dump(hostile)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02cos\nsystem\n.",  # a global
+        b"\x80\x02Vx\n.",  # a text of protocol 0
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",  # a byte array of a TiB
+        b"\x80\x02\x8b" + struct.pack("<i", 1 << 30) + b".",  # an integer of a GiB
+        b"\x80\x02}Q.",  # a persistent id
+        b"\x80\x02}\x82\x01.",  # an extension
+    ],
+    ids=["global", "text", "bytearray", "integer", "persistent", "extension"],
+)
+def test_instructions_that_no_dump_needs_are_refused(tmp_path: Path, content: bytes) -> None:
+    """Each is named in the error."""
+    with pytest.raises(BadTrace, match="instruction"):
+        read_dump(path_of(tmp_path, content))
+
+
+def test_a_large_memo_index_takes_no_memory(tmp_path: Path) -> None:
+    """The interpreter's own reader would make a table of 2³² entries."""
+    found = read_dump(path_of(tmp_path, b"\x80\x02}r\xff\xff\xff\xff."))
+    assert found.entries == ()
+
+
+def test_shared_lists_are_not_multiplied(tmp_path: Path) -> None:
+    """Many entries that share one long list cost what they cost in the file."""
+    entry = call(1) | {"input_sizes": [[7] * 100_000] * 1000}
+    found = read_dump(path_of(tmp_path, pickle.dumps(dump([entry] * 1000, GROUPS), 2)))
+    assert (len(found.entries), len(found.entries[0].input_sizes), len(found.entries[0].input_sizes[0])) == (
+        1000,
+        256,
+        16,
+    )
+
+
+def test_a_list_that_holds_itself(tmp_path: Path) -> None:
+    """Such a list is no size."""
+    knot: list[Any] = []
+    knot.append(knot)
+    with pytest.raises(BadTrace, match="not a flight-recorder dump"):
+        read_dump(path_of(tmp_path, pickle.dumps(dump([call(1) | {"input_sizes": [knot]}], GROUPS), 2)))
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02](.", b"\x80\x02}(X\xff\xff\xff\x7fabc", b"\x80\x02]]s.", b'{"entries": [', b'{"entries": 3}',
+                b'{"entries": [{"process_group": "x"}]}', b"\x80\x02K\x01."],
+)  # fmt: skip
+def test_damage_is_said(tmp_path: Path, content: bytes) -> None:
+    """What is no dump raises nothing but `BadTrace`."""
+    with pytest.raises(BadTrace):
+        read_dump(path_of(tmp_path, content))
+
+
+def test_every_cut_of_a_dump_is_damage(tmp_path: Path) -> None:
+    """Wherever the file ends."""
+    content = pickle.dumps(dump([call(1)], GROUPS), 2)
+    for length in range(2, len(content) - 1, 7):
+        with pytest.raises(BadTrace):
+            read_dump(path_of(tmp_path, content[:length]))
+
+
+def test_a_name_without_a_rank(tmp_path: Path) -> None:
+    """The rank stands in the name only."""
+    with pytest.raises(BadTrace, match="does not end with a rank"):
+        read_dump(path_of(tmp_path, pickle.dumps(dump([], GROUPS), 2), "dump"))
+
+
+def test_traces_come_first(tmp_path: Path) -> None:
+    """A folder with a Kineto trace is one of traces; files of other kinds are passed over."""
+    write(tmp_path / "dumps", {0: dump([call(1)], GROUPS), 1: dump([], GROUPS)})
+    (tmp_path / "dumps" / "notes.txt").write_text("entries of the log")
+    assert [p.name for p in find_dumps([str(tmp_path)])] == ["nccl_trace_rank_0", "nccl_trace_rank_1"]
+    kineto_trace.write(tmp_path / "rank0.json", [kineto_trace.kernel("gemm", 0.0, 1.0)])
+    assert find_dumps([str(tmp_path)]) == []
