@@ -17,7 +17,7 @@ from counterpoint.trace.timeline import F64, I64, Kind, previous_on_stream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Holds when one rank's GPU was busy with what, on the job's clock."""
+    """Holds the times at which one rank's GPU computed, communicated, copied, or did any of these (job's clock)."""
 
     compute: Intervals
     comm: Intervals
@@ -27,26 +27,26 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
-    """Holds, of joined collectives, when each rank came, waited and moved bytes: [J, R] in µs, NaN: took no part."""
+    """Holds each rank's arrival, wait and transfer in each joined collective: [J, R] in µs, NaN: took no part."""
 
-    arrival: F64  # own start; of copies, which begin when all are ready: when launched and next on their stream
-    last_start: F64  # [J]
-    last_column: I64  # [J]
+    arrival: F64  # start of the rank's kernel; for peer copies: when they were launched and first on their stream
+    last_start: F64  # [J] start of the rank that started last
+    last_column: I64  # [J] the rank that arrived last
     wait: F64
     transfer: F64
-    exposed: F64  # of the whole collective: no compute runs
-    exposed_wait: F64  # of its waiting
+    exposed: F64  # the part of the collective during which no compute runs
+    exposed_wait: F64  # the part of the wait during which no compute runs
     step: I64  # [J] index of the step, -1: outside
 
 
 def activity(job: TracedJob, column: int) -> Activity:
-    """Return when one rank's GPU was busy with what."""
+    """Return when one rank's GPU computed, communicated and copied."""
     compute, comm, memcpy = (job.busy(column, kind) for kind in (Kind.COMPUTE, Kind.COMM, Kind.MEMCPY))
     return Activity(compute=compute, comm=comm, memcpy=memcpy, any=compute | comm | memcpy)
 
 
 def waits(job: TracedJob, busy: list[Activity]) -> Waits:
-    """Split every collective into waiting for the last rank and transfer after it."""
+    """Split every collective into the wait for the last rank and the transfer after it has arrived."""
     start, end = job.joined.start, job.joined.end
     arrival, copies = _arrivals(job)
     last = np.nanmax(start, axis=1)
@@ -76,7 +76,8 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
 def _arrivals(job: TracedJob) -> tuple[F64, np.typing.NDArray[np.bool_]]:
     """Return when each rank was ready for each collective [J, R], and which of them [J] copy engines carry out.
 
-    A kernel waits inside itself; copies are held back by the stream until the peers are ready, and nothing shows.
+    A kernel starts and then waits for its peers. Peer copies start only when the peers are ready: no operation shows
+    their wait.
     """
     arrival = job.joined.start.copy()
     copies = np.zeros(len(job.joined), bool)
@@ -90,7 +91,7 @@ def _arrivals(job: TracedJob) -> tuple[F64, np.typing.NDArray[np.bool_]]:
         free = np.where(before >= 0, job.op_end[column][before], np.nan)
         ready = np.fmax(free, job.launch[column][first])
         arrival[there, column] = np.fmin(arrival[there, column], ready)
-    held = np.full(len(job.digests), -np.inf)  # the same wait counts once
+    held = np.full(len(job.digests), -np.inf)  # latest arrival so far: collectives in a row share no waiting time
     for j in np.flatnonzero(copies).tolist():
         arrival[j] = np.minimum(job.joined.start[j], np.maximum(arrival[j], held))
         held[np.isfinite(arrival[j])] = np.nanmax(arrival[j])
@@ -139,13 +140,13 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
 
 
 def _single_tensor(job: TracedJob, column: int) -> Intervals:
-    """Return when a compute kernel runs that is not over a list of tensors."""
+    """Return when compute kernels run, other than those that process lists of tensors (foreach, fused optimizers)."""
     gpu, lists = job.digests[column].gpu, np.array([is_multi_tensor(name) for name in job.digests[column].names], bool)
     return job.runs(column, (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
 
 
 def totals(accounts: tuple[RankAccount, ...]) -> Account:
-    """Return means over ranks, and ratios of those means."""
+    """Return the means of times and MFU over ranks, and `hidden` and `comm_to_compute` as ratios of mean times."""
     fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f != "exposed_wait_us"]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
     exposed_waits = [a.exposed_wait_us for a in accounts if a.exposed_wait_us is not None]

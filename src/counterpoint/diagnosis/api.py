@@ -1,4 +1,4 @@
-"""Answer `counterpoint.diagnose(...)`: from paths to a diagnosis, as records, lanes of a picture and polars frames."""
+"""Implement `counterpoint.diagnose(...)`: read traces and return the diagnosis, timeline lanes and polars frames."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-_SPANS = 6000  # per lane: more are not seen on any screen
+_SPANS = 6000  # per lane; a screen cannot show more
 _LONGEST_LABEL = 80
-_SHORTEST_GAP_US = 100.0  # that is drawn
+_SHORTEST_GAP_US = 100.0  # shorter gaps are not drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Holds a diagnosis, the lanes of its picture, and its tables as polars frames."""
+    """Holds a diagnosis, and computes timeline lanes and polars frames from it."""
 
     diagnosis: Diagnosis
     job: TracedJob
@@ -45,17 +45,17 @@ class Result:
 
     @property
     def lanes(self) -> tuple[TimelineLane, ...]:
-        """Return the picture of when each rank computed, communicated, waited, copied or idled."""
+        """Return timeline lanes: when each rank computed, communicated, waited for others, copied or idled."""
         return _draw_lanes(self.job, self.waits)
 
     @property
     def stream_lanes(self) -> tuple[TimelineLane, ...]:
-        """Return the same picture with lanes of their own for each stream, as a viewer of traces needs them."""
+        """Return the same lanes split by stream, for trace viewers that show one row per stream."""
         return _draw_lanes(self.job, self.waits, by_stream=True)
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
-        """Return steps, per_rank, collectives, stragglers, kernels, findings and what_if as polars frames."""
+        """Return polars frames by name: steps, per_rank, collectives, stragglers, kernels, findings and what_if."""
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)
@@ -75,11 +75,11 @@ def diagnose(
             several; "-" is standard input.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
-        progress: called as (files done, files, what is going on).
+        progress: called with (files done, number of files, text about the current work).
 
     Raises:
-        BadTrace: nothing to read, or damaged, or not the ranks of one job; with file and byte offset. The engine dask
-            without its package or scheduler raises `Unsupported`.
+        BadTrace: nothing to read, a damaged file, or ranks of different jobs; names the file and the byte offset.
+        Unsupported: the engine is dask, but its package is not installed or its scheduler does not answer.
     """
     sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()
@@ -94,7 +94,7 @@ def diagnose(
 
 
 def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
-    """Return the files of the last recording of a job, and tell which others there are."""
+    """Return the files of the last recording of a job, and add a note that names the other recordings."""
     found = recordings(files)
     *others, last = found
     if others:
@@ -106,12 +106,12 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
 
 
 def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = ()) -> Result:
-    """Return the diagnosis of ranks that have been read.
+    """Return the diagnosis of ranks whose traces have been read already.
 
     Args:
-        digests: what was read, in any order.
+        digests: one per rank, in any order.
         files: the names of their traces.
-        notes: what their reader should know besides, said before the job's own notes.
+        notes: notes on the input files, to be put before the notes on the job.
     """
     job = assemble(digests)
     busy = [account.activity(job, column) for column in range(len(job.ranks))]
@@ -166,7 +166,7 @@ def _replay(
     blocked: tuple[Blocked, ...],
     per_rank: tuple[RankAccount, ...],
 ) -> Replay | None:
-    """Replay the step; the healthy rank whose compute time is typical stands in for a straggler."""
+    """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
     late = {job.ranks.index(s.rank) for s in stragglers}
     healthy = sorted((c for c in range(len(job.ranks)) if c not in late), key=lambda c: per_rank[c].compute_us)
     typical = {column: healthy[len(healthy) // 2] for column in late} if healthy else {}
@@ -180,7 +180,7 @@ def _replay(
 
 
 def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:
-    """Return when each rank computed, moved bytes, waited for others, copied or ran dry, in the analysed steps."""
+    """Return the lanes of every rank in the analysed steps: compute, memcpy, communication, wait and host."""
     out: list[TimelineLane] = []
     for column in range(len(job.ranks)):
         for kind, name in ((Kind.COMPUTE, "compute"), (Kind.MEMCPY, "memcpy")):
@@ -194,7 +194,7 @@ def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False
 
 
 def _host(job: TracedJob, column: int) -> list[TimelineLane]:
-    """Return what the host was in during the longer gaps, but not where it was only slow."""
+    """Return the lane of what the host did in long GPU gaps, without gaps of slow launches or queued work."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     late = np.isin(gaps.category, (CATEGORIES.index("launch"), CATEGORIES.index("queued")))
     rows = np.flatnonzero(gaps.whole & ~late & (gaps.end - gaps.start > _SHORTEST_GAP_US))
@@ -206,7 +206,7 @@ def _host(job: TracedJob, column: int) -> list[TimelineLane]:
 
 
 def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: bool) -> list[tuple[str | None, I64]]:
-    """Return rows by the name of their stream; all under None unless `by_stream`."""
+    """Return pairs of stream name and its rows; without `by_stream`, one pair of None and all rows."""
     if not by_stream:
         return [(None, rows)]
     kind = "thread" if job.digests[column].device.name == "cpu" else "stream"
@@ -266,7 +266,7 @@ def _lane(
 
 
 def _merged(start: F64, end: F64, text: list[str]) -> tuple[F64, F64, list[str]]:
-    """Merge neighbours closer than a growing distance until `_SPANS` spans are left, named after the longest."""
+    """Merge close spans until at most `_SPANS` are left; a merged span takes the label of its longest part."""
     pause = 0.0
     while len(start) > _SPANS:
         pause = max(2 * pause, 0.5)

@@ -1,4 +1,4 @@
-"""List one rank's collectives as rows: a communication kernel is one, and so is a run of peer copies on a stream."""
+"""List one rank's collectives: each communication kernel and each run of peer copies on one stream is one row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
-_SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # names of kernels that carry out several collectives
-_COPY_PAUSE_US = 30.0  # copies of one collective follow one another closer than this
+_SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
+_COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class CommRows:
     group_ranks: tuple[tuple[int, ...] | None, ...]
     seq: I64  # -1: not stated
     comms_id: tuple[str | None, ...]
-    bytes: I64  # full array, as nccl-tests counts
+    bytes: I64  # of the full array, as nccl-tests counts
     size: I32  # ranks in the group; 0: not stated
     ctas: I32  # blocks of the kernel; 0 for copies; -1 unknown
     first: I32  # first and last row of GpuOps
@@ -37,7 +37,7 @@ class CommRows:
 
 
 def comm_rows(timeline: Timeline) -> CommRows:
-    """Return the collectives of one rank, from kernels and from runs of peer copies."""
+    """Return the collectives of one rank, found from communication kernels and runs of peer copies."""
     gpu = timeline.gpu
     rows = np.flatnonzero(gpu.kind == Kind.COMM)
     is_copy = np.array([n.startswith("Memcpy") for n in timeline.names], bool)[gpu.name[rows]]
@@ -69,13 +69,13 @@ def comm_rows(timeline: Timeline) -> CommRows:
 
 
 def _members(gpu: GpuOps, first: int, last: int) -> I64:
-    """Return the communication operations from `first` to `last` on their stream."""
+    """Return the rows of the communication operations from `first` to `last` on the stream of `first`."""
     part = slice(first, last + 1)
     return first + np.flatnonzero((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
 
 
 def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: int | None) -> tuple[I64, I64]:
-    """Return the first and last operation of each collective: kernels singly, copies in runs per stream."""
+    """Return the first and last operation of each collective: one kernel, or a run of copies on one stream."""
     first, last = list(rows[~is_copy]), list(rows[~is_copy])
     copies = rows[is_copy]
     for stream in np.unique(gpu.stream[copies]):
@@ -94,7 +94,7 @@ def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: i
 
 
 def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
-    """Split back-to-back collectives of world - 1 equal copies each, by counting."""
+    """Split a run of copies into collectives of world - 1 equal copies each, if it divides into such."""
     peers = (world or 0) - 1
     if peers >= 1 and len(run) > peers and len(run) % peers == 0:
         parts = np.split(run, len(run) // peers)
@@ -104,9 +104,9 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
 
 
 def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
-    """Return what a collective is: as its metadata says, or its kernel, or the host operation that launched it.
+    """Return the name of a collective's operation, from its metadata, else its kernel, else the launching host range.
 
-    NCCL carries out an all-to-all by the same kernel as sends and receives, so there the host's word counts.
+    NCCL runs an all-to-all with the same kernel as sends and receives, so there the host range decides.
     """
     if info and info.op and classify.is_known_op(info.op):
         op = info.op
@@ -118,7 +118,7 @@ def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
 
 
 def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
-    """Return the collective that the innermost host range around the launch of each operation begins, if one does."""
+    """Return the collective named by the innermost host range that names one around each operation's launch."""
     gpu, host = timeline.gpu, timeline.host
     begun = [classify.host_collective(name) for name in timeline.names]
     says = np.array([op is not None for op in begun], bool)
@@ -139,7 +139,7 @@ def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
 
 
 def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
-    """Return the ranks of the group where the profiler printed all of them."""
+    """Return the ranks of the group; None where the profiler did not print all of them."""
     if info is None or not info.group_ranks or "..." in info.group_ranks:
         return None
     parts = info.group_ranks.strip("[]() ").replace(" ", "").split(",")
@@ -149,7 +149,7 @@ def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
 
 
 def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:
-    """Return the bytes of the full array, which nccl-tests divides by time for the algorithm bandwidth."""
+    """Return the bytes of the full array, as in nccl-tests' algorithm bandwidth; -1 where they are not known."""
     if info is not None and info.in_nelems is not None and info.out_nelems is not None:
         item = classify.dtype_bytes(info.dtype)
         if item is not None and not classify.is_barrier(op):

@@ -14,7 +14,7 @@ from counterpoint.records.diagnosis import Finding, Severity
 from counterpoint.trace.timeline import Kind
 
 _WORTH = 0.03  # of a step
-_LAUNCHED = 0.9  # of the operations: with fewer launches the replay cannot move the host
+_LAUNCHED = 0.9  # of the operations: if fewer have a recorded launch, the replay cannot change host times
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
 _SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
 _WHAT = {
@@ -36,7 +36,7 @@ class _Copies:
 
 
 def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], step: float) -> list[Finding]:
-    """Return a finding if copies with nothing beside them take much of a step; `cost_us` is time per step."""
+    """Return a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
     steps, ranks = max(len(job.step_names), 1), len(job.ranks)
     exposed = 0.0
     for c, rank in enumerate(busy):
@@ -74,7 +74,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
 
 
 def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:
-    """Return the copies of the steps by direction and memory, most exposed first."""
+    """Return the sums of copies in the steps, by direction and kind of host memory, most exposed first."""
     sums: dict[tuple[str, str], list[float]] = {}
     for c, d in enumerate(job.digests):
         labels = [_label(name) for name in d.names]
@@ -112,7 +112,7 @@ def _label(name: str) -> tuple[str, str]:
 
 
 def _advise(kinds: list[_Copies]) -> str:
-    """Say what to change about the copies that are most exposed; rates are only compared where both were seen."""
+    """Return advice on the most exposed copies; compare pageable with pinned rates only if the trace has both."""
     worst = kinds[0]
     if worst.memory == "pageable":
         pinned = next((k for k in kinds if k.way == worst.way and k.memory == "pinned" and k.gb_per_s), None)

@@ -1,7 +1,7 @@
-"""Digest one rank's trace: what is kept is small enough to send and complete enough to diagnose.
+"""Reduce one rank's trace to a digest that is small enough to send and has all that the diagnosis needs.
 
-Reading and digesting a rank needs nothing of the others, so it runs wherever the rank's file is; everything that joins
-ranks works on digests.
+Reading and digesting a rank needs nothing from other ranks, so it can run on the machine that has the rank's file;
+everything that joins ranks works on digests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostWaits:
-    """Holds host calls that wait for the GPU, and stream waits as the driver saw them; sorted by start."""
+    """Holds host calls that block until the GPU is done, and waits of streams for events; each sorted by start."""
 
     start: F64
     end: F64
@@ -36,7 +36,7 @@ class HostWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigest(RankFacts):
-    """Holds what is kept of one rank; times in µs since `origin_ns` on its own clock."""
+    """Holds what the diagnosis needs of one rank's trace; times in µs since `origin_ns` on its own clock."""
 
     names: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -49,12 +49,12 @@ class RankDigest(RankFacts):
 
 
 def digest(timeline: Timeline) -> RankDigest:
-    """Return all that can be said of a rank without the others."""
+    """Return the digest of one rank: its steps, collectives, gaps, host waits and FLOPs."""
     gpu, steps = timeline.gpu, find_steps(timeline)
     gaps = find_gaps(timeline, steps)
     used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside)))
     used = used[used >= 0]
-    renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last: no name
+    renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
     facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
     renumber[used] = np.arange(len(used), dtype=np.int32)
     return RankDigest(
@@ -84,9 +84,9 @@ def _waits(timeline: Timeline) -> HostWaits:
 
 
 def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
-    """Return when the host asked for each stream wait that names its event, which stream waits, and for what.
+    """Return host time, waiting stream and awaited GPU operation of each stream wait whose event is stated.
 
-    An event marks everything launched to its stream before it was recorded: the last such operation.
+    The awaited operation is the last one launched on the event's stream before the event was recorded.
     """
     host, gpu = timeline.host, timeline.gpu
     rows = np.flatnonzero((host.kind == HostKind.SYNC) & (host.waits_for >= 0) & (host.waits_on >= 0))
@@ -107,7 +107,7 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
 
 
 def _product_flops(dims: list[list[int]]) -> float:
-    """Return 2·M·N·K of the first two inputs that make a product: 2 dimensions (mm, linear) or 3 (bmm).
+    """Return 2·M·N·K, times the batch, of the first two adjacent inputs whose shapes fit a matrix product.
 
     `aten::addmm` puts its bias first, `aten::linear` transposes its weight; NaN where no two inputs make a product.
     """
@@ -122,7 +122,7 @@ def _product_flops(dims: list[list[int]]) -> float:
 
 
 def _matmul_flops(timeline: Timeline) -> F64:
-    """Return FLOPs per GPU operation; NaN where it is no matrix product or has no shapes (`record_shapes=True`)."""
+    """Return FLOPs per GPU operation; NaN if it is no matrix product or lacks shapes (needs `record_shapes=True`)."""
     gpu = timeline.gpu
     is_gemm = np.array([any(key in n for key in _GEMM) for n in timeline.names], bool)
     by_shape = np.full(len(timeline.shapes) + 1, np.nan)

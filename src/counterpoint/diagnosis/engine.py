@@ -1,7 +1,6 @@
-"""Read and digest every rank, near where its file is: in this process, in parallel processes, or on a Dask cluster.
+"""Read and digest every rank: in this process, in parallel processes, or on a Dask cluster where the files are.
 
-The work on one file is one function of plain arguments; the engines differ only in who calls it, so all give the same
-digests in the same order.
+Every engine calls the same function, `digest_file`, for each file, so all give the same digests in the same order.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsu
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
 
-Progress = Callable[[int, int, str], None]  # files done, files, what is going on
+Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _SMALL_BYTES = 4 << 20  # below this, starting processes takes longer than reading
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Says how ranks are read; a combination that cannot take effect raises `Misconfigured`."""
+    """Describes how traces are read; raises `Misconfigured` if an option has no effect with the chosen engine."""
 
     name: str = "local"  # "local" (processes of this machine) or "dask"
-    workers: int | None = None  # local only: processes; None: one per core that this process may use
-    scheduler: str | None = None  # dask only, and needed there: its address, as in `tcp://host:8786`
+    workers: int | None = None  # local only: number of processes; None: one per core that this process may use
+    scheduler: str | None = None  # dask only, and required there: the scheduler's address, as in `tcp://host:8786`
 
     def __post_init__(self) -> None:
         if self.name not in ("local", "dask"):
@@ -54,7 +53,7 @@ def digest_file(file: TraceFile, limits: Limits) -> list[RankDigest]:
 
         try:
             return [replace(digest(timeline), path=file.label) for timeline in read_nsys(file.path)]
-        except BadTrace as error:  # the reader knows the path only, which may be of an unpacked archive
+        except BadTrace as error:  # the reader knows only the path, which may be a temporary one from an archive
             raise BadTrace(error.reason, path=file.label, offset=error.offset) from None
     return [digest(read_kineto(file, limits))]
 
@@ -64,8 +63,8 @@ def digest_all(
 ) -> list[RankDigest]:
     """Return digests in the order of `files`.
 
-    The first file (in that order) that cannot be read raises `BadTrace`, a process or worker that died
-    `CounterpointError`, the engine dask without its package or an answer from its scheduler `Unsupported`.
+    Raises `BadTrace` for the first file (in that order) that cannot be read, `CounterpointError` if a process or worker
+    died, and `Unsupported` if dask is not installed or its scheduler does not answer.
     """
     tell = progress or (lambda done, total, what: None)
     if engine.name == "dask":
@@ -117,7 +116,7 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
 
 @contextmanager
 def _main_left_alone() -> Iterator[None]:
-    """Keep a spawned process from running the caller's script again: the functions it needs are in modules."""
+    """Keep spawned processes from importing the caller's script again; they need only functions of this package."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -127,7 +126,7 @@ def _main_left_alone() -> Iterator[None]:
 
 
 def _die_of_interrupts() -> None:
-    """End at Ctrl-C, which reaches every process of the terminal, at once and without a traceback."""
+    """Let Ctrl-C, which reaches every process of the terminal, end this worker at once and without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

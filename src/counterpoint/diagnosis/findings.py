@@ -1,8 +1,8 @@
-"""Find what a person can act on, ranked by what it costs in step time, and say what to change.
+"""List findings: problems that a person can act on, ranked by their cost in step time, with advice on what to change.
 
-Costs come from the replay (the step without that trouble), shared out among causes by what each kernel lost. Advice
-names a knob and its value, and only knobs that were seen to take effect (docs/reference/diagnosis.md, "Knobs that do
-nothing"); each sentence was measured or read in source.
+Costs come from the replay (the step without that problem), shared out among causes by what each kernel lost. Advice
+names a setting and its value, and only settings that were seen to take effect (docs/reference/diagnosis.md, "Knobs
+that do nothing"); each sentence was measured or read in source.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from counterpoint.records.diagnosis import Account, Finding, KernelComparison, R
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
-_SYMPTOM = 0.2  # a cause says more than the symptom, unless it is this much cheaper
-_LEAST_US = 5.0  # less reads as 0.00 ms
+_SYMPTOM = 0.2  # the verdict names a cause rather than exposed_comm, unless it costs less than this share of it
+_LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _CAUSE_TITLE = {
     "host_stall": "its host stalls",
@@ -58,12 +58,12 @@ def find_findings(
         job: ranks on one clock.
         account: means over ranks.
         w: waits in collectives.
-        busy: per rank, when its GPU did what.
-        idle: per rank, why it did nothing.
+        busy: per rank, when its GPU computed, communicated and copied.
+        idle: per rank, the gaps of its GPU and their causes.
         stragglers: ranks that make the others wait.
-        kernels: those slowed by communication.
-        blocked: collectives that found no SM.
-        replay: what the step would be without each trouble, if it could be replayed.
+        kernels: comparisons of kernels alone and beside communication.
+        blocked: collectives that found every SM taken.
+        replay: the step time without each problem; None if the steps could not be replayed.
     """
     step = account.duration_us / max(len(job.step_names), 1)
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
@@ -87,7 +87,7 @@ def _stragglers(
     job: TracedJob, stragglers: tuple[Straggler, ...], saved: dict[str, float], step: float
 ) -> list[Finding]:
     whole = sum(s.delay_us for s in stragglers)
-    launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot move a host
+    launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot change host times
     out = []
     for s in stragglers:
         cost = s.delay_us / max(len(job.step_names), 1)
@@ -164,7 +164,7 @@ def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str,
     lost = sum(b.lost_us for b in blocked) / len(job.ranks) / max(len(job.step_names), 1)
     cost = saved.get("launch order fixed", lost)
     if min(lost, cost) < 0.5 * _WORTH * step:
-        return []  # held up, but nobody waited for it
+        return []  # the collectives were held up, but no rank lost time by it
     worst = max(blocked, key=lambda b: b.lost_us)
     d = job.digests[worst.column]
     kernel, op = d.names[d.gpu.name[worst.by]], d.comm.op[worst.row]
@@ -213,7 +213,7 @@ def _exposed(job: TracedJob, account: Account, w: Waits, saved: dict[str, float]
 
 
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
-    """Say in a sentence how long a step takes, how much communication is hidden, and what costs most."""
+    """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
     steps = max(len(job.step_names), 1)
     step = account.duration_us / steps / 1e3
     what = "The recording (no steps were found in it)" if job.step_names == ("whole trace",) else "A step"
@@ -234,7 +234,7 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
 
 
 def _advise_straggler(s: Straggler) -> str:
-    """Say what to change about one late rank."""
+    """Return advice on what to change about one late rank."""
     if s.cause == "late_input":
         return ADVICE["late_input"]
     if s.cause == "more_work":
@@ -254,7 +254,7 @@ def _advise_straggler(s: Straggler) -> str:
 
 
 def _advise_kernel(worst: KernelComparison, num_sms: int | None) -> str:
-    """Say what to change about kernels slowed by communication."""
+    """Return advice on what to change about kernels slowed by communication."""
     if worst.cause == "bandwidth":
         return (
             "no knob removes it: they share HBM and power with the transfer. Fuse them, or let a GEMM run beside the "
@@ -281,7 +281,7 @@ def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int) -> str:
 
 
 def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
-    """Say what to change about collectives that found no SM."""
+    """Return advice on what to change about collectives that found every SM taken."""
     return (
         "stream priority does not pre-empt a resident kernel. Launch the collective before the kernel that blocks it; "
         f"or {_fewer_sms_for_the_gemm(num_sms, ctas)}; or use {_NO_SM_COLLECTIVES}"
@@ -289,7 +289,7 @@ def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
 
 
 def _advise_exposed(account: Account, *, by_copies: bool = False) -> str:
-    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
+    """Return advice on exposed communication; `by_copies`: copy engines carry out most of it."""
     if account.wait_us > account.transfer_us:
         return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
     ratio = account.comm_to_compute or 0.0

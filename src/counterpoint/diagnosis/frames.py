@@ -1,4 +1,4 @@
-"""Turn a diagnosis into polars frames, whose schema is that of the record types even where a frame is empty."""
+"""Turn a diagnosis into polars frames, with columns typed after the record fields, even where a frame is empty."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
 
     Columns are the fields of the records, times are µs. Fields that hold several values become nested columns:
     `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one
-    row per rank), `ranks` a `List[Int64]`, `grid` and `block` an `Array[Int64, 3]`. Null is a value that is not known.
+    row per rank), `ranks` a `List[Int64]`, `grid` and `block` an `Array[Int64, 3]`. Null means not known.
 
     Raises:
         Unsupported: polars is not installed.

@@ -1,8 +1,8 @@
-"""Account for all time in which a rank's GPU had nothing to do, by what the host did meanwhile.
+"""Assign a cause to all time in which a rank's GPU ran nothing, from what the host did meanwhile.
 
-A gap ends with an operation. Until that was launched the GPU waited for the host: what counts is what the launching
-thread was in at each moment of the gap, innermost range first, and where it was in nothing, the other threads. From the
-launch on it waited for something else (`queued`). Everything is computed for all gaps at once; see `Gaps`.
+A gap ends when a GPU operation starts. Until that operation is launched the GPU waits for the host: the cause is the
+innermost host range of the launching thread at each moment, or, where that thread has none, of another thread. After
+the launch it waits for something else (`queued`). Everything is computed for all gaps at once; see `Gaps`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from counterpoint.trace.timeline import F64, I32, I64, U8, HostKind, HostOps, Ki
 Bools = npt.NDArray[np.bool_]
 
 CATEGORIES = (
-    "operation",  # the host was in an operation or a Python function for long
-    "launch",  # host-bound: launch after launch came too late, none of them by much
+    "operation",  # the host spent long in one operation or Python function
+    "launch",  # host-bound: the host launches more slowly than the GPU runs, without a single long pause
     "allocator",
     "garbage_collection",
     "late_input",
     "synchronise",  # the host had waited for the GPU, so nothing was queued
-    "copy",  # a blocking copy held the host
-    "start_up",  # CUDA starts, kernels are loaded or compiled, a graph is captured
+    "copy",  # a copy blocked the host
+    "start_up",  # CUDA was starting, kernels were loaded or compiled, or a graph was captured
     "profiler",  # the profiler's own work
-    "queued",  # launched in time, but something held it: an event, another stream, another rank
-    "between_kernels",  # launched in time: the few µs from one kernel to the next
-    "no_launch_recorded",  # the trace does not say when it was launched, nor what the host did
-    "unrecorded",  # the host launched nothing, and nothing says why
+    "queued",  # the next operation was launched in time, but waited for an event, another stream or another rank
+    "between_kernels",  # the next operation was launched in time: the few µs from one kernel to the next
+    "no_launch_recorded",  # the trace does not say when the next operation was launched, nor what the host did
+    "unrecorded",  # the host launched nothing, and the trace does not say why
 )
 _NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
 OPERATION, LAUNCH = _NUMBER["operation"], _NUMBER["launch"]
@@ -40,14 +40,14 @@ QUEUED, BETWEEN = _NUMBER["queued"], _NUMBER["between_kernels"]
 SYNCHRONISE, COPY, START_UP = _NUMBER["synchronise"], _NUMBER["copy"], _NUMBER["start_up"]
 ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_recorded"], _NUMBER["unrecorded"]
 
-STALL_US = 500.0  # a host that launches nothing for longer stalls; below, it is slow
-_HIDDEN_US = 2000.0  # a pause that launches made ahead would have hidden
-_LOADING_US = 500_000.0  # no call takes as long but one that starts CUDA or loads a library of kernels
-_SOON_US = 20.0  # an operation that nothing holds begins this soon after its launch
-_SHORT_US = 100.0  # a gap that one look suffices for
+STALL_US = 500.0  # a host that launches nothing for longer stalls; for a shorter time, it is slow
+_HIDDEN_US = 2000.0  # queued launches would have hidden a shorter pause, had the host not waited for the GPU
+_LOADING_US = 500_000.0  # only calls that start CUDA or load a library of kernels take longer
+_SOON_US = 20.0  # an operation that waits for nothing begins this soon after its launch
+_SHORT_US = 100.0  # a shorter gap gets one cause, that of its middle
 _BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
-_DEEPEST = 512  # ranges nested deeper count as those around them
-_THREADS = 64  # that are looked into: those that launch most, then those with most ranges
+_DEEPEST = 512  # levels of nesting; deeper ranges count as part of the range around them
+_THREADS = 64  # threads that are analysed: those that launch most, then those with most ranges
 _PATTERNS = (
     ("allocator", re.compile(r"^(cuda|hip)(Malloc|Free|HostAlloc|HostFree|Mem(Pool|Create|Map|Unmap|Release|SetAccess))"
                              r"|^cuMem(Alloc|Create|Map|Unmap|Release|SetAccess|Free|AddressReserve|HostAlloc)")),
@@ -76,31 +76,31 @@ _LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """Holds all times [start, end) without GPU operations, with what explains them; columns of one length.
+    """Holds all times [start, end) in which no GPU operation runs, and their causes; columns of one length.
 
-    A gap has as many rows as causes, which share its length: `time` is each one's part, the longest first. Gaps are
-    cut where steps begin and end. Names are indices into the rank's names, -1: not known.
+    A gap has one row per cause: `time` is the part of the gap with that cause, longest first. Gaps are cut where steps
+    begin and end. Names are indices into the rank's names, -1: not known.
     """
 
     start: F64
     end: F64
     time: F64
     category: U8  # into CATEGORIES
-    operation: I32  # the host range that took most of `time`; of what was launched in time: what ran next
-    inside: I32  # the Python function or the range around it
-    host_us: F64  # for how long of the gap no thread launched anything
+    operation: I32  # host range that took most of `time`; for queued and between_kernels: the next GPU operation
+    inside: I32  # the Python function or range around that host range
+    host_us: F64  # for how long no thread launched anything, until the gap's next launch
 
     def __len__(self) -> int:
         return len(self.start)
 
     @property
     def whole(self) -> Bools:
-        """Return the first row of each gap, which has its main cause."""
+        """Return a mask of the first row of each gap, which has its main cause."""
         return np.concatenate(([True], self.start[1:] > self.start[:-1])) if len(self) else np.zeros(0, bool)
 
 
 def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
-    """Return every gap of a rank, from the first thing recorded to the last."""
+    """Return every gap of a rank with its causes, from the first recorded event to the last."""
     start, end, op = _idle(timeline, steps)
     own = np.array([_category(n) for n in timeline.names], np.uint8)
     waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
@@ -117,7 +117,7 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
 
 
 def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
-    """Return the gaps, cut at the edges of steps, and the operation that ends each; -1: none, the trace ends."""
+    """Return start, end and next GPU operation of each gap, cut at step edges; operation -1: the trace ends."""
     gpu, host = timeline.gpu, timeline.host
     low = min(float(t.start[0]) for t in (gpu, host) if len(t))
     high = max(float(t.end.max()) for t in (gpu, host) if len(t))
@@ -128,7 +128,7 @@ def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
     real = end > start
     start, end, op = start[real], end[real], op[real]
     edges = np.unique(np.concatenate((steps.start, steps.end)))
-    at = np.searchsorted(end, edges, side="right")  # the gap that an edge cuts, if it begins before
+    at = np.searchsorted(end, edges, side="right")  # the gap that each edge cuts, if that gap begins before it
     at = np.minimum(at, len(start) - 1)
     cuts = (start[at] < edges) & (edges < end[at]) if len(start) else np.zeros(len(edges), bool)
     begins = np.concatenate((start, edges[cuts]))
@@ -142,16 +142,16 @@ def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launches:
-    """Says, for each gap, when and where the operation that ends it was launched."""
+    """Holds, for each gap, when and on which thread the operation that ends it was launched."""
 
-    known: Bools
-    launched: F64  # where it is not known: when the gap ended
-    call_us: F64
-    held: F64  # until here the gap is the host's; what follows it is `queued`
+    known: Bools  # whether the launch is recorded
+    launched: F64  # when it was launched; if not known, the end of the gap
+    call_us: F64  # duration of the launching call
+    held: F64  # end of the part that the host caused; the rest of the gap is `queued`
     thread: I32
-    op: I64
-    since_launch: F64  # or since a call that waited for the GPU
-    blocking: I64  # rows of HostOps: those calls
+    op: I64  # row of GpuOps; -1: the trace ends
+    since_launch: F64  # time from the previous launch, or from the return of a later blocking call, to this launch
+    blocking: I64  # rows of HostOps: calls that wait for the GPU
 
     @classmethod
     def of(cls, timeline: Timeline, blocking: I64, start: F64, end: F64, op: I64) -> _Launches:
@@ -185,7 +185,7 @@ class _Launches:
 
 @dataclass(slots=True)
 class _Pieces:
-    """Holds parts of gaps, each with a cause and the host range that it was in; -1: none."""
+    """Holds parts of gaps, each with its cause and the row of the host range at that time (-1: none)."""
 
     gap: I64
     start: F64
@@ -199,7 +199,7 @@ class _Pieces:
 
 
 def _queued(waits: _Launches, end: F64) -> _Pieces:
-    """Return the parts of gaps after the launch of the operation that ends them."""
+    """Return the parts of gaps after the next operation was launched: `queued`, or if short `between_kernels`."""
     gap = np.flatnonzero(waits.held < end)
     short = end[gap] - waits.held[gap] <= _SOON_US
     category = np.where(short, BETWEEN, QUEUED).astype(np.uint8)
@@ -208,7 +208,7 @@ def _queued(waits: _Launches, end: F64) -> _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Holds disjoint times of one thread, or of what holds all threads up, with the innermost host range of each."""
+    """Holds disjoint spans of one thread (or of calls that block all threads), each with its innermost host range."""
 
     start: F64
     end: F64
@@ -216,8 +216,8 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return when each of `rows`, sorted by start, is the innermost; `parent` is the range around a row."""
-        edge = np.concatenate((end[::-1], start))  # at one time the inner ranges end first, and all before others begin
+        """Return the spans in which each of `rows`, sorted by start, is innermost; `parent` is the range around it."""
+        edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows))
         order = np.argsort(edge, kind="stable")
         edge, label = edge[order], label[order]
@@ -225,12 +225,12 @@ class _Layer:
         return cls(edge[:-1][keep], edge[1:][keep], label[:-1][keep])
 
     def at(self, when: F64) -> I64:
-        """Return the row at each of these times; -1: none."""
+        """Return the row of the host range at each time in `when`; -1: none."""
         span = np.searchsorted(self.start, when, side="right") - 1
         return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
 
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
-        """Return the parts of disjoint, sorted times that the layer covers, with rows, and those that it leaves."""
+        """Split disjoint, sorted time windows: return the parts inside spans, with rows, and the parts outside."""
         low = np.searchsorted(self.end, start, side="right")
         high = np.searchsorted(self.start, end, side="left")
         here = np.unique(np.concatenate((start, end, *_inside(self, low, high))))
@@ -247,7 +247,7 @@ class _Layer:
 
 
 def _inside(layer: _Layer, low: I64, high: I64) -> tuple[F64, F64]:
-    """Return the edges of those spans of a layer that one of the ranges [low, high) names."""
+    """Return starts and ends of the spans of a layer whose index lies in one of the ranges [low, high)."""
     marks = np.zeros(len(layer.start) + 1, np.int64)
     some = high > low
     np.add.at(marks, low[some], 1)
@@ -258,16 +258,17 @@ def _inside(layer: _Layer, low: I64, high: I64) -> tuple[F64, F64]:
 
 @dataclass(frozen=True, slots=True)
 class _Threads:
-    """Holds what the host did during the gaps: the ranges that matter, and a layer for each thread.
+    """Holds what the host did during the gaps: one layer for each thread, and one for calls that block all threads.
 
-    `category` and `inside` belong to rows of HostOps: a range inside an allocator, a data loader, ... is part of it.
+    `category` and `inside` have one entry per row of HostOps. A range inside an allocator, a data loader or the like
+    has the category of that.
     """
 
     host: HostOps
     category: U8
     inside: I64  # row; -1: none
-    shared: _Layer  # what holds up every thread
-    layers: dict[int, _Layer]
+    shared: _Layer  # allocator, garbage collection and profiler, which block every thread
+    layers: dict[int, _Layer]  # by thread; under ~thread the same without ranges in which a thread only waits
     order: tuple[int, ...]  # threads, those that launch most first
 
     @classmethod
@@ -302,9 +303,9 @@ class _Threads:
         return cls(host, category, inside, shared, layers, tuple(ranked.tolist()))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> _Pieces:
-        """Return what the host did in [start, end) of each gap, as far as `thread`, or else another one, shows it.
+        """Return what the host did in [start, end) of each gap: calls that block all, `thread`, else another thread.
 
-        Short ones are looked at in their middle only.
+        For short gaps only the middle is looked up.
         """
         others = [~t for t in self.order if t != thread]
         layers = [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
@@ -332,7 +333,7 @@ class _Threads:
 
 
 def _blocking(host: HostOps, own: U8) -> I64:
-    """Return the calls that wait for the GPU: synchronisations, and copies that block."""
+    """Return the rows of calls that wait for the GPU: synchronisations and blocking copies."""
     if not len(host):
         return np.empty(0, np.int64)
     category = own[host.name]
@@ -345,7 +346,7 @@ def _category(name: str) -> int:
 
 
 def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
-    """Return the annotations that hold half of what was recorded and launched and name no cause, as an epoch does."""
+    """Return a mask of annotations, such as an epoch, around at least half of the recorded time and of the launches."""
     gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
@@ -360,11 +361,11 @@ def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
 
 
 def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
-    """Find, for rows of HostOps, the row around each on its thread, its category, what it is inside of, and its end.
+    """Find how `rows` of HostOps nest on their threads.
 
     Returns:
-        Columns as long as HostOps. Row -1: nothing is around it; -2: it is nested too deep. A range takes the category
-        of what is around it, unless it has one of its own.
+        Parent row, category, row of the innermost Python function around it (else of the parent), and end, by row of
+        HostOps. Parent -1: none; -2: nested too deeply. A range without a category of its own takes its parent's.
     """
     host = timeline.host
     library = np.array([bool(_LIBRARY.search(n)) for n in timeline.names], bool)
@@ -391,8 +392,8 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
         here, above = by_depth[levels[level] : levels[level + 1]], by_depth[levels[level - 1] : levels[level]]
         around = order[above[np.searchsorted(above, here) - 1]]
         row = order[here]
-        while (past := (around >= 0) & (host.end[np.maximum(around, 0)] < host.end[row])).any():  # no nesting: ...
-            np.minimum.at(end, around[past], host.start[row[past]])  # ... the later one goes on, the earlier one stops
+        while (past := (around >= 0) & (host.end[np.maximum(around, 0)] < host.end[row])).any():  # overlap, not nested:
+            np.minimum.at(end, around[past], host.start[row[past]])  # the earlier range is cut where the later begins
             around[past] = parent[around[past]]
         parent[row] = around
         row, around = row[around >= 0], around[around >= 0]
@@ -403,7 +404,7 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
 
 
 def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pieces, start: F64, end: F64) -> None:
-    """Turn what the host was in into causes: slow launches, stalls, the start of CUDA, what followed a wait."""
+    """Refine the categories of `pieces` in place: tell slow launches, stalls, start-up and synchronisation apart."""
     gpu, host, gap = timeline.gpu, timeline.host, pieces.gap
     kernels = gpu.launch_start[(gpu.kind != Kind.MEMCPY) & np.isfinite(gpu.launch_start)]
     first = float(kernels.min(initial=np.inf))
@@ -420,7 +421,7 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
     stalls = np.maximum(waits.since_launch, np.maximum(waits.call_us, waits.held - start)) >= STALL_US
     generic = np.isin(pieces.category, (OPERATION, UNRECORDED))
     slow = generic & ~stalls[gap]
-    if timeline.device.name == "cpu":  # its operations are their own launches
+    if timeline.device.name == "cpu":  # operations run on the host, so there are no launches
         pieces.category[slow] = OPERATION
     else:
         pieces.category[slow & waits.known[gap]] = LAUNCH
@@ -435,7 +436,7 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
 
 
 def _after_waiting(timeline: Timeline, waits: _Launches, start: F64) -> tuple[Bools, I64]:
-    """Return whether the host waited for the GPU when it ran dry, before the launch that ended the gap; and where."""
+    """Return whether the host was waiting for the GPU as each gap began, and the row of that blocking call."""
     host, rows = timeline.host, waits.blocking
     if not len(rows):
         return np.zeros(len(start), bool), np.full(len(start), -1)
@@ -446,7 +447,7 @@ def _after_waiting(timeline: Timeline, waits: _Launches, start: F64) -> tuple[Bo
 
 
 def _captures(timeline: Timeline) -> Intervals:
-    """Return when a CUDA graph is captured: launches put nothing on the GPU."""
+    """Return when a CUDA graph is captured; launches during capture run nothing on the GPU."""
     host, names = timeline.host, timeline.names
     if not len(host):
         return Intervals(np.empty(0), np.empty(0))
@@ -460,7 +461,7 @@ def _captures(timeline: Timeline) -> Intervals:
 
 
 def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, end: F64, op: I64, host_us: F64) -> Gaps:
-    """Sum the pieces to one row for each gap and cause, named after the range that took most of it."""
+    """Sum the pieces of each gap and cause into one row, named after the host range with the most time."""
     name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
     key = pieces.gap * len(CATEGORIES) + pieces.category
     order = np.lexsort((name, key))
@@ -472,7 +473,7 @@ def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, e
         return Gaps(start=none, end=none, time=none, category=np.empty(0, np.uint8), operation=no, inside=no,
                     host_us=none)  # fmt: skip
     key, row, part = key[firsts], row[firsts], np.add.reduceat(time, firsts)
-    best = np.lexsort((part, row >= 0, key))  # a name is better than none
+    best = np.lexsort((part, row >= 0, key))  # pieces with a host range win over those without
     causes = np.flatnonzero(np.concatenate((key[1:] != key[:-1], [True])))
     whole = np.add.reduceat(part, np.concatenate(([0], causes[:-1] + 1)))
     row = row[best[causes]]

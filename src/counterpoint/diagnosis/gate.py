@@ -1,4 +1,4 @@
-"""Hold a diagnosis against bounds such as `--gate 'exposed_comm<8%'`, absolute or against an earlier one."""
+"""Check a diagnosis against bounds such as `--gate 'exposed_comm<8%'`, and against an earlier diagnosis."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNIT_US = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound: times are per step; `%` is of the step for times and of 1 for ratios."""
+    """Describes one bound: times are per step; `%` is a share of the step for times, and hundredths for ratios."""
 
     text: str
     metric: str
@@ -52,7 +52,7 @@ class GateResult:
 
 
 def parse_gate(text: str) -> Gate:
-    """Return the gate that `METRIC OP NUMBER[UNIT]` describes, or raise `Misconfigured` with the allowed forms."""
+    """Return the gate described by text of the form `METRIC OP NUMBER[UNIT]`; raise `Misconfigured` for other text."""
     found = _FORM.match(text)
     if found is None or found.group(1) not in METRICS:
         raise Misconfigured(
@@ -70,7 +70,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gate(gate: Gate, new: Diagnosis, baseline: Diagnosis | None, tolerance: float) -> GateResult:
-    """Check a diagnosis against a gate, and its metric against a baseline's, which it may trail by `tolerance`."""
+    """Check a diagnosis against a gate; the metric may be worse than the baseline's by a share of `tolerance`."""
     value = _value(gate, new)
     bound = gate.bound / 100 if gate.unit == "%" else gate.bound
     if value is None:

@@ -1,7 +1,7 @@
-"""Say how long the GPUs of a job idle, why, and what to change; all idle time of the steps is accounted for.
+"""Report how long the GPUs of a job idle, why, and what to change; every µs of idle time in the steps has a cause.
 
-What each rank's gaps come from is found when the rank is read (gaps.py); here they are cut to the steps of the job and
-summed. Times are per step, means over ranks, unless it says otherwise.
+The causes of each rank's gaps are found when the rank is read (gaps.py); here the gaps are cut to the steps of the job
+and summed. Times are per step and means over ranks, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from counterpoint.trace.timeline import F64, I64, Kind
 
 _UNEXPLAINED = ("unrecorded", "no_launch_recorded")
 _STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
-_WORTH = 0.03  # of a step: a cause that costs less is left out ...
-_MUCH = 0.1  # ... unless the GPUs idle this much of it and no cause reaches that
-_LONG_US = 5000.0  # a host that launches nothing for longer is said to pause
+_WORTH = 0.03  # of a step: a cause that costs less is no finding ...
+_MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
+_LONG_US = 5000.0  # evidence counts a pause where a host launches nothing for longer
 _NAMED = 5
 _TITLE = {
     "operation": "The GPUs run dry while the host is in long operations",
@@ -75,15 +75,15 @@ _FUSED = re.compile(r"_fused_(adam|sgd|adagrad)|FusedAdam", re.I)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIdle:
-    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and the µs of each over all steps."""
+    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and the µs of each that lie in the steps."""
 
     row: I64
     us: F64
-    missing_us: float  # idle time that the rank's trace does not reach
+    missing_us: float  # idle time in steps that lies before or after what the rank's trace recorded
 
 
 def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[RankIdle, ...]:
-    """Return the gaps of every rank inside the steps; together they are the idle time of its account."""
+    """Return the gaps of every rank inside the steps; their sum is `idle_us` of the rank's account."""
     found = []
     for column, account in enumerate(per_rank):
         us = time_in(job, column, np.arange(len(job.step_names)))
@@ -96,7 +96,7 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return how much of each row of a rank's gaps lies in these steps."""
+    """Return how many µs of each row of a rank's `Gaps` lie in these steps."""
     gaps = job.digests[column].gaps
     start, end = job.on_job_clock(column, gaps.start), job.on_job_clock(column, gaps.end)
     inside = Intervals.union(job.step_start[steps, column], job.step_end[steps, column]).within(start, end)
@@ -104,7 +104,7 @@ def time_in(job: TracedJob, column: int, steps: I64) -> F64:
 
 
 def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int] | None = None) -> Idle:
-    """Return the idle time of a step and what it comes from, dearest cause first: means over ranks."""
+    """Return the idle time of a step and its causes, largest first, as means over the ranks in `columns`."""
     columns = list(range(len(job.ranks))) if columns is None else columns
     scale = 1.0 / (len(columns) * max(len(job.step_names), 1))
     us, count, longest = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
@@ -153,7 +153,7 @@ def _most(times: dict[str, float], scale: float) -> tuple[HostTime, ...]:
 
 
 def _launches(job: TracedJob, column: int) -> tuple[F64, F64]:
-    """Return when a rank's host launched something in the steps, once for all that one call launched, and returned."""
+    """Return when each launching host call of a rank in the steps began and ended, each call once."""
     gpu, at = job.digests[column].gpu, job.launch[column]
     rows = np.flatnonzero((at >= job.step_start[0, column]) & (at < job.step_end[-1, column]))
     at, first = np.unique(at[rows], return_index=True)
@@ -161,7 +161,7 @@ def _launches(job: TracedJob, column: int) -> tuple[F64, F64]:
 
 
 def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
-    """Return launches a step, the mean time from one to the next, stalls left out, and the mean time of a kernel."""
+    """Return launches per step, mean µs between launches (without stalls) and mean µs of a kernel; NaN: unknown."""
     gpu, (start, _) = job.digests[column].gpu, _launches(job, column)
     if not len(start):
         return np.nan, np.nan, np.nan
@@ -173,7 +173,7 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def _pauses(job: TracedJob, column: int) -> F64:
-    """Return how long a rank's GPU idled while its host launched nothing, each time that this was long."""
+    """Return the GPU idle time in each pause of a rank's launches, for those in which it exceeds `_LONG_US`."""
     start, end = _launches(job, column)
     low = np.concatenate((job.step_start[:1, column], np.maximum.accumulate(end)))[:-1] if len(start) else start
     idle = np.maximum(start - low, 0.0) - job.busy(column, *Kind).within(low, np.maximum(low, start))
@@ -183,15 +183,15 @@ def _pauses(job: TracedJob, column: int) -> F64:
 def find_idle(
     job: TracedJob, idle: tuple[RankIdle, ...], late: set[int], saved: dict[str, float], step: float
 ) -> list[Finding]:
-    """Return findings on what the GPUs of the ranks that are not late idle for; costs are time per step.
+    """Return findings on why GPUs idle, over the ranks that are not in `late`; costs are time per step.
 
-    Where ranks stall in turn, each makes the others wait in collectives: what the stalls cost is what the replay of the
-    step without them saves, if that is more than a rank idles itself.
+    Where ranks stall in turn, each stall makes the other ranks wait in collectives. The cost is then what the replay
+    without stalls saves, if that is more than the ranks' own idle time.
     """
     columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
     summary = summarise_idle(job, idle, columns)
     stalled = sum(c.us for c in summary.causes if c.category in _STALLS)
-    in_turn = stalled > 0 and len(job.ranks) > 1 and not late  # with a late rank it is that one's stalls that count
+    in_turn = stalled > 0 and len(job.ranks) > 1 and not late  # else the saving belongs to the late rank's stalls
     factor = saved.get("no stall on any rank", 0.0) / stalled if in_turn else 1.0
     cost = {c.category: c.us * (max(factor, 1.0) if c.category in _STALLS else 1.0) for c in summary.causes}
     worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
@@ -250,7 +250,7 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
 
 
 def _gaps(job: TracedJob, cause: IdleCause) -> str:
-    """Say how many gaps there are: a step, or where not every step has one, in all steps."""
+    """Return text with the number of gaps per step, or in all steps if there is less than one per step."""
     steps = len(job.step_names)
     count, within = (cause.count, "") if cause.count >= 1 else (cause.count * steps, f" in {steps} steps")
     number = max(round(count), 1)
@@ -258,7 +258,7 @@ def _gaps(job: TracedJob, cause: IdleCause) -> str:
 
 
 def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
-    """Say how often all hosts pause for long, where all do: no rank is late, but each holds the others up in turn."""
+    """Return text on how often and how long every host pauses; empty unless all do, each delaying all ranks."""
     pauses = [_pauses(job, c) for c in columns]
     count = [len(p) for p in pauses]
     if not min(count):
@@ -273,7 +273,7 @@ def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
 
 
 def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
-    """Say what to change; an optimizer is only spoken of where one launches kernel by kernel."""
+    """Return advice on a cause of idle time; name the optimizer only if it is not fused and launches many kernels."""
     advice = ADVICE[cause.category]
     if cause.category == "launch":
         names = [o.name for o in (*cause.operations, *cause.functions)]

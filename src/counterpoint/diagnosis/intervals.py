@@ -1,4 +1,4 @@
-"""Compute with sets of time as sorted, disjoint intervals: union, intersection, length; O(n log n)."""
+"""Represent sets of times as sorted, disjoint intervals, with union, intersection and length in O(n log n)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Intervals:
 
     @classmethod
     def union(cls, start: F64, end: F64) -> Intervals:
-        """Return the union of any intervals, in any order; empty ones vanish."""
+        """Return the union of intervals given in any order; empty ones are dropped."""
         keep = end > start
         start, end = start[keep], end[keep]
         if not len(start):
@@ -33,7 +33,7 @@ class Intervals:
         return len(self.start)
 
     def before(self, at: F64) -> F64:
-        """Return the length of the set before each time in `at`."""
+        """Return the total length of the intervals before each time in `at`, in µs."""
         if not len(self):
             return np.zeros(len(at))
         total = np.concatenate(([0.0], np.cumsum(self.end - self.start)))
@@ -42,7 +42,7 @@ class Intervals:
         return np.where(index > 0, total[index - 1] + inside, 0.0)
 
     def within(self, start: F64, end: F64) -> F64:
-        """Return the length of the set inside each window [start, end)."""
+        """Return the total length of the intervals inside each window [start, end), in µs."""
         return np.maximum(self.before(end) - self.before(start), 0.0)
 
     def __and__(self, other: Intervals) -> Intervals:

@@ -1,6 +1,6 @@
-"""Put all ranks of a job on one clock: the digests, joined and aligned, that every account is computed from.
+"""Join the digests of all ranks into one job, on one clock; every analysis is computed from that.
 
-Ranks that cannot belong to one run are refused, by what can be seen before and after their clocks are known.
+Ranks that cannot belong to one run are refused, in checks before and after their clocks are aligned.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _MISSING_SHOWN = 64
-_RANKS_QUOTED = 3  # with notes on their own traces
+_RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
-_DRIFT_PPM = 1000.0  # nor do they run faster or slower by more
-_SLACK_US = 200.0  # what clocks may be off after alignment
-_FEW = 4  # collectives: too few to judge by
+_DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
+_SLACK_US = 200.0  # error of the clocks that is allowed after alignment
+_FEW = 4  # with fewer collectives the checks do not judge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedJob:
-    """Holds the ranks, ascending; times are µs on the clock of the lowest rank, 0 = start of the first step."""
+    """Holds the ranks of a job, ascending; times are µs on the lowest rank's clock, 0 = start of the first step."""
 
     digests: tuple[RankDigest, ...]
     world_size: int
@@ -58,7 +58,7 @@ class TracedJob:
         return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
 
     def in_steps(self, column: int, steps: I64) -> np.typing.NDArray[np.bool_]:
-        """Return which operations of a rank start inside these steps, given in order."""
+        """Return a mask of a rank's GPU operations that start inside these steps (ascending)."""
         start, end = self.step_start[steps, column], self.step_end[steps, column]
         at = np.searchsorted(start, self.op_start[column], side="right") - 1
         return np.asarray((at >= 0) & (self.op_start[column] < end[np.maximum(at, 0)]))
@@ -69,7 +69,7 @@ class TracedJob:
 
 
 def assemble(digests: list[RankDigest]) -> TracedJob:
-    """Put the ranks of one job together; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
+    """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
     notes: list[str] = []
     digests = _numbered(digests, notes)
     world = _world_size(digests)
@@ -112,7 +112,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
 
 
 def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
-    """Give every digest a rank of its own: as stated, else in the order of the files."""
+    """Return the digests with distinct ranks: as their traces state, else numbered in the order of the files."""
     stated: dict[int, RankDigest] = {}
     for d in (d for d in digests if d.rank_known):
         if d.rank in stated:
@@ -165,7 +165,7 @@ def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
 def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
-    """Return zero, names, start and end [S, R] of common steps, else of those of one rank for all."""
+    """Return time zero, names, start and end [S, R] of the steps common to all ranks, else one rank's for all."""
     best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
@@ -196,7 +196,7 @@ def _steps(
 
 
 def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
-    """Return the steps that every rank has; those without a number of the profiler only if all ranks have as many."""
+    """Return the names of steps that every rank has; other than `ProfilerStep`s, only if all ranks name the same."""
     if any(d.steps.found_by != found_by for d in digests):
         return ()
     if found_by != "profiler" and len({d.steps.names for d in digests}) > 1:
@@ -226,7 +226,7 @@ def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> 
 
 
 def _own_notes(digests: list[RankDigest]) -> list[str]:
-    """Return what the traces themselves gave cause to say, of few ranks; the others are counted."""
+    """Return the notes on single traces: in full for a few ranks, and the number of other ranks with notes."""
     said = [d for d in digests if d.notes]
     notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
     if len(said) > _RANKS_QUOTED:
@@ -244,7 +244,7 @@ def _reordered(joined: Joined, order: I64) -> Joined:
 
 
 def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
-    """Refuse, before clocks are known, ranks recorded too far apart or whose collectives do not go together."""
+    """Raise `BadTrace` for ranks recorded too long apart or whose collectives do not match; needs no clocks."""
     origin = np.array([d.origin_ns for d in digests], np.float64)
     apart = (origin.max() - origin.min()) / 1e9
     if apart > _APART_S:
@@ -263,7 +263,7 @@ def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
 
 
 def _check_clocks(digests: list[RankDigest], joined: Joined, clocks: Clocks) -> None:
-    """Refuse ranks whose clocks would have to run too fast, or whose collectives end before all have begun them."""
+    """Raise `BadTrace` if clocks would have to drift too fast, or collectives end before all ranks have begun them."""
     drift = np.abs(clocks.drift) * 1e6
     if drift.max(initial=0.0) > _DRIFT_PPM:
         what = f"its clock would have to be off by {drift.max():.0f} ppm to fit the others'"

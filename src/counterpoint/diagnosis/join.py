@@ -1,8 +1,8 @@
-"""Find which collective of one rank is which of another.
+"""Match the collectives of all ranks: find the rows of each rank that are one and the same collective.
 
-Ranks are joined by group and `Comms Id` or `Seq` where the profiler printed them; else by group and order, where a
-collective that one trace lacks is found by aligning operations, sizes and the rhythm of their ends, so that it does
-not shift the rest.
+Rows are matched by group and `Comms Id` or `Seq` where the profiler printed them, else by group and order. In the
+latter case operations, sizes and the times between ends are aligned, so that a collective that one trace lacks does not
+shift the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from counterpoint.diagnosis.comm_rows import CommRows
 from counterpoint.trace.timeline import F64, I32, I64
 
-# operations that a rank may end long before or after the others
+# operations that one rank may end long before or after the others
 LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "all_to_all", "peer_copy", "notify")
 
 _Key = tuple[str, tuple[int, ...] | None]
@@ -33,19 +33,19 @@ class Joined:
     op: tuple[str, ...]
     group: tuple[str, ...]
     index: I64  # order within its group
-    by: tuple[str, ...]  # comms_id | seq | order | none
-    expected: I32  # ranks that the group has among those read
+    by: tuple[str, ...]  # what it was matched by: comms_id | seq | order | none
+    expected: I32  # number of ranks of the group whose traces were read
     row: I32  # [J, R]
     start: F64  # [J, R]
     end: F64  # [J, R]
-    mismatched: int  # joined by id, but operations or sizes disagree
+    mismatched: int  # collectives matched by id whose operations or sizes disagree
 
     def __len__(self) -> int:
         return len(self.op)
 
 
 def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> Joined:
-    """Return the collectives of all ranks (ascending), joined; `base_us` puts the times of each rank on one base."""
+    """Return the matched collectives of all ranks (ascending); `base_us` is added to the times of each rank."""
     groups: dict[_Key, dict[int, I64]] = {}
     for column, table in enumerate(rows):
         for key, members in _by_group(table).items():
@@ -57,7 +57,7 @@ def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> 
 
 
 def _by_group(table: CommRows) -> dict[_Key, I64]:
-    """Return the rows of each process group, in the order of their launches, which is alike on every rank."""
+    """Return the rows of each process group in launch order, which is the same on every rank."""
     members: dict[_Key, list[int]] = {}
     when = np.where(np.isfinite(table.launch), table.launch, table.start)
     for row in np.argsort(when, kind="stable").tolist() if len(table) else []:
@@ -81,9 +81,9 @@ def _join_group(
 
 
 def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
-    """Return an identity per row: id, operation and how often that pair was seen; None where a row has no id.
+    """Return an identity per row: id, operation and how often that pair came before; None if any row lacks an id.
 
-    An id that never changes is the communicator's, not the collective's.
+    Return None, too, if the id is the same in all rows: then it is the communicator's, not the collective's.
     """
     values: list[Hashable] = [
         table.comms_id[row] if by == "comms_id" else (int(table.seq[row]) if table.seq[row] >= 0 else None)
@@ -101,7 +101,7 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
 
 
 def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float]) -> list[dict[int, int]]:
-    """Align every rank's sequence with the longest one, which takes in what it lacks itself."""
+    """Align every rank's sequence with the longest one; collectives that it lacks are inserted into it."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
     token = _tokens(rows[reference], columns[reference])
@@ -112,7 +112,7 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
         own_token, own_end = _tokens(rows[column], members), rows[column].end[members] + base_us[column]
         partner = align(token, end, own_token, own_end)
         lag = float(np.median(own_end[partner >= 0] - end[partner[partner >= 0]])) if (partner >= 0).any() else 0.0
-        shift = 0  # elements taken in so far
+        shift = 0  # elements inserted so far
         for i, (row, at) in enumerate(zip(members.tolist(), partner.tolist(), strict=True)):
             if at >= 0:
                 together[at + shift][column] = row
@@ -127,7 +127,7 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
 
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
-    """Return what must agree between ranks: the operation, and its size where sizes cannot differ by rank."""
+    """Return what must be equal on all ranks: the operation, and its bytes where these cannot differ by rank."""
     uneven = ("all_to_all", "send_recv", "unknown", "nccl")
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
@@ -136,9 +136,9 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
     """Return the partner in `reference` of each element of `other`; -1 if none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
-    difference of their ends should stay as it was at the match before (clocks may differ, rhythms do not). An element
-    of the reference left out costs one penalty, one of `other` two, wherever it stands. Where the rhythm cannot tell,
-    as with even spacing, the clocks that agree better decide.
+    difference of their ends should be that of the match before (clocks may differ, but not the times between ends). An
+    element of the reference left out costs one penalty, one of `other` two, wherever it stands. Where these times do
+    not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
     """
     n, m = len(reference), len(other)
     if not n or not m:
@@ -169,7 +169,7 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
             if i < before:
                 continue
             rhythm = np.abs(lag[i][:, None] - lag[i - before][None, :])
-            if moves is None:  # element i - 1 has no partner
+            if moves is None:  # element i - 1 of `other` has no partner
                 moves = np.where(band[:, None] + 1 == band[None, :], 2 * penalty, far)
             step = np.where(np.isfinite(rhythm), rhythm, far) + moves + cost[i - before][None, :]
             pick = step.argmin(axis=1)
@@ -191,9 +191,9 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
 
 
 def _same_rhythm(tokens: list[tuple[str, int]], lag: F64, penalty: float) -> bool:
-    """Return whether equal sequences belong together one to one: each rank may lack another of many equal collectives.
+    """Return whether equal sequences match one to one: each might lack a different one of many equal collectives.
 
-    Only collectives that all ranks end together can tell.
+    The differences of ends decide; they say nothing for operations that ranks need not end together (`LOOSE_ENDS`).
     """
     loose = any(op in LOOSE_ENDS for op, _ in tokens)
     return loose or bool((np.abs(np.diff(lag)) < penalty).all())

@@ -1,8 +1,8 @@
-"""Compare compute kernels alone and while communication runs: how much slower they are, and for which reason.
+"""Compare compute kernels alone and beside communication: how much slower they are, and why.
 
-There are three reasons. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM
-contention: SMs are lost without that, in proportion. Bandwidth (and power): the communication takes no SMs, or the
-kernel lives from memory, and it is slower all the same.
+There are three causes. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM contention:
+the kernel has fewer SMs but no extra wave, and slows in proportion. Bandwidth (and power): the kernel is slower though
+the communication takes no SMs, or the kernel is memory-bound.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_wi
 from counterpoint.records.diagnosis import KernelCause, KernelComparison
 from counterpoint.trace.timeline import F64, I64, Device, Kind
 
-_ALONE, _OVERLAPPED = 0.02, 0.5  # shares of a kernel's time while communication runs
+_ALONE, _OVERLAPPED = 0.02, 0.5  # share of a kernel's time beside communication: at most, at least
 _SLOWER = 1.05
-_UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the least of all GPUs since V100
-_OTHER_SIZE = 1.3  # between times alone of neighbouring sizes
+_UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
+_OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
 _FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
@@ -38,14 +38,14 @@ _Fact = tuple[str, tuple[int, ...], str, int, int]  # name, grid + block, shapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSet:
-    """Holds the kinds of kernels, and how long every GPU operation of every rank takes without contention."""
+    """Holds the comparison of each kind of kernel, and the time of every GPU operation without contention."""
 
-    kernels: tuple[KernelComparison, ...]  # by cost
-    alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: as measured
+    kernels: tuple[KernelComparison, ...]  # highest cost first
+    alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: same as measured
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return what the trace or the datasheet says of an SM; None for an unknown GPU."""
+    """Return number and limits of a GPU's SMs, from the trace, else from its datasheet; None for an unknown GPU."""
     known = find_gpu(device.name)
     if known is None and not device.num_sms:
         return None
@@ -61,19 +61,19 @@ def sm_limits(device: Device) -> SmLimits | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ComputeRows:
-    """Holds the compute operations of all ranks, one below the other."""
+    """Holds the compute operations of all ranks in one table; `column` is the rank, `op` the row of its GpuOps."""
 
     column: I64
     op: I64
     duration: F64
-    share: F64  # of it while communication runs
-    ctas: I64  # most blocks of a communication kernel that ran when it started; 0: none or copies
+    share: F64  # share of the duration while communication runs
+    ctas: I64  # blocks of the largest communication kernel running at its middle; 0: none or copies
     kind: I64  # index into `facts`
     facts: list[_Fact]
 
 
 def compare_overlap(job: TracedJob, busy: list[Activity]) -> KernelSet:
-    """Compare every kind of compute kernel (same name, grid, block and shapes) over all ranks and steps."""
+    """Compare each kind of compute kernel (same name, grid, block and shapes) alone and beside communication."""
     rows = _collect(job, busy)
     alone_us = tuple(np.full(len(d.gpu), np.nan) for d in job.digests)
     limits = sm_limits(job.digests[0].device)
@@ -90,7 +90,7 @@ def compare_overlap(job: TracedJob, busy: list[Activity]) -> KernelSet:
 def _compared(
     job: TracedJob, rows: _ComputeRows, members: I64, fact: _Fact, limits: SmLimits | None, alone_us: tuple[F64, ...]
 ) -> KernelComparison:
-    """Compare one kind of kernel; note in `alone_us` what its operations would take without contention."""
+    """Compare one kind of kernel; write the time of its operations without contention into `alone_us`."""
     share = rows.share[members]
     alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
     kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
@@ -105,9 +105,10 @@ def _compared(
 def _by_size(job: TracedJob, rows: _ComputeRows, members: I64, *, shaped: bool) -> list[I64]:
     """Return operations of one kind, split by size where the trace does not state their shapes.
 
-    Alone, one kernel of one size always takes about as long. Where times alone fall into several classes, sizes are
-    mixed (one GEMM kernel serves many layers): each class is a kind of its own, and an operation during communication
-    belongs to the class of the same place in the step on other ranks and in other steps. Without such, it is left out.
+    Alone, a kernel takes about the same time for the same size. Where times alone form several classes, sizes are mixed
+    (one GEMM kernel serves many layers): each class becomes a kind, and an operation beside communication joins the
+    class of the operations at its place in the step, on other ranks and in other steps. If there are none, it is left
+    out.
     """
     alone = members[rows.share[members] <= _ALONE]
     if shaped or len(alone) < 4:
@@ -128,7 +129,7 @@ def _by_size(job: TracedJob, rows: _ComputeRows, members: I64, *, shaped: bool) 
 
 
 def _place_in_step(job: TracedJob, rows: _ComputeRows, members: I64) -> I64:
-    """Return the position of each operation among those of its kind in its step on its rank."""
+    """Return the index of each operation among those of its kind in the same step and rank."""
     column, op = rows.column[members], rows.op[members]
     start = np.array([job.op_start[c][o] for c, o in zip(column.tolist(), op.tolist(), strict=True)])
     step = np.zeros(len(members), np.int64)
@@ -175,7 +176,7 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
 
 
 def _ctas_during(job: TracedJob, column: int, start: F64, end: F64) -> I64:
-    """Return the blocks of the communication kernel that runs in the middle of each window; 0 where none does."""
+    """Return the blocks of the largest communication kernel that runs in the middle of each window; 0: none."""
     comm = job.digests[column].comm
     low, high = job.on_job_clock(column, comm.start), job.on_job_clock(column, comm.end)
     found = np.zeros(len(start), np.int64)
@@ -236,7 +237,7 @@ def _quantile(values: F64, q: float) -> float | None:
 def _cause(
     name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
 ) -> KernelCause:
-    """Return why a kernel is slower, if it is: by more than 5 % and by more than its own spread."""
+    """Return why a kernel is slower; "none" unless it is by more than 5 % and by more than its spread alone."""
     if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
         return "none"
     if ctas == 0 or _MEMORY_BOUND.search(name):

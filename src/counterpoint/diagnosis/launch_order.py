@@ -1,10 +1,10 @@
-"""Find collectives that were queued and free to run, but found every SM taken by a kernel that got there first.
+"""Find collectives that were ready to run, but found every SM taken by a kernel that had started before.
 
-A collective that starts as a big kernel ends may simply depend on it. It does not if it began before the kernel's very
-end, as the last blocks left; if it was launched before that kernel; if no stream wait was issued between the two
+A collective that starts as a big kernel ends may simply depend on it. It does not if it began before the end of the
+kernel, as the last blocks left; if it was launched before that kernel; if no stream wait was issued between the two
 launches; if a later kernel of the same stream was already queued (a wait is for all that is queued); if the trace names
-what it waited for and that was over; or if the same collective began during the same kernel on another rank or in
-another round. Without such proof nothing is said.
+what it waited for and that had ended; or if the same collective began during the same kernel on another rank or at
+another time. Without such proof nothing is reported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from counterpoint.diagnosis.kernels import sm_limits
 from counterpoint.machine.occupancy import blocks_per_sm
 from counterpoint.trace.timeline import I64, GpuOps, Kind, previous_on_stream
 
-_CLOSE_US = 25.0  # a kernel of the next stream starts this soon after SMs are free
+_CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
-_EARLY = 0.25  # of a kernel's time: its last blocks run alone, and others enter on the SMs that are free by then
+_EARLY = 0.25  # last part of a kernel, in which its blocks leave SMs free and other kernels can start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocked:
-    """Says that row `row` of the collectives of `column` waited `lost_us` for kernel `by` (GpuOps row) to leave SMs."""
+    """Records that row `row` of `column`'s collectives waited `lost_us` for kernel `by` (GpuOps row) to leave SMs."""
 
     column: int
     row: int
@@ -37,9 +37,9 @@ class Blocked:
 
 
 def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
-    """Return every collective of every rank that was held up, with what proves it."""
+    """Return every collective that waited for SMs, on any rank, with the proof that it did not depend on the kernel."""
     suspects: list[Blocked] = []
-    free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running side by side
+    free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running at the same time
     for column in range(len(job.digests)):
         found, beside = _of_rank(job, column)
         suspects += found
@@ -71,12 +71,12 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
     for row in range(len(comm)):
         op = _lead(gpu, previous, int(comm.first[row]))
         if (comm.ctas[row] <= 0 and op == comm.first[row]) or not np.isfinite(gpu.launch_start[op]):
-            continue  # peer copies need no SM; what runs before them on their stream may
+            continue  # peer copies need no SM, but a local copy right before them on their stream may
         start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
         low, high = np.searchsorted(begin, [start - longest - _CLOSE_US, comm.end[row]])
         others = holds[low:high]
         others = others[gpu.stream[others] != gpu.stream[op]]
-        late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # blocks leave one by one
+        late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # from here on SMs become free
         for kernel in others[(gpu.launch_start[others] < launched) & (late > start + _CLOSE_US)].tolist():
             beside.add((comm.op[row], d.names[gpu.name[kernel]]))
         near = others[(late <= start) & (gpu.end[others] >= start - _CLOSE_US) & (gpu.start[others] < start)]
@@ -91,7 +91,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
 
 
 def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
-    """Return the first operation of a collective: a copy of the own block right before the peer copies needs SMs."""
+    """Return the first operation of a collective: the local copy right before it (it needs SMs), if any, else `op`."""
     before = int(previous[op])
     if before >= 0 and gpu.kind[before] == Kind.MEMCPY and gpu.start[op] - gpu.end[before] < 2 * _CLOSE_US:
         return before
@@ -99,7 +99,7 @@ def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
 
 
 def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> np.typing.NDArray[np.bool_]:
-    """Return whether each grid fills the device: as many blocks as fit at once, or more."""
+    """Return whether each kernel's grid has at least as many blocks as the GPU can run at once."""
     gpu, limits = job.digests[column].gpu, sm_limits(job.digests[column].device)
     assert limits is not None
     facts = np.column_stack([gpu.grid[rows], gpu.block[rows], gpu.regs[rows], gpu.smem[rows]])
@@ -113,7 +113,7 @@ def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> np.typing.NDArray
 
 
 def _proof(job: TracedJob, column: int, op: int, by: int) -> str:
-    """Return why operation `op` cannot have depended on kernel `by`; empty if it can have."""
+    """Return the reason why operation `op` cannot have depended on kernel `by`; empty if it may have."""
     d = job.digests[column]
     gpu = d.gpu
     launched, kernel_launched = float(gpu.launch_start[op]), float(gpu.launch_start[by])
@@ -125,7 +125,7 @@ def _proof(job: TracedJob, column: int, op: int, by: int) -> str:
         return "it was launched before that kernel"
     wait = d.waits
     if not len(wait.wait_call) and not len(wait.stream_wait_at):
-        return ""  # the trace has no host side to judge by
+        return ""  # the trace records no host calls by which to tell
     between = (wait.wait_call > kernel_launched) & (wait.wait_call < launched)
     if len(wait.wait_call) and not between.any():
         return "no stream wait was issued between the launch of that kernel and its own"

@@ -1,7 +1,7 @@
-"""Find steps in operations that repeat, on a rank whose trace names none.
+"""Find steps from repeating GPU operations, on a rank whose trace has no step ranges.
 
-A layer repeats too. What tells a step from it: nothing stands before the first repeat and after the last one that the
-repeats lack (an embedding, a head), no CUDA graph launches several of them at once, and they are most of the work.
+Layers repeat, too. Repeats are steps if no other operations (an embedding, a head) stand before the first and after the
+last repeat, no CUDA graph launches several repeats at once, and the repeats are most of the work.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
 
 _LONGEST_PATTERN = 1 << 18
-_MANY = 8  # repeats: from here on they may be layers of one step
+_MANY = 8  # repeats; with more they may be layers of one step
 _MOST = 0.6  # of the GPU's time
 _OPTIMIZER = re.compile(r"multi_tensor_apply|adam|sgd|lamb(?!da)|adagrad|shampoo|optimizer", re.IGNORECASE)
 _WAITS = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2")
 
 
 def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
-    """Return where steps begin and end, by the busiest stream, whose operations keep their order; None: no steps.
+    """Return begin and end of each step, from the order of operations on the busiest stream; None: no steps.
 
-    How streams interleave differs from step to step.
+    Only one stream is used because the order between streams differs from step to step.
     """
     gpu = timeline.gpu
     streams, count = np.unique(gpu.stream, return_counts=True)
@@ -43,14 +43,14 @@ def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
 
 
 def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
-    """Return whether repeats, cut at `edges` of `rows`, are parts of a step and not steps."""
+    """Return whether the repeats, cut at `edges` of `rows`, are layers of a step rather than steps."""
     gpu = timeline.gpu
     took = (gpu.end - gpu.start)[rows]
     if took[edges[0] : edges[-1]].sum() < _MOST * took.sum():
         return True
     launched = gpu.launch_start[rows[edges[:-1]]]
     if (launched[1:] == launched[:-1]).mean() >= 0.5:
-        return True  # one call, such as cudaGraphLaunch, launched several
+        return True  # one call, such as cudaGraphLaunch, launched several repeats
     kinds = gpu.name[rows]
     repeated = kinds[edges[0] : edges[-1]]
     if any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(repeated).tolist()):
@@ -69,11 +69,11 @@ def _host_waits(timeline: Timeline, launched: F64) -> bool:
 
 
 def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
-    """Return the first operation and the operations per step if these repeat as a whole, else None.
+    """Return the index of the first step's first operation, and the operations per step; None if nothing repeats.
 
-    A layer repeats too, so a period counts only if one of its windows holds nearly all kinds of operations that recur,
-    and nearly every operation equals the one a period later. Of the phases that leave the most whole steps, the one
-    with the longest pauses before it begins a step.
+    Layers repeat, too, so a period counts only if one window of that length holds nearly all kinds of operations that
+    recur, and nearly every operation equals the one a period later. Of the starting points that leave the most whole
+    steps, the one with the longest pauses before it is chosen.
     """
     gpu = timeline.gpu
     kinds = np.stack([gpu.name[rows], gpu.grid[rows, 0]])
@@ -84,14 +84,14 @@ def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
     recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
     if not len(recurring):
         return None
-    span = np.zeros(len(occurrences), np.int64)  # from first to last
+    span = np.zeros(len(occurrences), np.int64)  # from first to last occurrence
     np.maximum.at(span, tokens, np.arange(len(tokens)))
     span -= np.unique(tokens, return_index=True)[1]
     best: tuple[float, int] | None = None
     for period in _candidates(tokens, recurring, occurrences):
         same = float((tokens[period:] == tokens[:-period]).mean())
         middle = (len(tokens) - period) // 2
-        lasting = recurring[span[recurring] >= period]  # not only within one step, as in a warm-up
+        lasting = recurring[span[recurring] >= period]  # without those that occur within one step only, as in a warm-up
         held = len(np.intersect1d(tokens[middle : middle + period], lasting)) / max(len(lasting), 1)
         if same >= 0.97 and held >= 0.9 and (best is None or same > best[0] + 0.005):
             best = (same, period)
@@ -104,7 +104,7 @@ def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
 
 
 def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:
-    """Return distances between repeats of the rarest operations, most frequent first."""
+    """Return the 32 most frequent distances between repeats of the rarest operations, ascending."""
     distances: dict[int, int] = {}
     for token in recurring[np.argsort(occurrences[recurring], kind="stable")][:64].tolist():
         for gap in np.diff(np.flatnonzero(tokens == token)).tolist():

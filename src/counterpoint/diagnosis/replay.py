@@ -1,10 +1,10 @@
-"""Replay the steps as a graph, unchanged and with one thing different, to see what that is worth.
+"""Replay the steps by simulation, unchanged and with one change each, to see how much time each change saves.
 
-Every time comes out of a simulation of `ReplayGraph`; nothing is subtracted from the measured step. What keeps
-its measured value: how long operations run, how long the host works between its calls, and small unexplained gaps.
-What emerges: when everything begins, how long ranks wait for one another, in collectives and for the GPU.
-A wait that the graph does not explain is left out, so that the error of the unchanged replay says how much of the step
-the graph explains; only where that is too little (a trace without launches, say) such waits stay as measured.
+Every step time comes out of a simulation of `ReplayGraph`; nothing is subtracted from the measured step. These keep
+their measured values: durations of operations, host time between calls, and small unexplained gaps. These are
+computed: when everything begins, and how long ranks wait for one another, in collectives and for the GPU. A wait that
+the graph does not explain is left out, so that the error of the unchanged replay says how much of the step the graph
+explains; only where that is too little (a trace without launches, say) such waits stay as measured.
 
 - no straggler: operations and host work of a straggler take as long as on a typical rank.
 - no contention: a compute kernel that ran during communication takes as long as alone.
@@ -14,7 +14,7 @@ the graph explains; only where that is too little (a trace without launches, say
   kernel is not slowed in turn.
 - hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that no
   event, stream or other operation was seen to hold still follows what had ended when it began.
-- no stall on any rank: a host that launched nothing for long goes on at its usual pace.
+- no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`.
 - no copies: copies between host and GPU, and the calls that start them, take no time.
 """
 
@@ -32,9 +32,9 @@ from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
-_SOON_US = 20.0  # an operation that nothing holds has begun by then
-_WORTH = 0.01  # of the time replayed: copies that take less are not left out
-_CLOSE = 0.01  # error of a graph that explains a trace
+_SOON_US = 20.0  # an operation that waits for nothing in the graph begins at most this late
+_WORTH = 0.01  # of the time replayed: if copies take less, "no copies" is not computed
+_CLOSE = 0.01  # largest error of a graph that explains the trace
 
 
 def replay(
@@ -45,17 +45,17 @@ def replay(
     blocked: Sequence[Bools] | None = None,
     limit: int = _LIMIT,
 ) -> Replay | None:
-    """Replay consecutive whole steps around the middle of the trace.
+    """Replay consecutive whole steps around the middle of the trace, unchanged and with each change.
 
     Args:
         job: ranks on one clock.
         typical: column of a straggler -> column of the rank whose operations and host work stand in for its own.
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
-        limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
+        limit: most GPU operations to replay over all ranks; at least one step is replayed.
 
     Returns:
-        Mean step as measured, as replayed, and as it would be; None if no GPU operation ran.
+        Mean step time as measured, as replayed, and after each change; None if no GPU operation ran.
     """
     graph = build_graph(job, limit)
     if graph is None:
@@ -128,7 +128,7 @@ def simulate(graph: ReplayGraph) -> list[float]:
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph in which operations begin soon after what they wait for in it, and wait for nothing else."""
+    """Return the graph with unexplained waits cut to `_SOON_US`: operations wait only for what the graph has."""
     follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
     return changed(graph, lag=np.where(follows, np.minimum(graph.lag, _SOON_US), graph.lag))
 
@@ -168,11 +168,11 @@ def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
-    """Return, for each node, the last of `ops` to end that was launched before it and had ended when it began."""
+    """Return the one of `ops` that ended last before each node began and was launched before it; 0: none."""
     by_end = ops[np.argsort(graph.end[ops], kind="stable")]
     near = np.searchsorted(graph.end[by_end], graph.begin[nodes], side="right")[:, None] - 1 - np.arange(LOOK_BACK)
     candidate = by_end[np.maximum(near, 0)]
-    joins = graph.leaves[candidate]  # its end is known when the last rank has arrived, which may be later
+    joins = graph.leaves[candidate]  # the end of a collective depends on the last rank, which may come later
     fits = (near >= 0) & (graph.order[candidate] < graph.order[nodes][:, None]) & (candidate < nodes[:, None]) & ~joins
     return np.where(fits.any(axis=1), candidate[np.arange(len(nodes)), fits.argmax(axis=1)], 0)
 
@@ -195,7 +195,7 @@ def _no_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
         own = _by_host(graph, column)
         gpu, row = job.digests[column].gpu, graph.row[own]
         call = np.where(copies[own], (gpu.launch_end - gpu.launch_start)[np.maximum(row, 0)], 0.0)
-        calling = np.minimum(np.concatenate(([0.0], call[:-1])), graph.host_gap[own])  # it is in the next one's gap
+        calling = np.minimum(np.concatenate(([0.0], call[:-1])), graph.host_gap[own])  # in the next node's host_gap
         after_host[own] -= _since_host(graph, own, calling)
     return changed(graph, after_host=after_host, duration=np.where(copies, 0.0, graph.duration))
 
@@ -217,7 +217,7 @@ def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph
 
 
 def _by_host(graph: ReplayGraph, column: int) -> I64:
-    """Return a rank's nodes in the order in which its host launched them or returned from them."""
+    """Return a rank's nodes in host order: by launch of operations and by return of host calls."""
     nodes = np.flatnonzero((graph.column == column) & np.isfinite(graph.order))
     return nodes[np.argsort(graph.order[nodes], kind="stable")]
 
@@ -228,19 +228,22 @@ def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
 
 
 def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
-    """Number the stretches between communication operations, which are alike on ranks that run one program."""
+    """Return, per node, the number of communication operations up to it; ranks of one program have equal numbers."""
     return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
 
 
 def _since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
-    """Sum `gap` over the nodes, in order of the host, since each node's last waiting call."""
+    """Return, for every node, the sum of `gap` over `nodes` (in host order) since the host call that it follows."""
     total = np.zeros(len(graph.row))
     total[nodes] = np.cumsum(gap)
     return total[nodes] - total[graph.host[nodes]]
 
 
 def _stand_in(own: F64, stretch: I64, theirs: F64, their_stretch: I64) -> F64:
-    """Take their values in stretches where they take less: one by one if both have as many, else scaled to the sum."""
+    """Return `own`, with the values of `theirs` in stretches whose sum is smaller there.
+
+    If a stretch has as many values in both, they are taken one by one; else `own` is scaled to the other sum.
+    """
     count = int(max(stretch.max(initial=0), their_stretch.max(initial=0))) + 1
     size, their_size = np.bincount(stretch, minlength=count), np.bincount(their_stretch, minlength=count)
     total, their_total = (np.bincount(s, v, count) for s, v in ((stretch, own), (their_stretch, theirs)))

@@ -1,20 +1,21 @@
-"""Build the graph that a replay runs: who waits for what in some consecutive steps of all ranks.
+"""Build the graph that a replay simulates: what each GPU operation waits for, in some consecutive steps of all ranks.
 
-A node is a GPU operation, or the return of a host call that waited for the GPU. Each begins some time after the latest
-of at most four others has ended:
+A node is a GPU operation, or the return of a host call that waited for the GPU. Each node begins some time after the
+last of at most four other nodes has ended:
 
     begin = max(end[host] + after_host, end[stream], end[event], end[seen]) + lag          end = begin + duration
 
 - `host`: the last waiting host call before the launch. Between its calls the host works as long as it did: `after_host`
   is that time, plus, for an operation, the shortest time from launch to begin that the rank shows.
 - `stream`: the operation before it on its stream; for a host call, the operation that it waited for.
-- `event`: what it waited for on another stream: as the trace states it, else as the host's calls to wait suggest.
-- `seen`: where it is late by all of that, the operation of another stream with whose end it began. It waited for that
-  one in a way that the trace does not show, or that one is a kernel that left it no SM.
-- `lag`: what is left of the measured begin: gaps of a few µs, and whatever the trace does not explain.
+- `event`: the operation it waited for on another stream, as the trace states it, else as cudaStreamWaitEvent calls
+  suggest.
+- `seen`: where it began later than all of that allows, the operation of another stream that ended as it began. Either
+  it waited for that operation in a way that the trace does not show, or that operation is a kernel that took every SM.
+- `lag`: the rest of the measured begin: gaps of a few µs, and delays that the trace does not explain.
 
-A collective joins ranks: its kernels begin by these rules, and each ends its own `transfer` after the last one began.
-Node 0 is the beginning of time: it ends at 0, and an edge that does not exist points to it.
+A collective connects ranks: its kernels begin by these rules, and each ends its own `transfer` after the last one
+began. Node 0 marks the start of the simulation: it ends at 0, and an edge that does not exist points to it.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from counterpoint.trace.timeline import F64, I64, U8, Kind, previous_on_stream
 
 Bools = npt.NDArray[np.bool_]
 
-_EDGE_US = 20.0  # an operation that waited for another stream's begins this soon after that one's end
-_LATE_US = 8.0  # an operation that begins this much after launch, stream and event was held by something else,
-_MORE_US = 1.0  # which must explain this much more of its begin
-_TAIL = 0.15  # the part of a kernel in which its last blocks leave SMs free
-_RETURN_US = 100.0  # a host call that waited returns this soon after the end that it waited for
-_BLOCKED_CALL_US = 100.0  # a launch that takes longer met a full queue
-LOOK_BACK = 16  # ends that are looked at for each begin
+_EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
+_LATE_US = 8.0  # an operation that begins this much after launch, stream and event waited for something else, ...
+_MORE_US = 1.0  # ... which must have ended at least this much after those
+_TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
+_RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
+_BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
+LOOK_BACK = 16  # number of ends that are examined for each begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayGraph:
-    """Holds nodes, each after all that it depends on; times in µs, columns of one length; -1, in an edge 0: none."""
+    """Holds nodes, each after all nodes that it depends on; times in µs, columns of one length; no edge is 0."""
 
     column: I64  # of TracedJob
     row: I64  # of GpuOps; -1: a host call
     kind: U8  # Kind of the operation
-    begin: F64  # as measured; a replay reads only what is derived from it
+    begin: F64  # as measured; a simulation uses only columns derived from it
     end: F64
-    order: F64  # when the host launched it or came back to it; NaN: unknown
-    host_gap: F64  # host time since its previous launch or return; `after_host` is their sum since `host`
-    after_host: F64
+    order: F64  # when the host launched the operation, or when the host call returned; NaN: unknown
+    host_gap: F64  # host time since the previous launch or return
+    after_host: F64  # host time since the end of `host`: the sum of `host_gap`, for operations plus launch latency
     host: I64
     stream: I64
     event: I64
@@ -58,18 +59,18 @@ class ReplayGraph:
     lag: F64
     duration: F64
     transfer: F64  # of a node that leaves a collective: own end - last arrival
-    collective: I64
-    arrives: Bools  # its begin is the rank's arrival at the collective
-    leaves: Bools  # its end is that of the collective on this rank
-    head_us: float = 0.0  # from node 0 to the measured window
-    window_us: float = 0.0  # from the first rank's first step to the last rank's last
+    collective: I64  # row of Joined; -1: none
+    arrives: Bools  # whether its begin is the rank's arrival at the collective
+    leaves: Bools  # whether its end is the end of the collective on this rank
+    head_us: float = 0.0  # from node 0 to the beginning of the replayed steps
+    window_us: float = 0.0  # from the earliest begin of the first step to the latest end of the last step
     steps: int = 0
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
-    """Return the graph of as many steps around the middle as hold at most `limit` GPU operations, but of one at least.
+    """Return the graph of the middle steps, as many as hold at most `limit` GPU operations, but at least one.
 
-    Return None if no operation runs in them, or they take no time.
+    Return None if no operation runs in these steps, or they take no time.
     """
     first, last = _steps(job, limit)
     begin, finish = job.step_start[first], job.step_end[last]
@@ -90,7 +91,7 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
 
 
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
-    """Return first and last of the steps to replay: grown from the middle to both sides while they fit."""
+    """Return the first and last step to replay: the middle step, and its neighbours as long as `limit` allows."""
     size = np.zeros(len(job.step_names), np.int64)
     for c, at in enumerate(job.op_start):
         size += np.searchsorted(at, job.step_end[:, c]) - np.searchsorted(at, job.step_start[:, c])
@@ -106,7 +107,7 @@ def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
 
 
 def _nothing() -> ReplayGraph:
-    """Return node 0."""
+    """Return a graph of node 0 only."""
     none, zero, no = np.full(1, -1, np.int64), np.zeros(1), np.zeros(1, bool)
     edge = np.zeros(1, np.int64)
     return ReplayGraph(column=none, row=none, kind=np.zeros(1, np.uint8), begin=zero, end=zero, order=zero * np.nan,
@@ -115,7 +116,7 @@ def _nothing() -> ReplayGraph:
 
 
 def _rank(job: TracedJob, c: int, begin: float, finish: float) -> ReplayGraph:
-    """Return one rank's operations, then its host calls; edges count from 0 within the rank, -1: none."""
+    """Return the nodes of one rank: operations, then host calls. Edges are indices of these nodes, -1: none."""
     gpu = job.digests[c].gpu
     row = np.flatnonzero((job.op_start[c] >= begin) & (job.op_start[c] < finish)).astype(np.int64)
     start, end, launch = job.op_start[c][row], job.op_end[c][row], job.launch[c][row]
@@ -159,10 +160,10 @@ def _ends(end: F64, edge: I64) -> F64:
 
 
 def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -> tuple[F64, F64, I64]:
-    """Return when the rank's host calls were entered and returned, and what they waited for (-1: none), by return.
+    """Return entry, return and awaited operation (-1: none) of a rank's blocking host calls, in order of return.
 
-    The first is where the host comes from, the last where it ends if it outlasts the GPU. Between them the calls that
-    waited: once all that was launched before had ended, or right when some of it had. Others count as host work.
+    The first entry marks the begin of the host's work, the last one its end if that is after the GPU's. Between them
+    are the calls that waited, for all operations launched before or for one of them. Other calls count as host work.
     """
     gpu, waits, launch, end = job.digests[c].gpu, job.digests[c].waits, job.launch[c][row], job.op_end[c][row]
     call = gpu.launch_end[row] - gpu.launch_start[row]
@@ -180,21 +181,21 @@ def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -
         tail: tuple[list[float], list[float], list[int]] = ([], [], [])
     elif np.isfinite(launch).any() or not len(end):
         tail = ([finish], [finish], [-1])
-    else:  # nothing is known of the host: it follows the GPU
+    else:  # no launches are recorded: let the host end with the GPU
         tail = ([start], [finish], [int(end.argmax())])
     return (np.concatenate(([start], enter, tail[0])), np.concatenate(([start], leave, tail[1])),
             np.concatenate(([-1], awaited, tail[2])).astype(np.int64))  # fmt: skip
 
 
 def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
-    """Return the operation whose end let each host call return; -1: none did."""
+    """Return the operation for whose end each host call waited; -1: none."""
     launched = np.flatnonzero(np.isfinite(launch))
     launched = launched[np.argsort(launch[launched], kind="stable")]
     found = np.full(len(enter), -1, np.int64)
     if not len(launched) or not len(enter):
         return found
     latest = np.maximum.accumulate(end[launched])
-    reached = np.searchsorted(latest, latest)  # the first position with that end so far
+    reached = np.searchsorted(latest, latest)  # position of the operation with the latest end so far
     at = np.searchsorted(launch[launched], enter, side="right") - 1
     last = np.where(at >= 0, latest[at], np.inf)
     all_done = (last <= enter) | ((last <= leave) & (leave - last <= _RETURN_US))
@@ -210,7 +211,7 @@ def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
 
 
 def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
-    """Return host, host_gap and after_host of operations and host calls, from the order in which the host met them."""
+    """Return `host`, `host_gap` and `after_host` of operations and host calls, from the order of the host's calls."""
     n = len(launch)
     met, left = np.concatenate((launch, enter)), np.concatenate((launch, leave))
     order = np.argsort(left, kind="stable")
@@ -225,7 +226,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return the last operation to end that each waits for by a stream wait in the trace; -1: none."""
+    """Return the operation that ends last of those that each one waits for by stream waits in the trace; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)
@@ -245,10 +246,10 @@ def _stated(job: TracedJob, c: int, row: I64) -> I64:
 
 
 def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
-    """Return the event that each operation waited for, as far as the host's calls to wait say; -1: none fits.
+    """Return the operation that each one waited for, guessed from the times of cudaStreamWaitEvent calls; -1: none.
 
-    An operation launched after such a call waits for what another stream had been given until then. It cannot have
-    begun before that ended, which leaves few streams; of those the last to end is taken.
+    An operation launched after such a call waits for the last operation launched to some other stream before the call.
+    That must have ended before it began, which leaves few streams; of those the last to end is taken.
     """
     asked = np.full(len(launch), -1, np.int64)
     known = np.flatnonzero(np.isfinite(launch))
@@ -268,11 +269,11 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return the operation of another stream with whose end each begins, if it is late by all other accounts; else -1.
+    """Return the operation of another stream that ended as each began, if it began later than `base` explains; else -1.
 
     Either it waited for that one, which then had been launched before (an event can be waited for only once it is
-    recorded), or that one is a kernel that left it no SM until its last blocks: then it begins a little before the end.
-    Between compute and communication is likelier than within one of them, and copies are the least likely.
+    recorded), or that one is a kernel that took every SM until its last blocks: then it begins a little before the end.
+    Waits between compute and communication are likelier than within one of them, and waits of or for copies the least.
     """
     late = np.flatnonzero(~(start - base <= _LATE_US))
     by_end = np.argsort(end, kind="stable")
@@ -299,7 +300,7 @@ _COLUMNS = tuple(n for n in ReplayGraph.__dataclass_fields__ if n not in ("head_
 
 
 def _stacked(parts: list[ReplayGraph]) -> ReplayGraph:
-    """Put all ranks into one table, in which edges count from 0 over all of it, and 0 is none."""
+    """Concatenate the nodes of all ranks, and turn edges into indices of the whole table, 0: none."""
     offset = np.cumsum([0] + [len(p.row) for p in parts])
     columns: dict[str, Any] = {}
     for name in _COLUMNS:
@@ -311,7 +312,7 @@ def _stacked(parts: list[ReplayGraph]) -> ReplayGraph:
 
 
 def _with_collectives(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
-    """Return the graph with marks where ranks arrive at each joined collective and leave it.
+    """Return the graph with `collective`, `arrives`, `leaves` and `transfer` set from the joined collectives.
 
     A rank that left before the last arrived (the root of a broadcast) did not wait: it keeps its own duration.
     """
@@ -340,14 +341,14 @@ def _with_collectives(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
 
 
 def _sorted(graph: ReplayGraph) -> ReplayGraph:
-    """Sort nodes by measured begin; an edge against that order cannot be true and is dropped: no circle is left."""
+    """Sort nodes by measured begin; drop edges against that order, which cannot be true, so that no cycle is left."""
     order = np.concatenate(([0], 1 + np.lexsort((graph.end[1:], graph.begin[1:]))))
     here = np.arange(len(order))
     place = np.empty_like(here)
     place[order] = here
     columns: dict[str, Any] = {n: getattr(graph, n)[order] for n in _COLUMNS}
     columns |= {n: place[columns[n]] for n in _EDGES}
-    known = here.copy()  # where the end of a node is known: in a collective, not before the last rank has arrived
+    known = here.copy()  # node at which a node's end is known: in a collective, that of the last rank to arrive
     joint, arrives, leaves = columns["collective"], columns["arrives"], columns["leaves"]
     last = np.zeros(int(joint.max()) + 1, np.int64)
     np.maximum.at(last, joint[arrives], here[arrives])
@@ -355,13 +356,13 @@ def _sorted(graph: ReplayGraph) -> ReplayGraph:
     for name in ("host", "event", "seen"):
         columns[name] = np.where(known[columns[name]] < here, columns[name], 0)
     before = columns["stream"]
-    while (ahead := (known[columns["stream"]] >= here) & (columns["stream"] > 0)).any():  # of its stream, one further
+    while (ahead := (known[columns["stream"]] >= here) & (columns["stream"] > 0)).any():  # take the one before instead
         columns["stream"] = np.where(ahead, before[columns["stream"]], columns["stream"])
     return ReplayGraph(**columns)
 
 
 def _with_lags(graph: ReplayGraph) -> ReplayGraph:
-    """Add what the edges leave unexplained of the measured begins, except where a rank's host comes from."""
+    """Set `lag` to the part of each begin that the edges do not explain; a rank's first host node has none."""
     end = graph.end
     base = end[graph.host] + graph.after_host
     for edge in (graph.stream, graph.event):

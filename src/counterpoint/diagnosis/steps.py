@@ -1,10 +1,10 @@
 """Find where training steps begin and end on one rank.
 
 `ProfilerStep#N` ranges are host time, and the host runs ahead of the GPU. A step's window therefore ends when the last
-operation launched in it has ended, and the next begins there: windows follow one another and together hold all the
-time. Without such ranges the program's own are steps: `iteration 7`, `train_step`, `execute_context_1(...)`, or any
-name that comes again and again and covers the work, at the outermost level that repeats; then the time from one
-optimizer step to the next; then what repeats among the operations. Failing that the whole trace is one step.
+operation launched in it has ended, and the next begins there: windows leave no time between them. Without such ranges,
+these are tried in turn: ranges of the program (`iteration 7`, `train_step`, `execute_context_1(...)`, or any name that
+repeats and covers most of the work, at the outermost level that repeats); the time from one optimizer step to the next;
+repeating GPU operations. Failing that, the whole trace is one step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Mask = npt.NDArray[np.bool_]
 
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
 _STEP_NAME = (
-    re.compile(  # what programs call a step: vLLM, SGLang, Megatron, Lightning, diffusion servers, loops of one's own
+    re.compile(  # names of steps in vLLM, SGLang, Megatron, Lightning, diffusion servers and hand-written loops
         r"(?:^|[^a-z])(?:step|iter|iteration|training_?batch|train_?batch|mini_?batch)s?(?:[^a-z]|$)|^batch[ _#:]?\d+$"
         r"|^execute_\w*(?:context|model|diffusion)|^model_(?:inference|execute)|^run_(?:batch|iteration)",
         re.IGNORECASE,
     )
 )
-_PART_NAME = re.compile(  # parts of a step, and things that are none
+_PART_NAME = re.compile(  # names of parts of a step, and of ranges that are not steps
     r"forward|backward|optimizer|zero_grad|loss|loader|micro_?batch|fsdp|distributeddataparallel|compiledfxgraph|dynamo"
     r"|capture|warm_?up|layer|attention|attn|mlp|bucket|reducer|h2d|d2h|copy|checkpoint|[a-z]+:\w|^##|^\[param\|",
     re.IGNORECASE,
@@ -38,7 +38,7 @@ _PART_NAME = re.compile(  # parts of a step, and things that are none
 _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|module|stage|expert", re.IGNORECASE)
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
-_COVERS, _COVERS_UNNAMED = 0.5, 0.8  # of the GPU's time: what ranges must launch to be steps
+_COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
 _CAPTURE = re.compile(
     r"^(?:cuda|hip)(?:StreamEndCapture|GraphInstantiate)|^capture_\d|^CUDAGraphNode\.record|^capture_graph"
 )
@@ -51,41 +51,41 @@ _START_UP = re.compile(
     r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostRegister|StreamCreate|GetDeviceProperties|ModuleLoad|InitDevice)"
     r"|^cu(?:Module|Library)Load|^cuMem(?:Create|AddressReserve|Map)"
 )
-_SET_UP_SHARE = 0.1  # of a step: more of capture or compilation makes it no usual one
+_SET_UP_SHARE = 0.1  # of a step: a step with more graph capture or compilation is unusual
 _START_UP_SHARE = 0.2
-_QUEUED_US = 1000.0  # from its launch to its start: more is no latency
+_QUEUED_US = 1000.0  # a longer time from launch to start is more than latency: the GPU was busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindows:
-    """Holds windows [start, end) in µs since the rank's origin."""
+    """Holds the steps of one rank as windows [start, end) in µs since the rank's origin."""
 
     names: tuple[str, ...]
     start: F64
     end: F64
     found_by: str  # profiler | annotation | optimizer | repetition | whole
-    notes: tuple[str, ...] = ()  # what in these windows is no usual step
+    notes: tuple[str, ...] = ()  # which of the steps are unusual, and why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SetUp:
-    """Holds when a rank's host captured graphs, compiled or started up, instead of the work of a step."""
+    """Holds when a rank's host did one kind of set-up work: graph capture, compilation or start-up."""
 
     label: str
     ranges: Intervals
     longest: str
-    share: float  # of a step from which it is told
-    ends_steps: bool  # a step with more of it is left out where others are without
+    share: float  # share of a step; a step with more of this work is unusual and noted
+    ends_steps: bool  # whether unusual steps are left out, if usual ones remain
 
 
 def find_steps(timeline: Timeline) -> StepWindows:
-    """Return the steps of one rank, with notes on what in them is start-up, graph capture or compilation."""
+    """Return the steps of one rank, with notes on start-up, graph capture and compilation in them."""
     set_up = _set_up(timeline)
     steps = _find(timeline)
     if steps.found_by == "repetition" and any(
         s.ends_steps and _share(s, steps).sum() > len(steps.names) / 2 for s in set_up
     ):
-        steps = _whole(timeline)  # what repeats are the layers of a graph under capture
+        steps = _whole(timeline)  # the repeats are layers of a graph that is being captured
     return _without_set_up(steps, set_up)
 
 
@@ -112,7 +112,7 @@ def _whole(timeline: Timeline) -> StepWindows:
 
 
 def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str) -> StepWindows:
-    """Return windows of what host ranges, sorted by start, launch."""
+    """Return one step per host range (sorted by start), which ends when all that the range launched has ended."""
     gpu = timeline.gpu
     launched = _launched(gpu)
     step_of = np.searchsorted(begin, launched, side="right") - 1
@@ -125,16 +125,16 @@ def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64,
 
 
 def _launched(gpu: GpuOps) -> F64:
-    """Return when each operation was launched; its start where that is not known."""
+    """Return when each operation was launched, or its start where the launch is not known."""
     return np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
 
 
 def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Mask, found_by: str) -> float:
-    """Return when the GPU is done with what was launched before the first step, if it still ran as that began.
+    """Return when the first step's work starts if the GPU was then busy with earlier work; else -infinity.
 
-    An operation without a launch, in a trace that has launches, was launched before the recording. Where the first
-    operation starts long after its launch and nothing recorded holds it up, the GPU worked on what was not recorded
-    (`ProfilerStep` begins where it says).
+    An operation without a launch, in a trace that has launches, was launched before the recording. If the first
+    operation starts long after its launch and no recorded operation ran before it, the GPU was busy with work that is
+    not recorded (not checked for `ProfilerStep`, which begins with its range).
     """
     if not len(gpu):
         return -np.inf
@@ -148,12 +148,15 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Mask, found_by: s
         return first
     if found_by == "profiler":
         return -np.inf
-    queued = first - float(gpu.launch_end[own & (gpu.start == first)][0])  # NaN: unknown
+    queued = first - float(gpu.launch_end[own & (gpu.start == first)][0])  # NaN if the launch is unknown
     return first if queued > _QUEUED_US and not earlier.any() else -np.inf
 
 
 def _from_annotations(timeline: Timeline) -> StepWindows | None:
-    """Return steps by the program's own ranges: the longest that repeat and launch most of the work, else one alone."""
+    """Return steps from the program's ranges: the longest that repeat and launch most of the work, else a single one.
+
+    Return None if no range with the name of a step, and no repeating range, launches enough of the work.
+    """
     gpu, host = timeline.gpu, timeline.host
     order = np.argsort(launched := _launched(gpu), kind="stable")
     launched, work = launched[order], np.concatenate(([0.0], np.cumsum((gpu.end - gpu.start)[order])))
@@ -172,7 +175,7 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
         return None
     begin, until = host.start[chosen], host.end[chosen].copy()
     pause = begin[1:] - until[:-1]
-    belongs = pause < np.median(until - begin)  # a longer pause, as of a server without requests, is in no step
+    belongs = pause < np.median(until - begin)  # a longer pause (a server without requests) belongs to no step
     until[:-1][belongs] = begin[1:][belongs]
     texts = [timeline.names[i] for i in host.name[chosen].tolist()]
     if len(set(texts)) < len(texts) or not all(re.search(r"\d", text) for text in texts):
@@ -181,9 +184,9 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
-    """Yield ranges of one name (but for numbers and what stands in brackets) and thread that follow one another.
+    """Yield whether a name is typical of steps, and the rows of the ranges with that name on one thread.
 
-    With each, whether its name is one that programs give to steps. Ranges inside a range of the same name are left out.
+    Names that differ only in numbers or in brackets count as one. Ranges inside a range of the same name are left out.
     """
     host = timeline.host
     rows = np.flatnonzero(host.kind == HostKind.ANNOTATION)
@@ -208,19 +211,19 @@ def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
     threads = np.bincount([family[part[0]] for part in parts], minlength=len(named))
     for part in parts:
         which = int(family[part[0]])
-        if named[which] or threads[which] == 1:  # the same on several threads: tasks, not steps
+        if named[which] or threads[which] == 1:  # a name that occurs on several threads is a task, not a step
             yield named[which], _outermost(timeline, rows[part])
 
 
 def _outermost(timeline: Timeline, rows: I64) -> I64:
-    """Return the ranges, sorted by start, that begin when none before them lasts."""
+    """Return those of `rows` (sorted by start) that begin when no earlier one is still open."""
     host = timeline.host
     reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[rows])[:-1]))
     return rows[host.start[rows] >= reach]
 
 
 def _between_optimizers(timeline: Timeline) -> StepWindows | None:
-    """Return steps that each end with PyTorch's range of an optimizer step, if there are two or more."""
+    """Return steps that each end with PyTorch's range of an optimizer step; None if there are fewer than two."""
     gpu, host = timeline.gpu, timeline.host
     marks = np.array([name.startswith(_OPTIMIZER_STEP) for name in timeline.names], bool)
     rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & marks[host.name])
@@ -232,9 +235,9 @@ def _between_optimizers(timeline: Timeline) -> StepWindows | None:
     ]
     if not ends:
         return None
-    until = min(ends, key=len)  # of several optimizers the one that steps least often
+    until = min(ends, key=len)  # of several optimizers, the one that steps least often
     apart = np.diff(until)
-    until = until[np.concatenate((apart > 0.1 * apart.max(), [True]))]  # two of one kind step one after the other
+    until = until[np.concatenate((apart > 0.1 * apart.max(), [True]))]  # two of one class in a row end one step
     if len(until) < 2:
         return None
     begin = np.concatenate(([min(float(_launched(gpu).min()), float(host.start.min()))], until[:-1]))
@@ -243,7 +246,7 @@ def _between_optimizers(timeline: Timeline) -> StepWindows | None:
 
 
 def _set_up(timeline: Timeline) -> list[_SetUp]:
-    """Return what the host did to get ready, by kind."""
+    """Return when the host captured graphs, compiled or started up: one entry for each kind that occurs."""
     host = timeline.host
     found = []
     for label, pattern, share, ends_steps in (
@@ -264,14 +267,14 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
 
 
 def _share(found: _SetUp, steps: StepWindows) -> F64:
-    """Return how much of each step it takes."""
+    """Return the share of each step that this set-up work takes."""
     length = np.maximum(steps.end - steps.start, 1e-3)
     share: F64 = found.ranges.within(steps.start, steps.end) / length
     return share
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps with notes on what in them is no work of a step, and without steps of which that is special."""
+    """Return the steps with notes on those with much set-up work; leave out those with much capture or compilation."""
     keep = np.ones(len(steps.names), bool)
     notes: list[str] = []
     for found in set_up:
@@ -300,7 +303,7 @@ def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
 
 
 def _from_begin_to_end(timeline: Timeline, rows: I64) -> tuple[F64, F64]:
-    """Return ranges of graph capture: the call that ends one reaches back to the call that began it on its thread."""
+    """Return start and end of set-up ranges; a StreamEndCapture call counts from its StreamBeginCapture on."""
     host = timeline.host
     begins = np.array([name.endswith("StreamBeginCapture") for name in timeline.names], bool)
     ends = np.array([name.endswith("StreamEndCapture") for name in timeline.names], bool)

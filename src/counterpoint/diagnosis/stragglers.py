@@ -1,13 +1,13 @@
-"""Find who makes the others wait, and why.
+"""Find ranks that make the other ranks wait, and why.
 
-A rank makes others wait if they have exposed waiting in collectives that it entered last. The cause shows in how its
-own time in those steps differs from the typical other rank's:
+A rank makes others wait if they have exposed waiting in collectives that it entered last. The cause shows in how the
+time of this late rank r in those steps differs from that of the typical other rank o:
 
     wait_o - wait_r = (compute_r - compute_o) + (copies_r - copies_o) + (idle_r - idle_o)
 
-The cause is looked for in the largest term: in the host, where its GPU idled; in its kernels, where it computed
-for longer. Whole steps are compared, not single collectives: one stall in the forward pass leaves a rank behind in
-every collective of the backward pass. A rank that waits longer itself, in another group, has inherited its delay.
+The largest term tells where the cause lies: idle time in its host, compute time in its kernels. Whole steps are
+compared, not single collectives: one stall in the forward pass leaves a rank behind in every collective of the backward
+pass. A rank that itself waits longer, in another group, only passes on the delay of a rank in that group.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from counterpoint.trace.timeline import F64, I64, Kind
 _WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
 _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
 _WORTH_IN_JITTER = 0.03
-_WORTH_ONCE = 0.035  # of one step
-_WORTH_UNEXPLAINED = 0.05  # where no cause can be shown
+_WORTH_ONCE = 0.035  # of a single step
+_WORTH_UNEXPLAINED = 0.05  # of the time of all steps, where no cause is found
 _OUTSTANDING = 3.0  # times the delay of the median rank ...
 _OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
-_CONCENTRATED = 0.25  # steps in which it was felt this much of the worst step's are looked into
-_ENOUGH = 0.3  # of what was felt: less explains nothing
-_STRUCTURAL = ("send_recv", "recv", "send")  # a pipeline waits by design
+_CONCENTRATED = 0.25  # steps with at least this share of the worst step's delay are analysed
+_ENOUGH = 0.3  # of the delay: a difference of less is not its cause
+_STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delays:
-    """Holds late arrivals: for each collective the last rank, and the median exposed waiting of the others."""
+    """Holds, for each collective, the column of the last rank and the median exposed wait of the others (µs)."""
 
     collective: I64
     column: I64
@@ -46,7 +46,7 @@ class Delays:
 
 
 def find_delays(job: TracedJob, w: Waits) -> Delays:
-    """Return the delays of every collective that more than one rank took part in."""
+    """Return the delays of all collectives of more than one rank in the steps, without sends and receives."""
     rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
         there = np.flatnonzero(np.isfinite(w.arrival[j]))
@@ -61,7 +61,7 @@ def find_delays(job: TracedJob, w: Waits) -> Delays:
 
 
 def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64:
-    """Return the delay that one rank caused in each step."""
+    """Return the delay in µs that one rank caused in each step."""
     own = delays.column == column
     step = w.step[delays.collective[own]]
     return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
@@ -73,7 +73,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
     if ranks < 2 or not len(delays.column):
         return ()
     total: F64 = np.bincount(delays.column, weights=delays.felt_us, minlength=ranks).astype(np.float64)
-    last = np.bincount(delays.column, minlength=ranks)  # times last
+    last = np.bincount(delays.column, minlength=ranks)  # number of collectives that each rank entered last
     found = []
     for column in np.argsort(-total).tolist():
         if not _stands_out(job, w, delays, column, total):
@@ -115,7 +115,7 @@ def _explain(
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
     if excess.comm > _ENOUGH * shown or _waited_elsewhere(job, w, delays.collective[own], column, steps) > 0.5 * shown:
-        return None  # it waits for others itself: the cause is found there
+        return None  # it waits for other ranks itself: these are the cause
     cause: Cause = "unknown"
     detail, evidence = None, "its time differs from the others' in nothing that the trace shows"
     if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
@@ -141,7 +141,7 @@ def _explain(
 
 
 def _waited_elsewhere(job: TracedJob, w: Waits, felt_in: I64, column: int, steps: I64) -> float:
-    """Return how long a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
+    """Return how many µs a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
     there = np.isfinite(job.joined.start)
 
     def same_ranks(j: int, k: int) -> bool:  # or fewer, if a trace lacks one of the group's collectives
@@ -155,7 +155,7 @@ def _waited_elsewhere(job: TracedJob, w: Waits, felt_in: I64, column: int, steps
 
 
 def _excess(job: TracedJob, busy: list[Activity], w: Waits, column: int, steps: I64) -> _Excess:
-    """Return the rank's own time less the median of the others', per kind, over these steps."""
+    """Return the time of the rank minus the median of the other ranks, per kind of activity, over these steps."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
     spent = np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
@@ -165,7 +165,7 @@ def _excess(job: TracedJob, busy: list[Activity], w: Waits, column: int, steps: 
 
 
 def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
-    """Return the times of compute, of copies alone, of communication alone, and of idling in some windows."""
+    """Return µs of compute, of exposed copies, of other communication and waits, and of idle, in some windows."""
     compute = float(busy.compute.within(start, end).sum())
     copying = float((busy.compute | busy.memcpy).within(start, end).sum())
     working = float((busy.any | waited).within(start, end).sum())
@@ -173,7 +173,7 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
 
 
 def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | None, str, tuple[float, float] | None]:
-    """Find what the host did while the GPU had nothing to do, in these steps; the last is the longest such gap."""
+    """Return cause, detail, evidence and the longest gap: what the host did while the GPU idled in these steps."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     us = time_in(job, column, steps)
     rows = np.flatnonzero(us > 0)
@@ -219,7 +219,7 @@ def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:
 
 
 def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> tuple[Cause, str | None, str]:
-    """Tell whether other kernels, slower ones or more of them explain the delay."""
+    """Return cause, detail and evidence: whether different, slower or additional kernels explain the delay."""
     late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank"
     enough = _ENOUGH * felt
     if diff.other_share >= 0.1 and diff.extra_us > enough:
@@ -241,9 +241,9 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> t
 class _KernelDifference:
     """Compares compute kernels of a late rank with those of a peer, in some steps.
 
-    A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean against mean, weighted
-    by the late rank's counts; other_share: part of its kernels whose signature the peer did not run; extra_us: its
-    kernel time beyond the peer's that those others, and more of the same, account for; slower_us: what ratio costs.
+    A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean by mean, weighted by
+    the late rank's counts; slower_us: the time that this ratio costs; other_share: share of the late rank's kernels
+    without a match on the peer; extra_us: kernel time beyond the peer's from unmatched signatures and higher counts.
     """
 
     peer: int
