@@ -1,9 +1,9 @@
-"""Cut a JSON trace, whatever its layout and size, into decodable runs of whole events.
+"""Cut a JSON trace of any layout and size into runs of whole events that can be decoded.
 
-The array of events is cut at the last `}, {` of each block, and the cut is proved by decoding: JSON is read from left
-to right, so a run that starts at an event and decodes as a list of objects also ends at one. Where a cut falls into a
-nested list or a string, decoding fails and a slower walk over the tokens finds the true one. Memory is bounded by the
-block, not by the file.
+The array of events is cut at the last `}, {` of each block, and decoding proves the cut: JSON is read from left to
+right, so bytes that start with an event and decode as a list of objects also end with one. Where a cut falls into a
+nested list or a string, decoding fails, and a slower walk over the tokens finds a right one. Memory is bounded by the
+size of a block, not of the file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import msgspec
 from counterpoint.errors import BadTrace
 
 BLOCK_BYTES = 4 << 20
-_LARGEST = 64 << 20  # header, trailer or a single event beyond this is not a trace
-_HEADERS = 16  # places that look like the start of the events and may turn out to lie inside another key
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what a decoder can say about bytes
+_LARGEST = 64 << 20  # bytes; no trace has a larger header, trailer or single event
+_HEADERS = 16  # tries: a "traceEvents" key may lie inside the value of another key
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on malformed bytes
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]|"', re.DOTALL)
@@ -31,18 +31,18 @@ E = TypeVar("E")
 
 
 class EventRuns(Generic[E]):
-    """Iterates over lists of typed events; `header` holds every other key of the file once the iteration has ended.
+    """Iterates over (bytes, typed events) of each run; after that, `header` holds every other key of the file.
 
     Args:
         stream: decompressed bytes.
-        label: what errors call the file.
+        label: name of the file in errors.
         event: the msgspec type of one event.
-        lenient: decodes a list of events of which one is not of that type; it says in turn what it cannot read.
-        begins_at: where in the file the stream begins, if that is at an event; None: at the file's beginning.
-        open_ended: the stream ends after an event, not with the file.
+        lenient: decoder for lists in which an event is not of that type; raises if it cannot read them either.
+        begins_at: byte offset in the file of the event at which the stream begins; None: the file's beginning.
+        open_ended: whether the stream ends after an event before the end of the file.
 
     Raises:
-        BadTrace: truncated, malformed, an event of another shape, or not a trace; with the byte offset.
+        BadTrace: the file is truncated, malformed or no trace, or an event cannot be read; with the byte offset.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EventRuns(Generic[E]):
         self._lenient = lenient
         self._offset = begins_at or 0  # of the first byte of the buffer in the file
         self._headless, self._open_ended = begins_at is not None, open_ended
-        self._bare = False  # the array alone, without an object around it
+        self._bare = False  # whether the file is the array alone, without an object around it
         self.header: dict[str, Any] = {}
 
     def bad(self, reason: str, at: int = 0) -> BadTrace:
@@ -94,7 +94,7 @@ class EventRuns(Generic[E]):
                 self._run_offset = self._offset
                 yield buffer[:cut], events
             rest = buffer[cut:]
-            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubling: a huge event is walked few times
+            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubles, so a huge event is walked rarely
             eof = not block
             rest += block
             buffer = rest.lstrip(b" \t\r\n,")  # the comma after an event may come with the next block
@@ -113,7 +113,7 @@ class EventRuns(Generic[E]):
         try:
             return self._decode(run)
         except _MALFORMED:
-            return None  # cut at the wrong place, or damaged: the walk tells
+            return None  # cut at the wrong place, or damaged: the caller walks the tokens to find out
 
     def _run(self, buffer: bytes, cut: int) -> tuple[bytes, list[E]]:
         self._run_offset = self._offset
@@ -124,7 +124,7 @@ class EventRuns(Generic[E]):
             found = _INDEX.search(str(error))
             at = _element(run, int(found.group(1))) if found else 0
             raise self.bad(f"an event of an unexpected form: {error}", at) from None
-        except UnicodeDecodeError as error:  # it counts from the start of the string
+        except UnicodeDecodeError as error:  # error.start counts from the start of the string
             at = max(run.find(error.object), 0) + error.start
             raise self.bad(f"a byte that is not UTF-8: {run[at]:#04x}", at) from None
         except msgspec.DecodeError as error:
@@ -187,7 +187,7 @@ class EventRuns(Generic[E]):
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return the place after the last `}` that looks like the end of an event before another; 0 if none is near."""
+    """Return the offset after the last `}` that another event seems to follow; 0 if there is none near the end."""
     at = len(buffer)
     for _ in range(64):
         at = buffer.rfind(b"}", 0, at)

@@ -1,7 +1,7 @@
-"""Say what a GPU operation is, by its name and metadata and never by its stream.
+"""Classify GPU operations as compute, communication or copies, by name and metadata and never by stream.
 
-A kernel is judged by its own name and namespaces, not by its template arguments and parameters, in which every word may
-stand: `at::native::elementwise_kernel<..., AllGatherCopy>` is compute. Libraries whose names are known (2020-2026):
+A kernel is judged by its own name and namespaces, not by its template arguments and parameters, which may hold any
+word: `at::native::elementwise_kernel<..., AllGatherCopy>` is compute. Libraries whose names are known (2020-2026):
 NCCL and those that copy it (RCCL, MSCCL, HCCL, oneCCL), NVSHMEM, PyTorch's symmetric memory, the expert-parallel
 libraries DeepEP, HybridEP, UCCL, MoRI, pplx and NCCL EP, the all-reduces and all-to-alls of TensorRT-LLM, FlashInfer,
 vLLM, SGLang and AITER, and TransformerEngine's userbuffers. What such a library computes on one GPU before it sends
@@ -17,7 +17,7 @@ from counterpoint.trace.timeline import Kind
 
 _COLLECTIVE = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 _CCL = re.compile(r"^(?:nccl|rccl|msccl|hccl|pccl|xccl|oneccl)", re.I)  # symbols of NCCL and its relatives
-_WORDS = re.compile(  # what the name of every communication kernel holds somewhere; most names hold none
+_WORDS = re.compile(  # quick first test: every name of a communication kernel has one of these, most others none
     rf"ccl|{_COLLECTIVE}|a2a|shmem|symmetric_memory|symm_mem|multimem|intra_node|barrier|signal|write_value|dispatch"
     r"|combine|notify|sync|low_latency|cross_device|one_?shot|two_?shot|lamport|mnnvl|userbuffers|quick_?reduce",
     re.I,
@@ -37,12 +37,12 @@ _COMM_SYMBOL = re.compile(
     rf"|(?:^|::)\w*(?:{_COLLECTIVE})\w*$",
     re.I,
 )
-_LOCAL_SYMBOL = re.compile(  # kernels that name a collective and yet run on one GPU, or are a product with one inside
+_LOCAL_SYMBOL = re.compile(  # compute kernels named after a collective, and GEMMs with a collective inside
     r"layout|memset|metadata|sanitize|prefix_?sum|epilogue|prologue|permute|gemm|matmul|(?:^|_)mm_|_copy|copy_|pack"
     r"|^triton_(?:poi|red|per|for|tem|mm)_|(?:^|::)(?:at::native|cub|thrust|cutlass|cudnn|torch::native)::",
     re.I,
 )
-_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # in an anonymous namespace, its arguments pplx's
+_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # anonymous namespace; argument types name pplx
 _UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
 _MANGLED_START, _MANGLED_PART = re.compile(r"_Z(?:N[KVr]*)?L?"), re.compile(r"\d{1,6}")
 _HOST_COLLECTIVE = re.compile(
@@ -51,7 +51,7 @@ _HOST_COLLECTIVE = re.compile(
 _NCCL_OP = re.compile(
     r"(AllReduce|AllGather|ReduceScatter|Broadcast|SendRecv|AllToAll|Reduce|dispatch|combine)", re.IGNORECASE
 )
-_OPS = (  # first hit wins: longer names before the names they contain
+_OPS = (  # the first match counts: longer names stand before the names that they contain
     ("reduce_scatter", re.compile(r"reduce_?scatter|userbuffers_\w*_rs", re.I)),
     ("all_gather", re.compile(r"all_?gather|userbuffers_\w*_ag", re.I)),
     ("all_reduce", re.compile(r"all_?reduce|cross_device_(?:reduce|store)|userbuffers_fp16_sum|lamport|mnnvl", re.I)),
@@ -60,7 +60,7 @@ _OPS = (  # first hit wins: longer names before the names they contain
     ("send_recv", re.compile(r"send_?recv|batch_?isend", re.I)),
     ("barrier", re.compile(r"barrier|clean_low_latency|device_sync", re.I)),
     ("notify", re.compile(r"notify", re.I)),
-    ("all_to_all", re.compile(r"dispatch|combine|a2a", re.I)),  # of experts: to their ranks, and back
+    ("all_to_all", re.compile(r"dispatch|combine|a2a", re.I)),  # tokens to the ranks of their experts, and back
     ("gather", re.compile(r"gather", re.I)),
     ("scatter", re.compile(r"scatter", re.I)),
     ("send", re.compile(r"^i?send|pushsend|pullsend|nccl:send", re.I)),
@@ -78,7 +78,7 @@ _DTYPE_BYTES = {
 
 
 def is_multi_tensor(name: str) -> bool:
-    """Return whether a kernel goes over a list of tensors, as PyTorch's foreach and fused optimizers and Apex' do."""
+    """Return whether a kernel processes a list of tensors, as in PyTorch's foreach and fused optimizers and Apex."""
     return "multi_tensor_apply" in name
 
 
@@ -98,7 +98,7 @@ def _communicates(name: str) -> bool:
 
 
 def _symbol(name: str) -> str:
-    """Return the kernel's own qualified name: `void a::f<b, 2>(c*)` is `a::f`, and so is its mangled form."""
+    """Return the kernel's qualified name alone: `a::f` for `void a::f<b, 2>(c*)` and for its mangled form."""
     if name.startswith("_Z"):
         return _demangled(name)
     depth, kept = 0, []
@@ -139,19 +139,19 @@ def normal_op(name: str) -> str:
 
 
 def is_known_op(op: str) -> bool:
-    """Return whether `op` is the name of a collective and not a word that says nothing, such as `coalesced`."""
+    """Return whether `op` is the name of a collective, unlike words such as `coalesced`."""
     return op in _KNOWN_OPS
 
 
 def host_collective(name: str) -> str | None:
-    """Return the collective that a host range begins (`nccl:all_to_all`, `c10d::alltoall_base_`), else None."""
+    """Return the collective named by a host range (`nccl:all_to_all`, `c10d::alltoall_base_`), else None."""
     found = _HOST_COLLECTIVE.match(name)
     op = normal_op(found.group(1)) if found else ""
     return op if op in _KNOWN_OPS else None
 
 
 def collective_op(kernel_name: str) -> str:
-    """Return the collective that a communication kernel or peer copy carries out, as far as its name says."""
+    """Return the collective that the name of a communication kernel or peer copy states."""
     if kernel_name.startswith("Memcpy"):
         return "peer_copy"
     symbol = _symbol(kernel_name)

@@ -1,7 +1,7 @@
 """Put all ranks on one clock, estimated from collectives: all ranks of a collective finish it at nearly one instant.
 
 Offsets (and drifts, where the trace is long enough to show one) are fitted robustly to the ends of joined collectives.
-What is smaller than the spread of those ends counts as zero: on one host no clock is changed.
+An offset smaller than the spread of those ends counts as zero, so clocks of ranks on one host are not changed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from counterpoint.trace.timeline import F64
 
 _RESOLUTION_US = 100.0  # ranks of one host end a collective up to 60 µs apart, always in the same order (8 x H200)
-_DRIFT_US = 12.0  # a drift that moves the ends by less over the whole trace is not looked for
+_DRIFT_US = 12.0  # a drift that moves the ends by less over the whole trace counts as zero
 _SWEEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clocks:
-    """Holds, per rank: own clock = reference clock + offset + drift * (reference clock - pivot).
+    """Holds the clock of each rank: own clock = reference clock + offset + drift * (reference clock - pivot).
 
-    offset and uncertainty in µs at the pivot; NaN where nothing connects a rank to the reference (the lowest rank).
+    offset and uncertainty in µs at the pivot; NaN if no collective connects a rank to the reference (the lowest rank).
     `spread` is the median deviation of a rank's ends from the others' after alignment.
     """
 
@@ -32,7 +32,7 @@ class Clocks:
     pivot: float
 
     def corrected(self, rank_index: int, at: F64) -> F64:
-        """Return times of one rank on the reference clock; uncorrected where no offset is known."""
+        """Return the times `at` of one rank on the reference clock, unchanged if its offset is not known."""
         offset, drift = self.offset[rank_index], self.drift[rank_index]
         if not np.isfinite(offset):
             return at
@@ -41,7 +41,7 @@ class Clocks:
 
 
 def align_clocks(end: F64) -> Clocks:
-    """Return clocks fitted to `end` [collectives, ranks], the ends of synchronising collectives, NaN: took no part."""
+    """Return clocks fitted to `end` [collectives, ranks]: ends of synchronising collectives; NaN: took no part."""
     ranks = end.shape[1]
     offset = _first_guess(end)
     known = np.isfinite(offset)
@@ -67,10 +67,10 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Return offsets in which ranks that cannot be told apart share one clock, their median; the reference has 0.
+    """Return the offsets with groups of offsets closer than `resolution` replaced by their median; reference: 0.
 
-    Such ranks share a host, and the order in which ranks leave a ring, which is alike in every collective, must not
-    pass for a clock. A clock that drifts is not shared.
+    Such ranks are on one host. Ranks leave a ring in the same order in every collective, and that must not count as a
+    difference of clocks. Clocks that drift are not grouped.
     """
     steady = np.flatnonzero(slope == 0.0)
     order = steady[np.argsort(offset[steady], kind="stable")]
@@ -84,7 +84,10 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return offsets by walking from the first rank along the pairs that share most collectives; NaN: unconnected."""
+    """Return offsets from median differences of ends, rank by rank along the pairs that share most collectives.
+
+    NaN where no collective connects a rank to the first one.
+    """
     ranks = end.shape[1]
     there = np.isfinite(end).astype(np.float64)
     shared = there.T @ there
@@ -105,7 +108,7 @@ def _first_guess(end: F64) -> F64:
 
 
 def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
-    """Return residuals, offsets and drifts by alternating medians; drift only where it moves the ends visibly."""
+    """Return residuals, offsets and drifts, fitted in turn by medians; drift only where it exceeds the noise."""
     shift, slope = np.zeros(local.shape[1]), np.zeros(local.shape[1])
     span = float(np.nanmax(local) - np.nanmin(local)) if np.isfinite(local).any() else 0.0
     residual = local
@@ -139,7 +142,7 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:
-    """Return whether both halves of the time show the drift: a rank whose lateness wanders does not drift."""
+    """Return whether both halves of the trace show the drift; else the rank's lateness varies, not its clock."""
     middle = float(np.nanmedian(x))
     halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
     return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)

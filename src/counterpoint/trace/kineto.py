@@ -1,8 +1,8 @@
 """Read Kineto JSON (torch.profiler's `export_chrome_trace`, 2020 to today) into a `Timeline`.
 
-Events are decoded by type, a block at a time, and fall into columns at once: what is kept grows with the columns, not
-with the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid).
-Of a rank without a GPU (Gloo), operations of the host take the place of GPU operations. A large file can be read by two
+Events are decoded by type, a block at a time, and put into columns at once, so memory grows with the columns, not with
+the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid). For
+a rank without a GPU (Gloo), operations of the host take the place of GPU operations. A large file can be read by two
 processes at once, half each.
 """
 
@@ -39,7 +39,7 @@ from counterpoint.trace.timeline import (
     sorted_host,
 )
 
-_LARGE_BYTES = 64 << 20  # below, starting a process takes longer than it saves
+_LARGE_BYTES = 64 << 20  # for smaller files, starting a second process costs more time than it saves
 _EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
 
 
@@ -53,7 +53,7 @@ def read_kineto(
     """Return the timeline of one rank; a file that cannot be read raises `BadTrace` with the byte offset.
 
     Args:
-        file: where it is.
+        file: the file to read.
         limits: caps on what it may expand to.
         progress: called with the number of events read so far, a few times a second.
         processes: 2: a large file that is not compressed is decoded by two processes, half each.
@@ -75,15 +75,15 @@ def read_events(
     """Return the events of a file as columns, and the other keys of the file.
 
     Args:
-        file: where it is.
+        file: the file to read.
         limits: caps on what it may expand to.
-        begin: byte from which on events are read; None: the file's beginning.
+        begin: byte offset of the first event to read; None: the file's beginning.
         stop: byte before which reading stops; None: the file's end.
         progress: called with the number of events read so far.
     """
     columns = Columns()
     collecting = gc.isenabled()
-    gc.disable()  # millions of short-lived structs that cannot form cycles
+    gc.disable()  # decoding makes millions of short-lived structs, which cannot form cycles
     try:
         with open_bytes(file, limits, begin=begin or 0, stop=stop) as stream:
             runs = EventRuns(
@@ -107,12 +107,12 @@ def read_events(
 def read_by_two_processes(
     file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
 ) -> tuple[Columns, dict[str, Any]] | None:
-    """Return what `read_events` does, read by two processes; None where that cannot be done, for whatever reason.
+    """Return the result of `read_events`, read by two processes; None if that is not possible, for any reason.
 
-    Where the second half begins is guessed, at something in the middle that looks like the beginning of an event. The
-    guess is proved by reading: JSON is read from left to right, so if the first half decodes as whole events up to
-    there, it is one. If it does not, or if either half is bad, the file has to be read in one go, which also words the
-    error.
+    The second half begins at a guess: a place in the middle that looks like the beginning of an event. Reading proves
+    the guess: JSON is read from left to right, so if the first half decodes as whole events up to there, an event
+    begins there. If it does not, or if either half is bad, the caller has to read the file in one go, which also raises
+    the proper error.
     """
     middle = _middle(file, limits)
     if middle is None:
@@ -130,13 +130,13 @@ def read_by_two_processes(
             raise
     if other.returncode != 0:
         return None
-    later, trailer = pickle.loads(message)  # what our own process made, never bytes of the trace
+    later, trailer = pickle.loads(message)  # written by our own process, never taken from the trace
     columns.extend(later)
     return columns, header | trailer
 
 
 def _middle(file: TraceFile, limits: Limits) -> int | None:
-    """Guess where an event begins near the middle of a large file of plain text."""
+    """Return a guess at the byte offset of an event near the middle of a large uncompressed file, else None."""
     size = file.path.stat().st_size
     if not _LARGE_BYTES <= size <= limits.trace_bytes:
         return None
@@ -157,7 +157,7 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
     columns.host.clear()
     names = tuple(columns.names)
     shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
-    origin = min(float(t["start"].min()) for t in (gpu, host) if t)  # after base_us
+    origin = min(float(t["start"].min()) for t in (gpu, host) if t)  # µs since base_us
     for table in (gpu, host):
         if table:
             table["start"] -= origin
@@ -202,7 +202,7 @@ def _odd_arguments(columns: Columns) -> tuple[str, ...]:
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:
-    """Return the metadata with the descriptions of groups that only the header states (`pg_config`)."""
+    """Return the metadata of collectives, with group descriptions added that only the header has (`pg_config`)."""
     listed = stated.get("pg_config")
     found = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
     known = {str(group.get("pg_name")): group.get("pg_desc") for group in found}
@@ -216,7 +216,7 @@ def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tup
 
 
 def _commonest(devices: Any) -> int:
-    """Return the device that ran most operations; 0 where none is stated."""
+    """Return the number of the device that ran most operations; 0 if the trace states none."""
     numbers, counts = np.unique(devices[devices >= 0], return_counts=True)
     return int(numbers[counts.argmax()]) if len(numbers) else 0
 
@@ -225,7 +225,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
-    by_external = columns.info_by_external  # the host's record is the fuller one (Seq, Comms Id)
+    by_external = columns.info_by_external  # the host event has more metadata (Seq, Comms Id) than the kernel
     if by_external:
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
@@ -239,7 +239,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     gpu["info"][gpu["kind"] != Kind.COMM] = -1
     gpu["collective"] = gpu.pop("info")
     devices = gpu.pop("device")
-    if len(np.unique(devices[devices >= 0])) > 1:  # stream numbers repeat on the devices of one process
+    if len(np.unique(devices[devices >= 0])) > 1:  # devices of one process use the same stream numbers
         gpu["stream"] = gpu["stream"] + (devices.astype(np.int64) << 32)
     external = gpu.pop("external")
     gpu["shape"] = np.full(len(external), -1, np.int32)
@@ -277,7 +277,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _job_of(info: dict[str, Any]) -> dict[str, Any]:
-    """Return what every rank of a job states alike."""
+    """Return the facts that must be equal on all ranks of a job."""
     keys = ("backend", "nccl_version", "world_size")
     return {key: info[key] for key in keys if isinstance(info.get(key), (str, int))}
 
@@ -341,7 +341,7 @@ def _outermost(host: HostOps, rows: Any) -> Any:
 def _nearest_info(
     host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, rows: Any, is_comm: Any
 ) -> Any:
-    """Return the metadata of each communication range: its own, or that of the n-th such operation."""
+    """Return the index in `infos` for each row: its own, else that of the next unused one of its operation; or -1."""
     info = np.full(len(rows), -1, np.int32)
     info[is_comm] = info_of_row[rows[is_comm]]
     queues: dict[str, list[int]] = {}
@@ -355,7 +355,7 @@ def _nearest_info(
     return info
 
 
-if __name__ == "__main__":  # the process that reads the second half; the first one words the errors
+if __name__ == "__main__":  # the process that reads the second half; the first process raises errors
     path, label, begin = sys.argv[1:]
     trace = TraceFile(path=Path(path), label=label, format="kineto")
     pickle.dump(read_events(trace, Limits(), begin=int(begin)), sys.stdout.buffer)

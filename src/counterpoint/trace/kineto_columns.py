@@ -1,4 +1,4 @@
-"""Decode Kineto events and sort them into columns: what is kept of a trace while it is read."""
+"""Decode Kineto events and append them to columns, which hold what is kept of a trace while it is read."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _HOST = {
 }
 _RAW = msgspec.Raw(b"")
 _PARAM_COMMS = "record_param_comms"
-_LAST_US = 9.2e15  # in the year 2261: 63 bits of ns
-_EXACT_US = 1 << 43  # below, a float64 of µs holds ns
+_LAST_US = 9.2e15  # the year 2261, the most that 63 bits of ns hold
+_EXACT_US = 1 << 43  # a float64 of fewer µs is exact to the ns
 
-Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # what a column of 64 bits holds
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # integers that fit an int64 column
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class EventArgs(msgspec.Struct, gc=False):
-    """Holds the arguments of an event that any account needs; the decoder skips all others."""
+    """Holds the arguments of an event that the reader needs; the decoder skips all others."""
 
     external: Int | None = msgspec.field(default=None, name="External id")
     old_external: Int | None = msgspec.field(default=None, name="external id")
     correlation: Int | None = None
     device: Int32 | None = None
-    in_device: Int32 | None = msgspec.field(default=None, name="inDevice")  # peer copies: who carried it out
+    in_device: Int32 | None = msgspec.field(default=None, name="inDevice")  # of peer copies: the executing device
     stream: Int | None = None
     grid: msgspec.Raw = _RAW
     block: msgspec.Raw = _RAW
@@ -72,7 +72,7 @@ class EventArgs(msgspec.Struct, gc=False):
 
 
 class KinetoEvent(msgspec.Struct, gc=False):
-    """Holds one trace event; only complete events (`ph` X) carry time."""
+    """Holds one trace event; only complete events (`ph` is X) have a duration."""
 
     ph: str = ""
     cat: str | None = ""
@@ -85,7 +85,7 @@ class KinetoEvent(msgspec.Struct, gc=False):
 
 
 class LooseEvent(msgspec.Struct, gc=False):
-    """Holds an event whose arguments are still to be read: times, name and phase are what no event can do without."""
+    """Holds an event with raw arguments, which are decoded separately so that a bad one does not lose the event."""
 
     ph: str = ""
     cat: str | None = ""
@@ -98,14 +98,14 @@ class LooseEvent(msgspec.Struct, gc=False):
 
 
 class EventStart(msgspec.Struct, gc=False):
-    """Holds an event's start to the last digit of the file."""
+    """Holds an event's start as an exact decimal: float64 would round the file's timestamp."""
 
     ph: str = ""
     ts: Decimal | None = None
 
 
 class Categories(dict[str | None, int]):
-    """Maps a category as the file spells it to its HostKind, or to _ON_GPU or _IGNORED."""
+    """Maps the category of an event, as spelled in the file, to its HostKind, or to _ON_GPU or _IGNORED."""
 
     def __missing__(self, category: str | None) -> int:
         name = (category or "").lower()
@@ -139,13 +139,13 @@ class Columns:
     infos: list[CollectiveInfo] = field(default_factory=list)
     info_by_external: dict[int, int] = field(default_factory=dict)
     count: int = 0
-    base_us: int | None = None  # what `start` counts from: the first event's whole µs
-    inexact: bool = False  # starts have more digits than a float64 holds
+    base_us: int | None = None  # origin of `start`: the first event's start in whole µs
+    inexact: bool = False  # whether starts have more digits than a float64 holds
     comm_rank: int | None = None
-    odd: Counter[str] = field(default_factory=Counter)  # arguments of another type than they should be, by name
+    odd: Counter[str] = field(default_factory=Counter)  # number of arguments of a wrong type, by name
 
     def decode_loosely(self, run: bytes) -> list[KinetoEvent]:
-        """Return the events of a run; an argument that makes no sense counts as absent, and is counted in `odd`."""
+        """Return the events of a run; an argument of a wrong type becomes absent and is counted in `odd`."""
         odd: Counter[str] = Counter()
         events = [
             KinetoEvent(e.ph, e.cat, e.name, e.pid, e.tid, e.ts, e.dur, _args_of(e.args, odd) if e.args else None)
@@ -155,7 +155,7 @@ class Columns:
         return events
 
     def info_of(self, args: EventArgs) -> int:
-        """Keep the metadata of a collective and return its row."""
+        """Append the metadata of a collective to `infos` and return its index."""
         self.infos.append(
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
@@ -175,7 +175,7 @@ class Columns:
         return len(self.infos) - 1
 
     def extend(self, later: Columns) -> None:
-        """Append what was read of a later part of the same file; its tables are numbered anew."""
+        """Append the columns of a later part of the same file, with indices changed to those of these tables."""
         moved = {
             "name": _renumbered(self.names, later.names),
             "shape": _renumbered(self.shapes, later.shapes),
@@ -202,14 +202,14 @@ class Columns:
 
 
 def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
-    """Return the arguments of one event without those whose type is wrong; `"0x0"` and `7.0` are numbers."""
+    """Return the arguments of one event without those of a wrong type; `"0x0"` and `7.0` count as integers."""
     try:
         return _ARGS.decode(raw)
     except msgspec.ValidationError:
         pass
     try:
         stated = _LOOSE_ARGS.decode(raw)
-    except msgspec.ValidationError:  # no object
+    except msgspec.ValidationError:  # args is not a JSON object
         odd["args"] += 1
         return None
     values: dict[str, Any] = {}
@@ -228,7 +228,7 @@ def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
 
 
 def _number(text: bytes) -> bytes:
-    """Return the whole number that a value obviously means, or the value as it stands."""
+    """Return a JSON value as the integer that it obviously means (`"7"`, `7.0`), or unchanged if none."""
     if found := _HEXADECIMAL.fullmatch(text):
         return b"%d" % int(found.group(1), 16)
     if found := _WHOLE.fullmatch(text):
@@ -237,19 +237,19 @@ def _number(text: bytes) -> bytes:
 
 
 def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:
-    """Return, for each number in `other`, the number of the same key in `table`."""
+    """Return the indices in `table` of the keys of `other`, in the order of `other`; add missing keys to `table`."""
     return np.array([table[key] for key in other], np.int32)
 
 
 def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: list[KinetoEvent]) -> None:
-    """Add a run of events to the columns; an impossible time raises `BadTrace` with the byte offset of its event."""
+    """Append a run of events to the columns; raise `BadTrace` with the event's byte offset for an impossible time."""
     columns.count += len(events)
     timed = [e for e in events if e.ph == "X"]
     if not timed:
         return
     ts = np.array([e.ts for e in timed], np.float64)
     dur = np.array([e.dur or 0.0 for e in timed], np.float64)
-    wrong = ~((ts >= 0) & (ts < _LAST_US) & (dur >= 0) & (dur < _LAST_US))  # NaN is neither
+    wrong = ~((ts >= 0) & (ts < _LAST_US) & (dur >= 0) & (dur < _LAST_US))  # True for NaN, too
     if wrong.any():
         event = timed[int(np.argmax(wrong))]
         at = runs.offset_of(run, next(i for i, e in enumerate(events) if e is event))
@@ -271,7 +271,7 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:
-    """Return the starts of complete events less `base_us`, to the ns even if the file counts µs from 1970."""
+    """Return the starts of complete events minus `base_us`, exact to the ns even if the file counts from 1970."""
     instants = msgspec.json.decode(b"[" + run + b"]", type=list[EventStart], strict=False)
     return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
 
@@ -335,7 +335,7 @@ def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any,
 
 
 def _param_comms(columns: Columns, args: list[EventArgs], rows: Any, external: Any) -> Any:
-    """Return the row of the metadata of each `record_param_comms`; -1 for everything else."""
+    """Return the index in `infos` of the metadata of each `record_param_comms` event; -1 for other events."""
     infos = np.full(len(args), -1, np.int32)
     for row in rows.tolist():
         if args[row].collective is not None:
@@ -346,7 +346,7 @@ def _param_comms(columns: Columns, args: list[EventArgs], rows: Any, external: A
 
 
 def _threads(columns: Columns, events: list[KinetoEvent]) -> Any:
-    """Return a dense number of each event's (pid, tid), whatever JSON value those are."""
+    """Return the index of each event's (pid, tid) in the table of threads; both may be any JSON value."""
     threads = columns.threads
     try:
         return np.array([threads[e.pid, e.tid] for e in events], np.int32)
@@ -360,7 +360,7 @@ def _externals(args: list[EventArgs]) -> Any:
 
 
 def _first(*values: int | None) -> int:
-    """Return the first value that is stated; -1 if none is."""
+    """Return the first value that is not None; -1 if all are."""
     for value in values:
         if value is not None:
             return value
@@ -373,12 +373,12 @@ def _put(table: dict[str, list[Any]], **columns: Any) -> None:
 
 
 def _stream_of(tid: Any) -> int:
-    """Return the stream in a tid such as 7 or "stream 7" (before 2022)."""
+    """Return the stream number in a tid such as 7 or "stream 7" (traces before 2022)."""
     digits = "".join(c for c in str(tid) if c in "0123456789")
     return int(digits[:9]) if digits else 0
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """Return as text a value that some versions print as a string and others as a list or number."""
+    """Return the text of a value that some versions write as a string, others as a list or number."""
     text = bytes(raw).decode("utf-8", "replace").strip().strip('"')
     return text if text and text != "null" else None

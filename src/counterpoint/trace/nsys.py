@@ -1,7 +1,7 @@
 """Read Nsight Systems SQLite exports (schemas 2.x and 3.x, nsys 2021 to 2026) into one `Timeline` per rank.
 
-A rank is a (process, device) that ran kernels. Columns are read whole and joined with sorted searches; which columns
-exist is asked first, so that an older export is read with what it has.
+A rank is a (process, device) that ran kernels. Columns are read whole and joined with sorted searches. Columns that an
+older export lacks get defaults.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _GPU_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 _COPY = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP",
          11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
 _MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static", 6: "Managed Static"}
-_SIDES = {"H": "Unknown", "D": "Device", "A": "Array", "P": "Device"}  # where the export does not name the memory
-_GRAPH = "CUDA graph"  # captured with --cuda-graph-trace=graph: its kernels are one span
+_SIDES = {"H": "Unknown", "D": "Device", "A": "Array", "P": "Device"}  # used if the export does not name the memory
+_GRAPH = "CUDA graph"  # with --cuda-graph-trace=graph, all kernels of a graph launch are one span
 _PID_BITS = 24  # globalTid = globalPid | tid
 
 
@@ -93,7 +93,7 @@ def _read(export: Export, path: Path) -> list[Timeline]:
 
 
 def _gpu_ops(export: Export, names: Intern[str]) -> dict[str, I64]:
-    """Read kernels, copies, memsets and graph spans of all processes into shared columns, sorted by start."""
+    """Return kernels, copies, memsets and graph spans of all processes as columns of one table, sorted by start."""
     common = {"start": -1, "end": -1, "deviceId": 0, "streamId": 0, "correlationId": -1, "globalPid": 0}
     kernel = {"demangledName": -1, "shortName": -1, "registersPerThread": 0, "staticSharedMemory": 0,
               "dynamicSharedMemory": 0}  # fmt: skip
@@ -157,10 +157,10 @@ def _copy_name(kind: int, source: int, target: int) -> str:
 
 
 def _runtime(export: Export, names: Intern[str]) -> _HostTable:
-    """Read runtime and driver calls, which Nsight keeps in one table."""
+    """Return runtime and driver calls, which Nsight keeps in one table."""
     table = _CUPTI + "RUNTIME"
     data = export.ints(table, {"start": -1, "end": -1, "globalTid": 0, "correlationId": -1, "nameId": -1})
-    version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # which Kineto leaves out
+    version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # version suffix of a call, which Kineto leaves out
     known = {key: names[version.sub("", name)] for key, name in export.names((table, "nameId"))}
     nothing = np.full(len(data["start"]), -1)
     return _HostTable(
@@ -170,11 +170,11 @@ def _runtime(export: Export, names: Intern[str]) -> _HostTable:
     )  # fmt: skip
 
 
-_SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # Kineto's words
+_SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # names as in Kineto
 
 
 def _syncs(export: Export, names: Intern[str], runtime: _HostTable) -> _HostTable:
-    """Read synchronisations as the driver saw them, on the thread of the call that asked for them."""
+    """Return the synchronisations that the driver recorded, on the thread of the host call that requested them."""
     columns = {"start": -1, "end": -1, "streamId": -1, "correlationId": -1, "globalPid": 0, "syncType": 0,
                "eventId": -1, "eventSyncId": -1}  # fmt: skip
     data = export.ints(_CUPTI + "SYNCHRONIZATION", columns)
@@ -184,7 +184,7 @@ def _syncs(export: Export, names: Intern[str], runtime: _HostTable) -> _HostTabl
     waits = data["syncType"] == 2
     call, process = _launches(data["globalPid"], data["correlationId"], runtime)
     pairs = data["eventId"] << 32 | data["eventSyncId"], events["eventId"] << 32 | events["eventSyncId"]
-    recorded = _join(data["globalPid"], pairs[0], events["globalPid"], pairs[1])  # a missing eventSyncId makes it -1
+    recorded = _join(data["globalPid"], pairs[0], events["globalPid"], pairs[1])  # -1 without an eventSyncId
     recorded, nothing = np.where(waits, recorded, -1), np.full(len(waits), -1)
     return _HostTable(
         start=data["start"], end=data["end"], name=look_up(data["syncType"], known, names["unknown"]),
@@ -215,7 +215,7 @@ def _process(thread: I64) -> I64:
 
 
 def _join(process: I64, key: I64, to_process: I64, to_key: I64) -> I64:
-    """Return the row of the right side with the same process and key, else -1; keys <= 0 join nothing."""
+    """Return, for each process and key, the row in `to_process` and `to_key` with both; -1: none, or key <= 0."""
     found = np.full(len(key), -1, np.int64)
     for one in np.unique(process):
         mine, theirs = np.flatnonzero(process == one), np.flatnonzero(to_process == one)
@@ -234,9 +234,9 @@ def _take(values: npt.NDArray[Any], index: I64, otherwise: npt.NDArray[Any]) -> 
 
 
 def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64, I64]:
-    """Return the row of the runtime call behind each correlation (-1: unknown), and the process of each.
+    """Return the row of the runtime call with each correlation (-1: unknown), and the process of each operation.
 
-    Where an export has no `globalPid` (0), the process is that of the call, or the only one there is.
+    Where an export has no `globalPid` (0), the process is that of the call, or the only one in the export.
     """
     to_process = _process(runtime.thread)
     unstated = process == 0
@@ -249,7 +249,7 @@ def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64,
 
 
 def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
-    """Return the shapes of the innermost operation open on the launching thread at each GPU operation's launch."""
+    """Return the shapes of the innermost NVTX operation open on the launching thread at each GPU operation's launch."""
     found = np.full(len(launch), -1, np.int64)
     shaped = np.flatnonzero((nvtx.shape >= 0) & (nvtx.nests == 1))
     known = np.flatnonzero(launch >= 0)
@@ -263,7 +263,7 @@ def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
 def _collectives(
     gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Find the NCCL call that launched each communication kernel: the one then open on the launching thread."""
+    """Return each GPU operation's index into the collectives (-1: none), from the NCCL call open at its launch."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))
@@ -289,7 +289,7 @@ def _collectives(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Builder:
-    """Cuts the timeline of one rank out of all that an export holds."""
+    """Builds the timeline of one rank from the tables of all ranks in an export."""
 
     path: Path
     gpu: dict[str, I64]
@@ -340,7 +340,7 @@ class _Builder:
         )  # fmt: skip
 
     def _host(self, rank: RankId, rows: I64) -> _HostTable:
-        """Return host ranges of the rank's process, less what belongs to other devices that the process drives."""
+        """Return the host ranges of the rank's process, without those of other devices that the process drives."""
         mine = _process(self.host.thread) == rank.process
         other = (self.gpu["globalPid"] == rank.process) & (self.gpu["deviceId"] != rank.device)
         if other.any():

@@ -1,9 +1,9 @@
 """Read the NVTX ranges of a Nsight Systems export: PyTorch's operations with shapes, and NCCL's own annotations.
 
-PyTorch (`emit_nvtx`) writes `aten::mm, seq = 7, op_id = 12, sizes = [[2, 3], [3, 4]], input_op_ids = [...]`: a text per
-call, so names and shapes are cut out by SQLite and only distinct ones become Python strings. NCCL (>= 2.20) opens a
-range per call on the calling thread and, if the report was exported with `--include-blobs=true`, says the communicator
-and the message size in a binary payload.
+PyTorch (`emit_nvtx`) writes `aten::mm, seq = 7, op_id = 12, sizes = [[2, 3], [3, 4]], input_op_ids = [...]`: every call
+has another text, so SQLite cuts out names and shapes, and only distinct ones become Python strings. NCCL (>= 2.20)
+opens a range per call on the calling thread and, if the report was exported with `--include-blobs=true`, states the
+communicator and the message size in a binary payload.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _SIZE, _ID, _RANKS, _RANK, _DEVICE = (
     "Message size [bytes]", "NCCL communicator ID", "No. of ranks", "Rank", "CUDA device",
 )  # fmt: skip
 _FORMATS = {5: "<i", 6: "<I", 9: "<q", 10: "<Q", 15: "<i", 16: "<I", 17: "<q", 18: "<Q", 22: "<Q"}  # NVTX entry types
-_MAX_BYTES, _MAX_RANKS = 1 << 42, 1 << 20  # anything larger is not a message, not a communicator
+_MAX_BYTES, _MAX_RANKS = 1 << 42, 1 << 20  # of a message and of a communicator; larger values are damage
 _HEADER = struct.Struct("<IIIIQQ")  # domain, -, schema, -, payload bytes, total bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvtxRanges:
-    """Holds closed ranges in file order; times in ns."""
+    """Holds NVTX ranges that were opened and closed, in file order; times in ns."""
 
     start: I64
     end: I64
     thread: I64  # globalTid
     name: I32
     kind: U8  # HostKind
-    shape: I32  # -1: not recorded
-    nests: U8  # 1: pushed and popped, so ranges of a thread nest
-    row: I64  # position in the table
+    shape: I32  # into the shapes; -1: not recorded
+    nests: U8  # 1: push/pop range; those of one thread nest
+    row: I64  # row of the NVTX table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclCommunicator:
-    """Holds what NCCL said when a process joined a communicator."""
+    """Holds what NCCL recorded when a process joined a communicator."""
 
     process: int  # globalPid
     device: int
@@ -58,7 +58,7 @@ class NcclCommunicator:
 
 @dataclass(slots=True)
 class NcclCalls:
-    """Holds NCCL calls, grouped by the range in which NCCL launches them; times in ns."""
+    """Holds the ranges in which NCCL launches kernels, each with the calls launched in it; times in ns."""
 
     thread: list[int] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
@@ -122,9 +122,9 @@ def _cut(column: str) -> tuple[str, str]:
 
 
 def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
-    """Return the index of the innermost of the `chosen` nesting ranges open on `thread` at `time`, else -1.
+    """Return the index of the innermost of the `chosen` nesting ranges open on each `thread` at each `time`, else -1.
 
-    The depth at a moment is the number of starts minus the number of ends before it; the range sought is the last one
+    The depth at a time is the number of starts minus the number of ends before it; the innermost range is the last one
     that started at this depth.
     """
     found = np.full(len(time), -1, np.int64)
@@ -147,7 +147,7 @@ def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
 
 
 def nccl_calls(export: Export, ranges: NvtxRanges, names: Intern[str]) -> NcclCalls:
-    """Return the NCCL calls of all threads; the outermost GroupEnd launches those since its GroupStart."""
+    """Return the NCCL calls of all threads; calls in a group are launched in its outermost ncclGroupEnd."""
     matched = [_NCCL.match(text) for text in tuple(names)]
     is_nccl = np.array([m is not None for m in matched], bool)
     mine = np.flatnonzero(is_nccl[ranges.name] & (ranges.nests == 1))
@@ -194,7 +194,7 @@ _OPS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast",
 
 
 def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) -> CollectiveInfo | None:
-    """Return what one call moves; NCCL's message size is count * type size of its arguments: one rank's part."""
+    """Return the metadata of one NCCL call; NCCL's message size is its arguments' count * type size, of one rank."""
     op = normal_op(function)
     if op not in _OPS:
         return None
@@ -216,7 +216,7 @@ def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) ->
 
 
 def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[CollectiveInfo]:
-    """Return what each of `kernels` launched together carries: a call each if the numbers agree, else all calls."""
+    """Return the metadata of each of `kernels` launched together: one call each if as many, else all calls summed."""
     if len(infos) in (1, kernels):
         return infos
     ops = {info.op for info in infos}
@@ -236,14 +236,14 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Sum over calls, None if one does not say; the output of a send and the input of a receive count as 0."""
+    """Return the sum of a field over calls; None if unknown in one (output of a send, input of a receive: 0)."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)
 
 
 def _payloads(export: Export) -> dict[int, dict[str, int]]:
-    """Return NCCL's payload fields by row of the table, for the rows whose payload can be decoded."""
+    """Return the fields of NCCL's payloads by row of the NVTX table, for rows whose payload can be decoded."""
     entries = export.small("NVTX_PAYLOAD_SCHEMA_ENTRIES", ("schemaId", "type", "name", "offset"))
     layouts: dict[object, dict[str, tuple[str, int]]] = {}
     for entry in entries:

@@ -16,9 +16,9 @@ from counterpoint.trace.nsys_tables import Export
 from counterpoint.trace.source import rank_from_name
 from counterpoint.trace.timeline import I64, Device
 
-MAX_RANKS = 1024  # in one export: one host records it
+MAX_RANKS = 1024  # in one export, which one host records
 
-# Launchers that give every rank its own process and so its own capture; the first that is set wins.
+# Variables of launchers that give every rank its own process and so its own capture; the first that is set counts.
 _VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -32,7 +32,7 @@ _NEWEST_UTC_NS = 4 * 10**18  # the year 2096; anything beyond is not a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankId:
-    """Names one rank: the device that one process drives."""
+    """Identifies one rank: one process and a device that it uses."""
 
     process: int  # globalPid
     device: int  # CUDA ordinal in that process
@@ -49,10 +49,10 @@ def find_ranks(
     communicators: Sequence[NcclCommunicator],
     file_name: str,
 ) -> list[RankId]:
-    """Return the (process, device) pairs that ran kernels (copies, if none did), ordered by rank.
+    """Return the (process, device) pairs that ran kernels (or copies, if none ran kernels), ordered by rank.
 
-    One pair: its rank is what the launcher's environment says, then the file name, then NCCL. Several: what NCCL said
-    when the processes joined their largest communicator, else their order; after earlier nodes if the node is known.
+    The rank of a single pair is from the launcher's environment, else the file name, else NCCL. Several pairs have the
+    ranks of their largest NCCL communicator, else are numbered in order, after the ranks of earlier nodes if known.
     """
     chosen = is_kernel if is_kernel.any() else np.ones_like(is_kernel)
     processes, which = np.unique(process[chosen], return_inverse=True)
@@ -95,7 +95,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommu
     devices = Counter(process for process, _ in pairs)
     found = []
     for process, device in pairs:
-        lone = devices[process] == 1  # then it does not matter how NCCL counts its devices
+        lone = devices[process] == 1  # then NCCL's number of the device is not needed
         numbers = {one.rank for one in joined.get(process, ()) if lone or one.device == device}
         if len(numbers) != 1 or not 0 <= (number := numbers.pop()) < size:
             return []
@@ -104,7 +104,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommu
 
 
 def _environment(export: Export) -> dict[str, int]:
-    """Return launcher variables with a number in them, as the capture's own environment had them."""
+    """Return the launchers' variables with numeric values in the environment that the export recorded."""
     stored = [row.get("value") for row in export.small("TARGET_INFO_SYSTEM_ENV", ("name", "value"))
               if row.get("name") == "DeviceEnvironment"]  # fmt: skip
     stored += [row.get("value") for row in export.small("META_DATA_CAPTURE", ("name", "value"))
@@ -119,7 +119,7 @@ def _environment(export: Export) -> dict[str, int]:
 
 
 def device_of(export: Export, rank: RankId) -> Device:
-    """Return what TARGET_INFO_GPU says about the GPU of `rank`; all None where it does not."""
+    """Return the properties of the GPU of `rank` from TARGET_INFO_GPU; None for those that it lacks."""
     fields = ("id", "name", "smCount", "maxRegistersPerSm", "maxShmemPerSm", "maxWarpsPerSm", "threadsPerWarp",
               "maxThreadsPerSm")  # fmt: skip
     gpus = export.small("TARGET_INFO_GPU", fields)

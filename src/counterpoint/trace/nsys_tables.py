@@ -1,7 +1,7 @@
 """Read the tables of a Nsight Systems SQLite export safely, as columns.
 
-The file is somebody else's: it is opened read-only and immutable, its schema is not trusted, only plain tables are
-read, and every value is checked for its type, because SQLite lets any column hold anything.
+The file is not trusted: it is opened read-only and immutable, only plain tables are read, and the type of every value
+is checked, because SQLite lets any column hold anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and giv
 
 @contextmanager
 def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
-    """Yield the open export at `path`; what is no export, and what SQLite cannot read in it, raise `BadTrace`."""
+    """Yield the open export at `path`; raise `BadTrace` for a file that is no export or that SQLite cannot read."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_MAGIC))
@@ -45,7 +45,7 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
     try:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         yield Export(connection, str(path), max_rows)
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: names in a damaged schema
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: names in a damaged schema
         raise BadTrace(f"SQLite cannot read it ({error}); {_EXPORT_HINT} again", path=str(path)) from None
     finally:
         if connection is not None:
@@ -53,9 +53,9 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
 
 
 class Export:
-    """Reads tables of one export as numpy columns; what is missing comes back as its default.
+    """Reads tables of one export as numpy columns, with defaults for missing values.
 
-    The read-only `connection` is hardened here. A table of more than `max_rows` rows raises `BadTrace`.
+    The read-only `connection` is secured against hostile files here. More than `max_rows` rows raise `BadTrace`.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: str, max_rows: int) -> None:
@@ -65,7 +65,7 @@ class Export:
         for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON"):
             connection.execute(f"PRAGMA {pragma}")
         found = connection.execute("SELECT name, type, rootpage FROM sqlite_master WHERE type IN ('table', 'view')")
-        # A view or a virtual table has no root page: reading it would run what the file says.
+        # A view or a virtual table has no root page; it is refused because reading it would run code of the file.
         self._real = {str(name): kind == "table" and isinstance(root, int) and root > 0 for name, kind, root in found}
         self._columns: dict[str, frozenset[str]] = {}
 
@@ -76,7 +76,7 @@ class Export:
                 raise self.bad(f"{table} is a view or a virtual table, not a table; {_EXPORT_HINT} again")
             rows = self._sql.execute(f'PRAGMA table_info("{table}")').fetchall() if table in self._real else []
             self._columns[table] = frozenset(str(row[1]).lower() for row in rows)
-            if "rowid" in self._columns[table]:  # it would hide the row numbers by which columns are put together
+            if "rowid" in self._columns[table]:  # it would hide SQLite's row numbers, by which columns are combined
                 raise self.bad(f"{table} has a column 'rowid', which Nsight never writes; {_EXPORT_HINT} again")
         return self._columns[table]
 
@@ -85,9 +85,9 @@ class Export:
         return BadTrace(reason, path=self.path)
 
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
-        """Return integer columns of `table`; one that is not there has no rows, one with too many raises `BadTrace`.
+        """Return integer columns of `table`: empty if it is missing; raise `BadTrace` if it has too many rows.
 
-        A column that is missing, NULL or not an integer has its value in `defaults`. `start` and `end` (ns) must be
+        Values that are missing, NULL or no integers become those in `defaults`. `start` and `end` (ns) must be
         integers of at least 0 in every row, and no end before its start; with `open_ends` a NULL becomes `OPEN_END`.
         """
         present = [name for name in defaults if name.lower() in self.columns(table)]
@@ -107,7 +107,7 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Return rows of SQL `expressions` (ours, never the file's), in the order of `ints`, read chunk by chunk."""
+        """Yield rows of SQL `expressions` (ours, never from the file), in the row order of `ints`."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
@@ -122,7 +122,7 @@ class Export:
         return [dict(zip(present, row, strict=True)) for row in rows]
 
     def strings(self, users: tuple[tuple[str, str], ...], expressions: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
-        """Return `id` and SQL `expressions` over `value` of the StringIds that the (table, column) `users` refer to."""
+        """Return `id` and SQL `expressions` over `value` of the StringIds that `users`, (table, column), refer to."""
         used = [f'SELECT "{c}" FROM "{t}"' for t, c in users if c.lower() in self.columns(t)]
         if not used or not {"id", "value"} <= self.columns("StringIds"):
             return iter(())
@@ -137,7 +137,7 @@ class Export:
             yield key, text_or_unknown(name)
 
     def _block(self, table: str, fields: Mapping[str, str]) -> I64:
-        """Read columns [fields, rows]; SQLite writes each as one text of numbers, which takes half the time of rows."""
+        """Return columns [fields, rows]; SQLite joins each into one text, in half the time of fetching rows."""
         lists = ", ".join(f"group_concat({field})" for field in fields.values())
         inner = ", ".join(f'"{name}"' for name in fields)
         chunk = f'SELECT rowid AS at, {inner} FROM "{table}" WHERE rowid > ? ORDER BY rowid LIMIT {_CHUNK}'
@@ -147,7 +147,7 @@ class Export:
             at, count, *texts = self._sql.execute(query, (last,)).fetchone()
             if count == 0:
                 return np.concatenate(blocks, axis=1)
-            if not isinstance(at, int) or at <= last:  # a damaged tree may lead in circles
+            if not isinstance(at, int) or at <= last:  # row numbers of a damaged file may not increase
                 raise self.bad(f"{table} is damaged: its rows are out of order; {_EXPORT_HINT} again")
             blocks.append(np.stack([_numbers(text, count) for text in texts]))
             rows, last = rows + count, at
@@ -165,7 +165,7 @@ class Export:
 def _numbers(text: str, count: int) -> I64:
     """Return the `count` integers in `text`; raise ValueError if it holds anything else."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # numpy only warns where it stops at what is not a number
+        warnings.simplefilter("error")  # numpy only warns if it stops at text that is not a number
         try:
             numbers = np.fromstring(text, np.int64, sep=",")
         except DeprecationWarning:
@@ -192,6 +192,6 @@ def text_or_unknown(value: object) -> str:
 
 
 def look_up(ids: I64, known: Mapping[int, int], unknown: int) -> I32:
-    """Return `known[id]` for each of `ids`, else `unknown`."""
+    """Return `known[id]` for each of `ids`, or `unknown` for ids that are not in `known`."""
     unique, inverse = np.unique(ids, return_inverse=True)
     return np.array([known.get(int(one), unknown) for one in unique], np.int32)[inverse]

@@ -1,7 +1,7 @@
 """Find and open traces: a file, folder, glob, tar or zip of ranks, or standard input; plain, gzip or zstd.
 
-Kineto JSON or Nsight SQLite: the first bytes of a file say what it is, not its name. Everything that comes out of a
-compressed file is counted against a limit, so that a small hostile file cannot fill the memory or the disk.
+The first bytes of a file, not its name, tell Kineto JSON from Nsight SQLite. Everything that comes out of a compressed
+file is counted against a limit, so that a small hostile file cannot fill the memory or the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError,
     OverflowError, NotImplementedError, RuntimeError,
 )  # fmt: skip
-_RANK = (  # a number alone is no rank: it may be a step, a batch size, a process or a year
+_RANK = (  # a number without the word rank does not count: it may be a step, a batch size, a process or a year
     re.compile(r"(?<![a-z])(?<!local[-_.])(?<!local)rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE),
     re.compile(r"(?:^|[-_.])r(\d{1,5})(?=\.)", re.IGNORECASE),
 )
@@ -49,11 +49,11 @@ _WORKER = re.compile(r"(.+?)\.(\d{10,})(?=\.)")  # torch.profiler.tensorboard_tr
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits what one input may ask of this machine."""
+    """Limits the size of inputs after decompression."""
 
-    trace_bytes: int = 8 << 30  # decompressed, of one trace; an eighth of those of an archive
+    trace_bytes: int = 8 << 30  # decompressed bytes of one trace; an archive may have eight times as many
     ratio: int = 64  # decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32
-    files: int = 100_000  # traces in one folder or archive
+    files: int = 100_000  # number of traces in one folder or archive
 
     def allow(self, compressed_bytes: int, *, traces: int = 1) -> int:
         """Return the most bytes that a compressed file may expand to."""
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """Names one file to read; `label` is what messages call it (`archive.tar!rank3.json` for a member)."""
+    """Identifies one file to read; `label` is its name in messages (`archive.tar!rank3.json` for a member)."""
 
     path: Path
     label: str
@@ -71,7 +71,7 @@ class TraceFile:
 
 
 def rank_from_name(name: str) -> int | None:
-    """Return the rank that a name states: `rank3.json.gz`, `x_rank-12.json`, `host_r4.json`, `rank_3/trace.json`."""
+    """Return the rank in a file name: `rank3.json.gz`, `x_rank-12.json`, `host_r4.json`, `rank_3/trace.json`."""
     parts = re.split(r"[/\\!]", name)
     for pattern in _RANK:
         if found := pattern.search(parts[-1]):
@@ -81,10 +81,10 @@ def rank_from_name(name: str) -> int | None:
 
 
 def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
-    """Return the files of each recording of a job, by its name and in order of time; mostly there is one, named ''.
+    """Return the files of each recording of a job, by the recording's name, earliest first; '' if there is only one.
 
-    There are several where two files state one rank, or one worker's name with two times, and their iteration
-    (`iteration_10/rank0.json`), their folders (alike but for numbers) or their times tell such files apart.
+    There are several if two files are of the same rank or worker, and their iteration (`iteration_10/rank0.json`),
+    folder (alike but for numbers) or time tells these files apart.
     """
     for key in (_iteration, _folder_of, _turn(files)):
         groups: dict[str, list[TraceFile]] = {}
@@ -97,7 +97,7 @@ def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
 
 
 def _clash(files: Sequence[TraceFile]) -> bool:
-    """Return whether two files are of one rank or worker, as far as their names say."""
+    """Return whether the names of two files state the same rank or worker."""
     found = [_identity(file) for file in files]
     stated = [identity for identity in found if identity is not None]
     return len(set(stated)) < len(stated)
@@ -124,7 +124,7 @@ def _folder_of(file: TraceFile) -> str:
 
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
-    """Return a function that says the how-many-th of its worker a file is."""
+    """Return a function that names the recording of a file: `recording N`, its place among its worker's by time."""
     times: dict[str, list[int]] = {}
     for file in files:
         if found := _WORKER.match(re.split(r"[/\\!]", file.label)[-1]):
@@ -138,15 +138,15 @@ def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts names by the numbers in them: 2 before 10."""
+    """Return a sort key that orders names by the numbers in them: 2 before 10."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None = None) -> Iterator[list[TraceFile]]:
-    """Yield the trace files that `sources` name; archives are unpacked for as long as the context lives.
+    """Yield the trace files that `sources` name; unpacked archives exist until the context ends.
 
-    Timelines that this library wrote itself are passed over, which `notes` is told. `-` is standard input.
+    Timelines that this library wrote itself are skipped, with an entry in `notes`. `-` is standard input.
 
     Raises:
         BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
@@ -195,7 +195,7 @@ def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
 
 
 def _standard_input(target: Path, limits: Limits) -> Path:
-    """Copy standard input to a file, which the first bytes are looked at and both halves are read from."""
+    """Copy standard input to a file, because readers look at the first bytes before they read from the start."""
     if sys.stdin is None or sys.stdin.isatty():
         raise BadTrace(
             "standard input is no file or pipe; as in `zcat rank0.json.gz | counterpoint diagnose -`", path="-"
@@ -214,7 +214,7 @@ def _standard_input(target: Path, limits: Limits) -> Path:
 
 
 def _readable(path: str) -> str:
-    """Return a path that can be printed and encoded, whatever bytes its name is made of."""
+    """Return a path as text that can be printed, even if its name is not valid UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -234,7 +234,7 @@ def _pattern(pattern: str, label: str) -> list[TraceFile]:
 
 def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
     with os.scandir(path):
-        pass  # rglob would call a folder that it may not read empty
+        pass  # raises for an unreadable folder, which rglob would show as empty
     inside = (p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(_SUFFIXES))
     candidates = sorted(inside, key=lambda p: [_natural(part) for part in p.parts])
     if len(candidates) > limits.files:
@@ -260,18 +260,18 @@ def _is_archive(path: Path) -> bool:
     try:
         return tarfile.is_tarfile(path)
     except _DAMAGED:
-        return False  # a damaged gzip file: its reader says where
+        return False  # a damaged gzip file: reading it as a trace raises the error with its offset
 
 
 def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """Unpack the traces among the regular files, under numbers, so that links and the members' paths lead nowhere."""
+    """Unpack the traces among the regular files of a tar, under numbered names, so that no path leaves `scratch`."""
     budget = limits.allow(path.stat().st_size, traces=8)
     found: list[TraceFile] = []
     scratch.mkdir()
     try:
         with tarfile.open(path) as archive:
             for number, member in enumerate(archive):
-                budget -= member.size  # of those passed over, too: they have to be decompressed
+                budget -= member.size  # also of skipped members, which have to be decompressed
                 if number >= limits.files or budget < 0:
                     what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
                     raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
@@ -286,7 +286,7 @@ def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[Trace
 
 
 def _unzip(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """Unpack the traces of a zip file as `_unpack` does those of a tar; what is passed over is not decompressed."""
+    """Unpack the traces of a zip file as `_unpack` does for a tar; skipped members are not decompressed."""
     budget = limits.allow(path.stat().st_size, traces=8)
     found: list[TraceFile] = []
     scratch.mkdir()
@@ -294,7 +294,7 @@ def _unzip(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceF
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             wanted = [m for m in members if not m.is_dir() and m.filename.lower().endswith(_SUFFIXES)]
-            size = sum(m.file_size for m in wanted)  # no member gives more than it states
+            size = sum(m.file_size for m in wanted)  # zipfile never returns more than the stated size
             if len(members) > limits.files or size > budget:
                 what = "unpacks to more than allowed" if size > budget else f"more than {limits.files} members"
                 raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
@@ -307,7 +307,7 @@ def _unzip(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceF
 
 
 def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path) -> list[TraceFile]:
-    """Copy one file of an archive, and return it if it is a trace."""
+    """Copy one member of an archive to `scratch`; return it in a list, or an empty list if it is no trace."""
     base = re.sub(r"[^\w.-]", "_", name.rsplit("/", 1)[-1], flags=re.ASCII)
     target = scratch / f"{number:06d}-{base[-100:]}"
     with target.open("wb") as copy:
@@ -325,7 +325,7 @@ def _in_archive(found: list[TraceFile], label: str) -> list[TraceFile]:
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
-    """Return what the file is by its first bytes; None (or BadTrace when `strict`) if it is no trace at all."""
+    """Return the file with its format, told by its first bytes; if it is no trace, None, or BadTrace if `strict`."""
     try:
         with path.open("rb") as raw:
             head = raw.read(_HEAD_BYTES)
@@ -358,7 +358,7 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
 
 
 class _Capped(io.RawIOBase):
-    """Counts what comes out of a stream and stops at a limit; turns damage into BadTrace with its offset."""
+    """Reads from a stream; raises `BadTrace` with the offset for damage and for more bytes than the limit."""
 
     def __init__(self, stream: BinaryIO, label: str, limit: int, *, stop: int | None = None) -> None:
         self._stream, self._label, self._limit, self._stop, self._count = stream, label, limit, stop, 0
@@ -395,7 +395,7 @@ class _Capped(io.RawIOBase):
 def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None) -> io.RawIOBase:
     """Return the decompressed bytes of a trace from `begin` to `stop`, in order, never more than `limits` allows.
 
-    A file that cannot be opened raises `BadTrace`: on a cluster every worker needs it under the same path.
+    Raises `BadTrace` if the file cannot be opened; on a cluster every worker needs it under the same path.
     """
     try:
         with file.path.open("rb") as raw:
@@ -416,7 +416,7 @@ def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | N
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is not compressed, so that it can be read from its middle on."""
+    """Return whether a file is not compressed, so that reading can start in its middle."""
     with path.open("rb") as raw:
         head = raw.read(4)
     return not head.startswith(_GZIP_MAGIC) and head != _ZSTD_MAGIC
@@ -441,6 +441,6 @@ def _open_zstd(path: Path, label: str) -> Any:
 
 
 def _zstd_errors() -> tuple[type[Exception], ...]:
-    """Return what a reader of zstd raises about damage, if one is loaded."""
+    """Return the exception types that the loaded zstd module raises for damage; empty if none is loaded."""
     module = sys.modules.get("compression.zstd") or sys.modules.get("zstandard")
     return (module.ZstdError,) if module else ()

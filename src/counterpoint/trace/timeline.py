@@ -1,4 +1,4 @@
-"""Hold one rank's trace as columns: what every reader produces and every analysis consumes.
+"""Define the columns of one rank's trace, which every reader produces and every analysis uses.
 
 Columns of one table have one length and are numpy arrays. Times are float64 µs since `origin_ns`, so that
 differences keep nanoseconds even where the file counts from 1970.
@@ -22,7 +22,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Kind(IntEnum):
-    """Says what a GPU operation is, by its name and metadata and never by its stream."""
+    """Names the kinds of GPU operations (see classify.py)."""
 
     COMPUTE = 0
     COMM = 1
@@ -30,18 +30,18 @@ class Kind(IntEnum):
 
 
 class HostKind(IntEnum):
-    """Says what a host range is."""
+    """Names the kinds of host ranges."""
 
     OP = 0  # aten:: and other dispatcher operations
     RUNTIME = 1  # CUDA/HIP runtime and driver calls
     ANNOTATION = 2  # record_function, ProfilerStep, NVTX
     PYTHON = 3  # python_function frames
-    SYNC = 4  # cuda_sync: stream wait event, event/stream/context synchronise as the driver saw it
+    SYNC = 4  # cuda_sync: stream wait event, event/stream/context synchronise as the driver recorded it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Holds the properties of the GPU that ran the rank, as the trace states them; None where it does not."""
+    """Holds the properties of the rank's GPU, as the trace states them; None: not stated."""
 
     name: str | None = None
     num_sms: int | None = None
@@ -52,11 +52,11 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveInfo:
-    """Holds what the framework said of one collective (c10d's `record_param_comms`); None where it did not."""
+    """Holds what the framework recorded of one collective (c10d's `record_param_comms`); None: not recorded."""
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name
-    group_desc: str | None = None  # what the program calls it: default_pg, "dp_shard", "TENSOR_MODEL_PARALLEL_GROUP"
+    group_desc: str | None = None  # the program's name for it: default_pg, "dp_shard", "TENSOR_MODEL_PARALLEL_GROUP"
     group_ranks: str | None = None  # as printed, "[0, 1, 2, 3]"; may be cut by the profiler
     group_size: int | None = None
     seq: int | None = None
@@ -76,7 +76,7 @@ class GpuOps:
     kind: U8  # Kind
     stream: I64
     correlation: I64  # -1: none
-    launch_start: F64  # of the host call that launched it; NaN: unknown
+    launch_start: F64  # start of the host call that launched it; NaN: unknown
     launch_end: F64
     launch_thread: I32  # as HostOps.thread; -1: unknown
     grid: I32  # [n, 3]
@@ -102,8 +102,8 @@ class HostOps:
     thread: I32  # dense index of (pid, tid)
     correlation: I64  # runtime calls and syncs; -1: none
     stream: I64  # SYNC: the stream that waits; -1: none
-    waits_for: I64  # SYNC: correlation of the cudaEventRecord waited for; -1: not stated
-    waits_on: I64  # SYNC: the stream that event was recorded on; -1: not stated
+    waits_for: I64  # SYNC: correlation of the cudaEventRecord call of the awaited event; -1: not stated
+    waits_on: I64  # SYNC: the stream on which that event was recorded; -1: not stated
 
     def __len__(self) -> int:
         return len(self.start)
@@ -111,7 +111,7 @@ class HostOps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """Says of which rank a trace is, where it was read, and what ran the rank."""
+    """Holds the facts about one rank's trace: its rank and job, the file it was read from, and the GPU."""
 
     rank: int
     rank_known: bool  # False: guessed from the file name or order
@@ -122,7 +122,7 @@ class RankFacts:
     events: int
     origin_ns: int
     device: Device
-    notes: tuple[str, ...] = ()  # what whoever reads the diagnosis should know of this trace
+    notes: tuple[str, ...] = ()  # remarks on this trace for the reader of the diagnosis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class Timeline(RankFacts):
 
 
 class Intern(dict[K, int]):
-    """Numbers its keys in the order in which they come: `table[key]` is the number, `tuple(table)` the keys."""
+    """Numbers keys from 0 on as they are first looked up: `table[key]` is the number, `tuple(table)` the keys."""
 
     def __missing__(self, key: K) -> int:
         self[key] = number = len(self)
@@ -170,7 +170,7 @@ def join_launches(gpu: dict[str, Any], host: dict[str, Any]) -> None:
 
 
 def previous_on_stream(stream: I64) -> I64:
-    """Return, for operations in order of start, the one before each on its stream; -1: none."""
+    """Return the row of the operation before each one on its stream, given rows in order of start; -1: none."""
     order = np.argsort(stream, kind="stable")
     previous = np.full(len(stream), -1, np.int64)
     same = stream[order[1:]] == stream[order[:-1]]
