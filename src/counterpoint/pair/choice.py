@@ -21,8 +21,9 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 from counterpoint.machine.profile import Contention, Profile, default_profile
 from counterpoint.pair.curves import CommPoint, Curves
+from counterpoint.pair.hidden import overlap
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, Pair, occupation, overlap, play_order, reduced_us
+from counterpoint.pair.together import REDUCTIONS, Pair, occupation, play_order, reduced_us
 from counterpoint.records.measurement import Order
 
 Objective = Literal["mean", "worst"]

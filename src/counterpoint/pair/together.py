@@ -1,4 +1,4 @@
-"""How long GEMMs and a collective take together, by three models that know different things, and what that is worth.
+"""Predict how long GEMMs and a collective take together, by three models that know different things.
 
     kept    the speeds that both keep beside each other, and how often the collective waits: figures of a mechanism,
             means over launch orders; needs no shapes
@@ -12,13 +12,6 @@ g is compute alone, c communication alone. While both run, compute keeps `comput
                      otherwise                           T = c + (1 - comm_kept) · g / compute_kept
 
 `together_us` takes the one that missed least on measured pairs: results/pair-models.md.
-
-`overlap` is about T_g (compute alone), T_c (collective alone) and T (both), measured or predicted:
-
-    serial = T_g + T_c + h              h: the head start of the side that goes first; the other side waits that long
-    ideal  = max(T_g', T_c')            T' = T, plus h for the side that waits
-    hidden = (serial - T) / min(T_g', T_c')                 1 perfect, 0 as slow as one after the other, below 0 worse
-    ideal_fraction = (serial / T - 1) / (serial / ideal - 1) = hidden * ideal / T     ConCCL's "% of ideal" (2412.14335)
 """
 
 from __future__ import annotations
@@ -33,14 +26,13 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.occupancy import tiles_of, waves
 from counterpoint.machine.profile import Contention, Disturbance, Profile, SumRates
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.records.measurement import Order, PairClass
+from counterpoint.records.measurement import Order
 
 Model = Literal["kept", "waves", "sums"]
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEED_SMS = ("nccl", "nccl_zero_cta")  # the second copies without SMs, but the kernel that starts it needs one
-CLASS_BORDER = 1.15  # of the shorter side: a longer one is `G-long` or `C-long`
 FIRST_CHUNK = 7 / 8  # of the shard, as `collectives/program/tuning.py` cuts large ones
 _BY_DEFINITION = {
     "ideal": Disturbance(compute_kept=1.0, comm_kept=1.0, hidden={}, copies=False, source="by definition"),
@@ -342,33 +334,3 @@ def _summed_us(
     begins = max(there_us, after_us)
     beside = min(moved, max(0.0, ends[-1] - begins) * slow)
     return begins + beside / slow + (moved - beside) / fast
-
-
-# what overlap is worth
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverlapRatios:
-    """Holds the ratios of one measured pair."""
-
-    serial_us: float
-    ideal_us: float
-    hidden: float
-    ideal_fraction: float
-
-
-def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return the ratios from times alone (`compute_us`, `comm_us`), together (`both_us`) and the head start."""
-    waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
-    waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
-    serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
-    ideal = max(waiting_compute, waiting_comm)
-    hidden = (serial - both_us) / min(waiting_compute, waiting_comm)
-    return OverlapRatios(serial_us=serial, ideal_us=ideal, hidden=hidden, ideal_fraction=hidden * ideal / both_us)
-
-
-def pair_class(compute_us: float, comm_us: float) -> PairClass:
-    """Return which side is the longer one by more than 15 %."""
-    if compute_us > CLASS_BORDER * comm_us:
-        return "G-long"
-    return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"
