@@ -2,5 +2,5 @@
 
 `together.py`: three models of the time of both, and which one is right for which pair. `hidden.py`: what overlap is
 worth. `choice.py`: SMs for each side. `sm_split.py`: divisions of the SMs, and which blocks fit. `curves.py`: measured
-times alone, interpolated. Figures come from `machine/profile.py`. Other rooms may import all of these files.
+times alone, interpolated. Figures come from `machine/profile.py`. Other packages may import all of these files.
 """
