@@ -45,7 +45,7 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Read every GPU, those without an answer last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
+    """Read every GPU, lost ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
