@@ -1,4 +1,4 @@
-"""One model of GEMMs and a collective that share a GPU: how long both take, and how to divide the SMs. No torch.
+"""Model GEMMs and a collective that share a GPU: how long both take, and how to divide the SMs. No torch.
 
 `together.py`: three models of the time of both, and which one is right for which pair. `hidden.py`: what overlap is
 worth. `choice.py`: SMs for each side. `sm_split.py`: divisions of the SMs, and which blocks fit. `curves.py`: measured

@@ -79,7 +79,7 @@ class AxisTraffic:
 
     @property
     def num_bytes(self) -> float:
-        """Return bytes of all pairs."""
+        """Return the bytes of all pairs."""
         ranks = self.members.shape[1]
         per_group = {"all": ranks * (ranks - 1) // 2, "line": ranks - 1, "ring": ranks if ranks > 2 else ranks - 1}
         return float(self.pair_bytes.sum() * per_group[self.pattern])

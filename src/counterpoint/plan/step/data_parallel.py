@@ -75,7 +75,7 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
 def overlapped_in_pieces_us(
     compute_us: float, comms: Sequence[CollectiveTime], pieces: int, mechanism: Disturbance, *, persistent: bool
 ) -> float:
-    """Return the time of compute and collectives in equal pieces, where collectives overlap with compute of the next.
+    """Return the time of compute and collectives in equal pieces; those of a piece overlap compute of its neighbour.
 
     Args:
         compute_us: compute alone, of all pieces.
