@@ -181,10 +181,7 @@ class CudaChannel:
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return the needs of a call, and where peers' outputs are if that is not known, after meeting if necessary.
-
-        Ranks meet to allocate memory together, and to learn the outputs' places or the split sizes.
-        """
+        """Return a call's needs, and where peers' outputs are; meet the ranks first to allocate or to learn these."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
