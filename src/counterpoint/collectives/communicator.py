@@ -461,7 +461,7 @@ class Communicator:
         return self._submitter.submit(request.even_blocks_of, output, input, channel, async_op, *options)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Wait until every rank has made this call; on a GPU the current stream waits, not the host.
+        """Return when every rank has made this call; on a GPU the current stream waits, not the host.
 
         `channel` runs the call, behind its earlier ones; with `async_op` its `Work` is returned at once.
         """

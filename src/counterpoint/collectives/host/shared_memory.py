@@ -164,7 +164,7 @@ class SharedMemory:
             return known[1]
 
     def _open(self, rank: int, fd: int, num_bytes: int) -> _Mapping:
-        """Return a mapping of a peer's file; raise if the file is not the peer's, is too small, or may not be opened."""
+        """Return a mapping of a peer's file; raise if the file is another one, is too small, or may not be opened."""
         pid = self._pids[rank]
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:

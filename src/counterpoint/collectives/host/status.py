@@ -39,8 +39,8 @@ class SharedRegion(ctypes.Structure):
 def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
     """Return the ctypes class of a status.
 
-    `channels[c].lines[p]` are the calls that the owner made with rank p alone, `lines[world_size]` those with all ranks;
-    a line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
+    `channels[c].lines[p]` counts the calls that the owner made with rank p alone, `lines[world_size]` those of all; a
+    line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
     staging was replaced. `early[b]` are the flag words of early-release block b, `early_regions[k]` is the k-th region
     of such blocks, -1 before there is one.
     """
