@@ -1,4 +1,4 @@
-"""counterpoint: computation and communication at the same time on multi-GPU PyTorch jobs.
+"""Find, measure and fix communication that does not overlap with computation in multi-GPU PyTorch jobs.
 
     >>> import counterpoint
     >>> result = counterpoint.diagnose("traces/")
@@ -8,7 +8,7 @@
     >>> with counterpoint.watch(every=500):  # diagnoses a training while it runs
     ...     train()
 
-Names are loaded when they are first used (errors at once): `import counterpoint` costs next to nothing and no torch.
+`import counterpoint` loads only the exceptions, never torch; every other name is imported when it is first used.
 """
 
 from __future__ import annotations
