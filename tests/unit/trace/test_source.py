@@ -367,9 +367,11 @@ def test_an_encrypted_zip_says_so(tmp_path: Path) -> None:
     assert "encrypted" in refused(kt.write_bytes(tmp_path / "t.zip", bytes(whole))).reason
 
 
+@pytest.mark.needs("zstandard")
 def test_a_trace_by_zstd(tmp_path: Path) -> None:
     """Alone, of any name, in a folder and in a zip; as several frames, too."""
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     first, second = rank(0)[:900], rank(0)[900:]
     frames = zstandard.compress(first) + zstandard.compress(second)
     for name in ("rank0.json.zst", "any.bin"):
@@ -379,9 +381,11 @@ def test_a_trace_by_zstd(tmp_path: Path) -> None:
     assert len(found(zipped(tmp_path / "t.zip", {"rank0.json.zst": frames}))) == 1
 
 
+@pytest.mark.needs("zstandard")
 def test_limits_hold_for_zstd(tmp_path: Path) -> None:
     """A megabyte out of a few bytes stops at the cap; damage has its offset."""
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     text = b'{"traceEvents": [{"ph":"X","cat":"kernel","ts":1}' + b" " * (4 << 20) + b"]}"
     bomb = kt.write_bytes(tmp_path / "bomb.json.zst", zstandard.compress(text))
     with pytest.raises(BadTrace, match="--max-trace-gb"):
@@ -397,10 +401,10 @@ def test_limits_hold_for_zstd(tmp_path: Path) -> None:
                 assert read == len(kt.training())  # only the checksum at its end is cut
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has its own reader of zstd")
 def test_without_a_reader_of_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install."""
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for reader in ("zstandard", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, reader, None)
     path = kt.write_bytes(tmp_path / "rank0.json.zst", b"\x28\xb5\x2f\xfd" + bytes(20))
     with pytest.raises(Unsupported, match=r"counterpoint\[zstd\]"):
         diagnose(path)
