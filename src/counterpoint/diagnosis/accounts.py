@@ -37,6 +37,8 @@ class Waits:
     exposed: F64  # of the whole collective: no compute runs
     exposed_wait: F64  # of its waiting
     step: I64  # [J] index of the step, -1: outside
+    complete: np.typing.NDArray[np.bool_]  # [J] every rank of the group is joined; else one that waits is not told
+    told: np.typing.NDArray[np.bool_]  # [J] complete, or joined over two ranks at least: waiting is a lower bound
 
 
 def activity(job: TracedJob, column: int) -> Activity:
@@ -61,7 +63,10 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
     step[last >= job.step_end.max()] = -1
+    complete = _complete(job)
     return Waits(
+        complete=complete,
+        told=complete | ((job.joined.row >= 0).sum(axis=1) >= 2),
         arrival=arrival,
         last_start=last,
         last_column=np.nanargmax(arrival, axis=1),
@@ -71,6 +76,12 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed_wait=np.maximum(exposed_wait, 0.0),
         step=step,
     )
+
+
+def _complete(job: TracedJob) -> np.typing.NDArray[np.bool_]:
+    """Return which collectives [J] are joined over all ranks of their group, as far as its size is known."""
+    present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
+    return np.asarray((size == 1) | (present >= 2) & ((present >= size) | (not job.missing)))
 
 
 def _arrivals(job: TracedJob) -> tuple[F64, np.typing.NDArray[np.bool_]]:
@@ -116,6 +127,8 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
     compute, comm = float(busy.compute.within(start, end).sum()), float(busy.comm.within(start, end).sum())
     overlapped = float((busy.compute & busy.comm).within(start, end).sum())
     there = (w.step >= 0) & np.isfinite(w.wait[:, column])
+    told = there & w.told
+    known = bool(told.any()) or not there.any()
     d = job.digests[column]
     flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
@@ -124,13 +137,13 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
         duration_us=duration,
         compute_us=compute,
         comm_us=comm,
-        exposed_wait_us=min(float(w.exposed_wait[there, column].sum()), comm - overlapped),
+        exposed_wait_us=min(float(w.exposed_wait[told, column].sum()), comm - overlapped) if known else None,
         overlapped_us=overlapped,
         exposed_comm_us=comm - overlapped,
         memcpy_us=float(busy.memcpy.within(start, end).sum()),
         idle_us=duration - float(busy.any.within(start, end).sum()),
-        wait_us=float(w.wait[there, column].sum()),
-        transfer_us=float(w.transfer[there, column].sum()),
+        wait_us=float(w.wait[told, column].sum()) if known else None,
+        transfer_us=float(w.transfer[told, column].sum()) if known else None,
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,
@@ -146,18 +159,25 @@ def _single_tensor(job: TracedJob, column: int) -> Intervals:
 
 def totals(accounts: tuple[RankAccount, ...]) -> Account:
     """Return means over ranks, and ratios of those means."""
-    fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f != "exposed_wait_us"]
+    waiting = ("wait_us", "transfer_us", "exposed_wait_us")
+    fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f not in waiting]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
-    exposed_waits = [a.exposed_wait_us for a in accounts if a.exposed_wait_us is not None]
+    known = {f: [value for a in accounts if (value := getattr(a, f)) is not None] for f in waiting}
     mfus = [a.mfu for a in accounts if a.mfu is not None]
     comm, compute = mean["comm_us"], mean["compute_us"]
     return Account(
         **mean,
         hidden=mean["overlapped_us"] / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
-        mfu=float(np.mean(mfus)) if mfus else None,
-        exposed_wait_us=float(np.mean(exposed_waits)) if exposed_waits else None,
+        mfu=_mean(mfus),
+        wait_us=_mean(known["wait_us"]),
+        transfer_us=_mean(known["transfer_us"]),
+        exposed_wait_us=_mean(known["exposed_wait_us"]),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
@@ -166,7 +186,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     first, end = np.nanmin(joined.start, axis=1), np.nanmax(joined.end, axis=1)
     transfer = np.maximum(end - w.last_start, 0.0)
     exposed = np.nanmean(w.exposed, axis=1)
-    sizes, members, ctas = (_most(job, column) for column in ("bytes", "size", "ctas"))
+    sizes, members, ctas = (most_stated(job, column) for column in ("bytes", "size", "ctas"))
     there = joined.row >= 0
     out = []
     for j in range(len(joined)):
@@ -184,7 +204,9 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 last_rank=ranks[int(w.last_column[j])],
                 start_us=float(first[j]),
                 end_us=float(end[j]),
-                wait_us={str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) for c in columns},
+                wait_us={
+                    str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) if w.told[j] else None for c in columns
+                },
                 transfer_us=float(transfer[j]),
                 algo_gb_per_s=algo,
                 bus_gb_per_s=algo * bus if algo is not None else None,
@@ -197,7 +219,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     return tuple(out)
 
 
-def _most(job: TracedJob, column: str) -> I64:
+def most_stated(job: TracedJob, column: str) -> I64:
     """Return the largest value of a column of `CommRows` over each collective's ranks; -1 where none states it."""
     most = np.full(len(job.joined), -1, np.int64)
     for c, d in enumerate(job.digests):

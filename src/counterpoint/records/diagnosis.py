@@ -39,8 +39,9 @@ class Account(Record, frozen=True, kw_only=True):
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined (of copies:
-    waiting also before the first one, while the stream holds it back). `multi_tensor_us`: of compute, when nothing runs
-    but kernels over lists of tensors: optimizers, clipping, casts, which go over what a rank has of the parameters.
+    waiting also before the first one, while the stream holds it back); null where none could, as with one rank's trace.
+    `multi_tensor_us`: of compute, when nothing runs but kernels over lists of tensors: optimizers, clipping, casts,
+    which go over what a rank has of the parameters.
     """
 
     duration_us: float
@@ -50,8 +51,8 @@ class Account(Record, frozen=True, kw_only=True):
     exposed_comm_us: float
     memcpy_us: float
     idle_us: float
-    wait_us: float
-    transfer_us: float
+    wait_us: float | None
+    transfer_us: float | None
     hidden: float | None
     comm_to_compute: float | None
     mfu: float | None = None
@@ -68,8 +69,9 @@ class RankAccount(Account, frozen=True, kw_only=True):
 class Collective(Record, frozen=True, kw_only=True):
     """Describes one collective, joined over the ranks that took part in it.
 
-    wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
-    in it with no compute running. `bytes` is the full array (nccl-tests), null where the trace does not say.
+    wait of a rank = last start - own start, null where no other rank is joined; transfer = last end - last start;
+    exposed = mean over ranks of the time in it with no compute running. `bytes` is the full array (nccl-tests), null
+    where the trace does not say.
     """
 
     op: str
@@ -80,7 +82,7 @@ class Collective(Record, frozen=True, kw_only=True):
     last_rank: int
     start_us: float
     end_us: float
-    wait_us: dict[str, float]
+    wait_us: dict[str, float | None]
     transfer_us: float
     algo_gb_per_s: float | None
     bus_gb_per_s: float | None
@@ -183,13 +185,20 @@ class WhatIfStep(Record, frozen=True, kw_only=True):
 
 
 class Replay(Record, frozen=True, kw_only=True):
-    """Holds measured and replayed time of a mean step; `error` = replayed / measured - 1."""
+    """Holds measured and replayed time of a mean step; `error` = replayed / measured - 1.
+
+    `waits` says of what operations wait for, besides other ranks, whether the graph explains it or keeps it as
+    measured; `collective_waits` says whether waiting inside collectives comes from joined ranks or, where other ranks
+    have no trace, is kept as measured; null without collectives.
+    """
 
     measured_us: float
     replayed_us: float
     error: float
     what_if: tuple[WhatIfStep, ...]
     steps: int
+    waits: str | None = None  # explained | as_measured
+    collective_waits: str | None = None  # joined | partly_joined | as_measured
 
 
 class TimelineLane(Record, frozen=True, kw_only=True):

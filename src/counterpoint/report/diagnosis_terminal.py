@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Collective, Diagnosis, Finding, RankAccount, Replay
+from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay
 from counterpoint.report import formatting as say
 
 MAX_RANKS = 16
@@ -87,8 +87,9 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
     def row(account: RankAccount) -> list[str | Text]:
         parts = say.budget(account)
         compute = parts["compute"] + parts["overlapped"]
-        cells = [compute, parts["wait"], parts["transfer"], parts["memcpy"], parts["idle"]]
-        numbers = [say.milliseconds(us / steps, 1) for us in cells]
+        wait = None if account.exposed_wait_us is None and parts["transfer"] else parts["wait"]
+        cells = [compute, wait, parts["transfer"], parts["memcpy"], parts["idle"]]
+        numbers = [say.milliseconds(None if us is None else us / steps, 1) for us in cells]
         return [str(account.rank), _bar(parts, longest), *numbers, say.percent(account.hidden)]
 
     columns = ("rank", "", "compute", "wait", "transfer", "copies", "idle", "hidden")
@@ -121,10 +122,6 @@ def _idle(diagnosis: Diagnosis, console: Console) -> None:
     say.print_table(console, columns, rows, left=("cause", "mostly in"))
 
 
-def _mean_wait(collective: Collective) -> float:
-    return sum(collective.wait_us.values()) / len(collective.wait_us) if collective.wait_us else 0.0
-
-
 def _collectives(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collectives:
         return
@@ -134,7 +131,7 @@ def _collectives(diagnosis: Diagnosis, console: Console) -> None:
     rows = (
         (
             f"{c.op} #{c.index}", say.text(c.group, limit=16), say.size(c.bytes), say.milliseconds(c.exposed_us),
-            f"{say.milliseconds(_mean_wait(c))} / {say.milliseconds(max(c.wait_us.values(), default=0.0))}",
+            " / ".join(map(say.milliseconds, say.waits(c))),
             say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), str(c.last_rank),
         )
         for c in shown

@@ -117,6 +117,12 @@ def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
     return [c for c in causes if c.us >= 5.0][:MAX_IDLE_CAUSES]
 
 
+def waits(collective: Collective) -> tuple[float | None, float | None]:
+    """Return mean and longest wait of the ranks in a collective; None where no other rank is joined."""
+    known = [us for us in collective.wait_us.values() if us is not None]
+    return (sum(known) / len(known), max(known)) if known else (None, None)
+
+
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:
     """Return the `limit` collectives with the longest exposed time, worst first."""
     return sorted(collectives, key=lambda c: (-c.exposed_us, c.start_us))[:limit]
