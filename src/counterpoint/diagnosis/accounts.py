@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.diagnosis.places import parallel_of
+from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
-from counterpoint.records.diagnosis import Account, Collective, RankAccount, StepTime
+from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor
 from counterpoint.trace.timeline import F64, I64, Kind, previous_on_stream
 
@@ -214,9 +216,56 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 num_ctas=int(ctas[j]) if ctas[j] >= 0 else None,
                 joined_by=joined.by[j],
                 step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
+                parallel=parallel_of(_named(job, j, "group_desc"), joined.group[j]),
+                phase=_named(job, j, "phase"),
+                module=_named(job, j, "module"),
             )
         )
     return tuple(out)
+
+
+def _named(job: TracedJob, j: int, column: str) -> str | None:
+    """Return what the ranks of a collective call it, if they agree as far as they say."""
+    said = {
+        getattr(d.comm, column)[row] for d, row in zip(job.digests, job.joined.row[j].tolist(), strict=True) if row >= 0
+    } - {None}
+    return str(said.pop()) if len(said) == 1 else None
+
+
+def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) -> tuple[CollectiveKind, ...]:
+    """Return the table of collectives by operation, group, size and phase in the analysed steps, most exposed first."""
+    sizes, steps = most_stated(job, "size"), max(len(job.step_names), 1)
+    kinds: dict[tuple[str, str, str | None, int | None, str | None], list[int]] = {}
+    for j, c in enumerate(every):
+        if c.step is not None:
+            kinds.setdefault((c.op, c.group, _named(job, j, "group_desc"), c.bytes, c.phase), []).append(j)
+    found = []
+    for (op, group, name, size, phase), rows in kinds.items():
+        moving = float(np.median([every[j].transfer_us for j in rows]))
+        ranks = max(*(int(sizes[j]) for j in rows), *(len(every[j].ranks) for j in rows))
+        told = [us for j in rows if w.complete[j] for us in every[j].wait_us.values() if us is not None]
+        found.append(
+            CollectiveKind(
+                op=op,
+                group=group,
+                group_name=name,
+                parallel=every[rows[0]].parallel,
+                ranks=ranks if ranks > 1 else None,
+                bytes=size,
+                phase=phase,
+                count=len(rows),
+                wait_us=float(np.mean(told)) if told and w.complete[rows].all() else None,
+                transfer_us=moving,
+                bus_gb_per_s=bus_gb_per_s(op, size, ranks, moving) if size and moving > 0 and ranks > 1 else None,
+                best_gb_per_s=None,
+                exposed_us=float(sum(every[j].exposed_us for j in rows)) / steps,
+            )
+        )
+    best: dict[str, float] = {}
+    for kind in found:
+        best[kind.group] = max(best.get(kind.group, 0.0), kind.bus_gb_per_s or 0.0)
+    found = [msgspec.structs.replace(kind, best_gb_per_s=best[kind.group] or None) for kind in found]
+    return tuple(sorted(found, key=lambda kind: -kind.exposed_us))
 
 
 def most_stated(job: TracedJob, column: str) -> I64:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _SPANS = 6000  # per lane: more are not seen on any screen
 _LONGEST_LABEL = 80
+_KINDS = 256  # of collectives that the table holds: sizes may all differ
 _SHORTEST_GAP_US = 100.0  # that is drawn
 
 
@@ -126,7 +127,22 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     unrecorded = find_unrecorded(job, busy, waits)
     played = _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded)
     idle = idle_of_ranks(job, per_rank)
-    findings = find_findings(job, total, waits, busy, idle, stragglers, kernels.kernels, blocked, unrecorded, played)
+    collectives = account.collectives(job, waits)
+    kinds = account.collective_kinds(job, waits, collectives)
+    findings = find_findings(
+        job,
+        total,
+        waits,
+        busy,
+        idle,
+        stragglers,
+        kernels.kernels,
+        blocked,
+        unrecorded,
+        collectives,
+        kinds,
+        played,
+    )
     clocks, ranks = job.clocks, job.ranks
     formats = {d.format for d in digests}
     diagnosis = Diagnosis(
@@ -147,7 +163,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,
-        collectives=account.collectives(job, waits),
+        collectives=collectives,
+        collective_kinds=kinds[:_KINDS],
         stragglers=stragglers,
         kernels=kernels.kernels,
         findings=findings,

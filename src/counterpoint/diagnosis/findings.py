@@ -19,7 +19,16 @@ from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.diagnosis.replay import NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.replay_graph import Bools
 from counterpoint.diagnosis.unrecorded import Unrecorded
-from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
+from counterpoint.records.diagnosis import (
+    Account,
+    Collective,
+    CollectiveKind,
+    Finding,
+    KernelComparison,
+    Replay,
+    Severity,
+    Straggler,
+)
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
@@ -60,6 +69,8 @@ def find_findings(
     kernels: tuple[KernelComparison, ...],
     blocked: tuple[Blocked, ...],
     unrecorded: Unrecorded,
+    collectives: tuple[Collective, ...],
+    kinds: tuple[CollectiveKind, ...],
     replay: Replay | None,
 ) -> tuple[Finding, ...]:
     """Return the findings, dearest first; `cost_us` is time per step.
@@ -74,6 +85,8 @@ def find_findings(
         kernels: those slowed by communication.
         blocked: collectives that found no SM.
         unrecorded: collectives that lack ranks, and what they seem to have waited for these.
+        collectives: every one, in the order of `job.joined`.
+        kinds: their table.
         replay: what the step would be without each trouble, if it could be replayed.
     """
     step = account.duration_us / max(len(job.step_names), 1)
@@ -84,8 +97,8 @@ def find_findings(
         *_launch_order(job, blocked, saved, step),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
-        *_suspected_waits(job, unrecorded, w, saved, step),
-        *_exposed(job, account, w, unrecorded, saved, step),
+        *_suspected_waits(job, unrecorded, w, collectives, saved, step),
+        *_exposed(job, account, w, unrecorded, kinds, saved, step),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
@@ -202,7 +215,12 @@ def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str,
 
 
 def _suspected_waits(
-    job: TracedJob, unrecorded: Unrecorded, w: Waits, saved: dict[str, float], step: float
+    job: TracedJob,
+    unrecorded: Unrecorded,
+    w: Waits,
+    collectives: tuple[Collective, ...],
+    saved: dict[str, float],
+    step: float,
 ) -> list[Finding]:
     """Tell of collectives that take far longer than usual where ranks have no trace: these are late."""
     steps = max(len(job.step_names), 1)
@@ -219,7 +237,7 @@ def _suspected_waits(
         for op, us in sorted(by_op.items(), key=lambda i: -sum(i[1]))[:4]
     )
     worst = int(rows[np.argmax(np.nanmean(unrecorded.exposed_us[rows], axis=1))])
-    took = float(np.nanmin(w.transfer[worst]))
+    one, took = collectives[worst], float(np.nanmin(w.transfer[worst]))
     rank = "that was not recorded" if job.missing or len(job.ranks) == 1 else "whose part in them was not recorded"
     return [
         Finding(
@@ -228,7 +246,7 @@ def _suspected_waits(
             severity=_severity(cost, step),
             title=f"At least {lost / 1e3:.2f} ms a step of communication is waiting for a rank {rank}",
             evidence=f"beyond what the same operation usually takes in this recording, a step: {parts}; worst: "
-            f"{job.joined.op[worst]} #{job.joined.index[worst]} of group {job.joined.group[worst]} took "
+            f"{one.op} #{one.index} of group {one.group}{_in_words(one.parallel, one.phase, one.module)} took "
             f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
             advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
             "until then look for it in the logs of the other ranks (input, checkpoints, evaluation, a slow GPU)",
@@ -239,15 +257,23 @@ def _suspected_waits(
 
 
 def _exposed(
-    job: TracedJob, account: Account, w: Waits, unrecorded: Unrecorded, saved: dict[str, float], step: float
+    job: TracedJob,
+    account: Account,
+    w: Waits,
+    unrecorded: Unrecorded,
+    kinds: tuple[CollectiveKind, ...],
+    saved: dict[str, float],
+    step: float,
 ) -> list[Finding]:
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
         return []
     by_op: dict[str, float] = defaultdict(float)
-    for j in np.flatnonzero(w.step >= 0).tolist():
-        by_op[job.joined.op[j]] += float(np.nanmean(w.exposed[j])) / max(len(job.step_names), 1)
-    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_op.items(), key=lambda i: -i[1])[:4])
+    by_name: dict[str, float] = defaultdict(float)
+    for kind in kinds:
+        by_op[kind.op] += kind.exposed_us
+        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += kind.exposed_us
+    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_name.items(), key=lambda i: -i[1])[:4])
     inside = w.step >= 0
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
@@ -265,6 +291,12 @@ def _exposed(
             else _advise_exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
         )
     ]
+
+
+def _in_words(*names: str | None) -> str:
+    """Return what is known of a collective's place, in parentheses: its parallel group, phase, module."""
+    known = [name for name in names if name]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool) -> str:

@@ -90,6 +90,31 @@ class Collective(Record, frozen=True, kw_only=True):
     num_ctas: int | None  # blocks of the communication kernel; 0: copy engines
     joined_by: str  # seq | comms_id | order | none
     step: str | None = None
+    parallel: str | None = None  # dp | tp | pp | ep | cp | dp+cp ..., by the group's name
+    phase: str | None = None  # forward | backward | optimizer
+    module: str | None = None  # or layer, around the launch
+
+
+class CollectiveKind(Record, frozen=True, kw_only=True):
+    """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
+
+    `exposed_us` is per step and rank. `best_gb_per_s` is the highest bus bandwidth that a kind of that group reaches in
+    this recording: what its links can do at least.
+    """
+
+    op: str
+    group: str
+    group_name: str | None  # what the program calls it
+    parallel: str | None
+    ranks: int | None  # of the group
+    bytes: int | None
+    phase: str | None
+    count: int
+    wait_us: float | None  # null where ranks have no trace
+    transfer_us: float  # median; with waiting, where that is unknown
+    bus_gb_per_s: float | None  # at that
+    best_gb_per_s: float | None
+    exposed_us: float
 
 
 class Straggler(Record, frozen=True, kw_only=True):
@@ -235,3 +260,4 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     replay: Replay | None
     idle: Idle | None = None
+    collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first

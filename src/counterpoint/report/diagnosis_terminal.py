@@ -30,6 +30,7 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     _findings(diagnosis.findings, console)
     _budget(diagnosis, console)
     _idle(diagnosis, console)
+    _kinds(diagnosis, console)
     _collectives(diagnosis, console)
     _stragglers(diagnosis, console)
     _kernels(diagnosis, console)
@@ -120,6 +121,27 @@ def _idle(diagnosis: Diagnosis, console: Console) -> None:
     )
     columns = ("cause", "ms", "gaps", "longest", "mostly in")
     say.print_table(console, columns, rows, left=("cause", "mostly in"))
+
+
+def _kinds(diagnosis: Diagnosis, console: Console) -> None:
+    if not diagnosis.collective_kinds:
+        return
+    shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
+    unit = "ms: exposed per step, wait and transfer per call; GB/s of the best seen in the group"
+    say.heading(console, "Collectives by kind", unit)
+    steps = say.steps_in(diagnosis)
+    rows = (
+        (
+            k.op, say.text(say.group_of(k), limit=16), say.size(k.bytes), f"{k.count / steps:,.0f}",
+            say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
+            f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
+        )
+        for k in shown
+    )  # fmt: skip
+    columns = ("kind", "group", "size", "calls", "exposed", "wait", "transfer", "GB/s", "phase")
+    say.print_table(console, columns, rows, left=("kind", "group", "phase"))
+    if len(shown) < len(diagnosis.collective_kinds):
+        console.print(f"   and {len(diagnosis.collective_kinds) - len(shown)} more kinds")
 
 
 def _collectives(diagnosis: Diagnosis, console: Console) -> None:

@@ -19,6 +19,7 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import (
     Account,
     Collective,
+    CollectiveKind,
     Diagnosis,
     Idle,
     IdleCause,
@@ -121,6 +122,12 @@ def waits(collective: Collective) -> tuple[float | None, float | None]:
     """Return mean and longest wait of the ranks in a collective; None where no other rank is joined."""
     known = [us for us in collective.wait_us.values() if us is not None]
     return (sum(known) / len(known), max(known)) if known else (None, None)
+
+
+def group_of(kind: CollectiveKind) -> str:
+    """Return the parallel group of a kind of collectives, else what the program or the trace calls it, and its size."""
+    name = kind.parallel or kind.group_name or kind.group
+    return f"{name} ×{kind.ranks}" if kind.ranks else name
 
 
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:
