@@ -98,6 +98,7 @@ def find_findings(
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
+        *_pipeline_bubbles(job, w, collectives, step),
         *_exposed(job, account, w, unrecorded, kinds, saved, step),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
@@ -252,6 +253,35 @@ def _suspected_waits(
             "until then look for it in the logs of the other ranks (input, checkpoints, evaluation, a slow GPU)",
             start_us=float(np.nanmin(job.joined.start[worst])),
             end_us=float(np.nanmax(job.joined.end[worst])),
+        )
+    ]
+
+
+def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, ...], step: float) -> list[Finding]:
+    """Tell of waiting for neighbouring stages: in sends and receives of a pipeline that are surely one on all ranks."""
+    sure = [
+        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
+        for c in collectives
+    ]
+    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
+    waited = np.nansum(w.exposed_wait[rows], axis=0) / max(len(job.step_names), 1)
+    cost = float(waited.mean())
+    if cost < _EXPOSED_WORTH * step:
+        return []
+    most = int(waited.argmax())
+    worst = int(rows[np.nanargmax(np.nanmax(w.exposed_wait[rows], axis=1))])
+    return [
+        Finding(
+            kind="pipeline_bubble",
+            cost_us=cost,
+            severity=_severity(cost, step),
+            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms a step for their neighbours",
+            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
+            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms a step",
+            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
+            "long (move layers from the slowest stage)",
+            start_us=float(np.nanmin(job.joined.start[worst])),
+            end_us=float(w.last_start[worst]),
         )
     ]
 

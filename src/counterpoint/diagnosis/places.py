@@ -14,6 +14,7 @@ import numpy.typing as npt
 from counterpoint.trace.timeline import I64, HostKind, Timeline
 
 _MOST_PAIRS = 4_000_000  # of launches and ranges around them: the widest ranges are left out beyond
+_LONGEST_NAME = 400  # of a range that names a phase or module
 _WORD = re.compile(r"[a-z]+")
 _PARALLEL = {
     "tp": ("tp", "tensor"),
@@ -25,7 +26,7 @@ _PARALLEL = {
 _FORWARD = re.compile(r"FSDP::(pre|post)_forward|forward$|\.forward\b|^#* ?forward ?#*$|^nn\.Module: ", re.IGNORECASE)
 _BACKWARD = re.compile(
     r"FSDP::(root_)?(pre|post)_backward|FSDP::backward|^autograd::engine::evaluate_function|^torch::autograd::"
-    r"|\w+Backward\d*$|^#* ?backward ?#*$",
+    r"|Backward\d*$|^#* ?backward ?#*$",
     re.IGNORECASE,
 )
 _OPTIMIZER = re.compile(r"^Optimizer\.step#|^#* ?optimi[sz]er([ ._]step)? ?#*$", re.IGNORECASE)
@@ -50,13 +51,16 @@ def parallel_of(*names: str | None) -> str | None:
 def phases_and_modules(timeline: Timeline, rows: I64) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
     """Return phase (forward, backward, optimizer) and module of the launches of some GPU operations."""
     host, gpu, names = timeline.host, timeline.gpu, timeline.names
-    table = np.array([_phase_of(name) for name in names], np.int64)
-    modules = [_module_of(name) for name in names]
-    tells = (table > 0) | np.array([module is not None for module in modules], bool)
     ranges = np.isin(host.kind, (HostKind.OP, HostKind.ANNOTATION, HostKind.PYTHON))
-    ranges[ranges] = tells[host.name[ranges]] if len(names) else False
+    table = np.zeros(len(names), np.int64)
+    modules: dict[int, str | None] = {}
+    if len(rows):
+        for i in np.unique(host.name[ranges]).tolist():
+            if len(names[i]) <= _LONGEST_NAME:
+                table[i], modules[i] = _phase_of(names[i]), _module_of(names[i])
+    named = np.array([modules.get(i) is not None for i in range(len(names))], bool)
+    ranges[ranges] = ((table > 0) | named)[host.name[ranges]] if len(names) else False
     phase, module = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
-    named = np.array([m is not None for m in modules], bool)
     backward = _autograd_threads(timeline)
     for thread in np.unique(gpu.launch_thread[rows]).tolist():
         here = np.flatnonzero((gpu.launch_thread[rows] == thread) & np.isfinite(gpu.launch_start[rows]))

@@ -127,18 +127,18 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collective_kinds:
         return
     shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
-    unit = "ms: exposed per step, wait and transfer per call; GB/s of the best seen in the group"
+    unit = "ms: exposed per step, wait and moving per call; GB/s of best"
     say.heading(console, "Collectives by kind", unit)
     steps = say.steps_in(diagnosis)
     rows = (
         (
-            k.op, say.text(say.group_of(k), limit=16), say.size(k.bytes), f"{k.count / steps:,.0f}",
+            k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes), f"{k.count / steps:,.0f}",
             say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
             f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
         )
         for k in shown
     )  # fmt: skip
-    columns = ("kind", "group", "size", "calls", "exposed", "wait", "transfer", "GB/s", "phase")
+    columns = ("kind", "group", "size", "calls", "exposed", "wait", "moving", "GB/s", "phase")
     say.print_table(console, columns, rows, left=("kind", "group", "phase"))
     if len(shown) < len(diagnosis.collective_kinds):
         console.print(f"   and {len(diagnosis.collective_kinds) - len(shown)} more kinds")
@@ -154,7 +154,7 @@ def _collectives(diagnosis: Diagnosis, console: Console) -> None:
         (
             f"{c.op} #{c.index}", say.text(c.group, limit=16), say.size(c.bytes), say.milliseconds(c.exposed_us),
             " / ".join(map(say.milliseconds, say.waits(c))),
-            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), str(c.last_rank),
+            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), say.UNKNOWN if say.waits(c)[0] is None else str(c.last_rank),
         )
         for c in shown
     )  # fmt: skip
@@ -206,6 +206,8 @@ def _replay(replay: Replay, console: Console) -> None:
     )
     unchanged = ("unchanged", say.milliseconds(replay.replayed_us), error)
     say.print_table(console, ("replay", "step", ""), [unchanged, *cases], left=("replay", ""))
+    if (sentence := say.replayed_waits(replay)) is not None:
+        _below(console, sentence, say.QUIET)
 
 
 def _notes(diagnosis: Diagnosis, console: Console) -> None:

@@ -25,6 +25,7 @@ from counterpoint.records.diagnosis import (
     IdleCause,
     KernelComparison,
     RankAccount,
+    Replay,
 )
 
 UNKNOWN = "–"
@@ -122,6 +123,17 @@ def waits(collective: Collective) -> tuple[float | None, float | None]:
     """Return mean and longest wait of the ranks in a collective; None where no other rank is joined."""
     known = [us for us in collective.wait_us.values() if us is not None]
     return (sum(known) / len(known), max(known)) if known else (None, None)
+
+
+def replayed_waits(replay: Replay) -> str | None:
+    """Say which waits a replay keeps as they were measured; None if it explains all."""
+    kept = []
+    if replay.collective_waits in ("as_measured", "partly_joined"):
+        some = "some " if replay.collective_waits == "partly_joined" else ""
+        kept.append(f"in {some}collectives, for other ranks have no trace")
+    if replay.waits == "as_measured":
+        kept.append("of operations that begin later than the trace explains")
+    return f"Waits kept as measured: {'; '.join(kept)}." if kept else None
 
 
 def group_of(kind: CollectiveKind) -> str:
