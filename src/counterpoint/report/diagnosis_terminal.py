@@ -127,12 +127,13 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collective_kinds:
         return
     shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
-    unit = "ms: exposed per step, wait and moving per call; GB/s of best"
+    unit = "ms: exposed a step, wait and moving a call; GB/s of best"
     say.heading(console, "Collectives by kind", unit)
     steps = say.steps_in(diagnosis)
     rows = (
         (
-            k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes), f"{k.count / steps:,.0f}",
+            k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes),
+            f"{k.count / steps:,.0f}",
             say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
             f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
         )
@@ -154,7 +155,8 @@ def _collectives(diagnosis: Diagnosis, console: Console) -> None:
         (
             f"{c.op} #{c.index}", say.text(c.group, limit=16), say.size(c.bytes), say.milliseconds(c.exposed_us),
             " / ".join(map(say.milliseconds, say.waits(c))),
-            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), say.UNKNOWN if say.waits(c)[0] is None else str(c.last_rank),
+            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s),
+            say.UNKNOWN if say.waits(c)[0] is None else str(c.last_rank),
         )
         for c in shown
     )  # fmt: skip
