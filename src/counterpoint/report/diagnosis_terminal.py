@@ -1,6 +1,6 @@
 """Print a diagnosis on a terminal: the verdict first, then what it rests on.
 
-Names come from traces and are hostile: they are printed as `rich.text.Text`, never as markup, with control characters
+Names come from traces, maybe hostile: they are printed as `rich.text.Text`, never as markup, with control characters
 escaped. Everything is readable at 80 columns, without colour, and piped.
 """
 
@@ -68,7 +68,7 @@ def _findings(findings: Sequence[Finding], console: Console) -> None:
 
 
 def _bar(parts: dict[str, float], longest_us: float) -> Text:
-    """A bar of one glyph per part, so that it reads without colour; its length is the duration."""
+    """Return a bar with one glyph per part, so that it reads without colour; its length is the duration."""
     bar, drawn, reached = Text(), 0, 0.0
     for part in say.PARTS:
         reached += parts[part.key]
