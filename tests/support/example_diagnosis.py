@@ -64,7 +64,9 @@ def collectives(rng: random.Random) -> tuple[Collective, ...]:
         op = "all_gather" if layer < LAYERS else "reduce_scatter"
         start = step * STEP_US + layer * 5_200.0 + 2_000.0
         usual = 800.0 if layer % 5 else 2_900.0
-        waits = {str(r): 0.0 if r == LATE else usual * rng.uniform(0.9, 1.1) for r in range(WORLD)}
+        waits: dict[str, float | None] = {
+            str(r): 0.0 if r == LATE else usual * rng.uniform(0.9, 1.1) for r in range(WORLD)
+        }
         found.append(
             Collective(
                 op=op,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.diagnosis.places import parallel_of
+from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
-from counterpoint.records.diagnosis import Account, Collective, RankAccount, StepTime
+from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor
 from counterpoint.trace.timeline import F64, I64, Kind, previous_on_stream
 
@@ -37,6 +39,8 @@ class Waits:
     exposed: F64  # the part of the collective during which no compute runs
     exposed_wait: F64  # the part of the wait during which no compute runs
     step: I64  # [J] index of the step, -1: outside
+    complete: np.typing.NDArray[np.bool_]  # [J] every rank of the group is joined; else one that waits is not told
+    told: np.typing.NDArray[np.bool_]  # [J] complete, or joined over two ranks at least: waiting is a lower bound
 
 
 def activity(job: TracedJob, column: int) -> Activity:
@@ -61,7 +65,10 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
     step[last >= job.step_end.max()] = -1
+    complete = _complete(job)
     return Waits(
+        complete=complete,
+        told=complete | ((job.joined.row >= 0).sum(axis=1) >= 2),
         arrival=arrival,
         last_start=last,
         last_column=np.nanargmax(arrival, axis=1),
@@ -71,6 +78,12 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed_wait=np.maximum(exposed_wait, 0.0),
         step=step,
     )
+
+
+def _complete(job: TracedJob) -> np.typing.NDArray[np.bool_]:
+    """Return which collectives [J] are joined over all ranks of their group, as far as its size is known."""
+    present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
+    return np.asarray((size == 1) | (present >= 2) & ((present >= size) | (not job.missing)))
 
 
 def _arrivals(job: TracedJob) -> tuple[F64, np.typing.NDArray[np.bool_]]:
@@ -117,6 +130,8 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
     compute, comm = float(busy.compute.within(start, end).sum()), float(busy.comm.within(start, end).sum())
     overlapped = float((busy.compute & busy.comm).within(start, end).sum())
     there = (w.step >= 0) & np.isfinite(w.wait[:, column])
+    told = there & w.told
+    known = bool(told.any()) or not there.any()
     d = job.digests[column]
     flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
@@ -125,13 +140,13 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
         duration_us=duration,
         compute_us=compute,
         comm_us=comm,
-        exposed_wait_us=min(float(w.exposed_wait[there, column].sum()), comm - overlapped),
+        exposed_wait_us=min(float(w.exposed_wait[told, column].sum()), comm - overlapped) if known else None,
         overlapped_us=overlapped,
         exposed_comm_us=comm - overlapped,
         memcpy_us=float(busy.memcpy.within(start, end).sum()),
         idle_us=duration - float(busy.any.within(start, end).sum()),
-        wait_us=float(w.wait[there, column].sum()),
-        transfer_us=float(w.transfer[there, column].sum()),
+        wait_us=float(w.wait[told, column].sum()) if known else None,
+        transfer_us=float(w.transfer[told, column].sum()) if known else None,
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,
@@ -146,19 +161,26 @@ def _single_tensor(job: TracedJob, column: int) -> Intervals:
 
 
 def totals(accounts: tuple[RankAccount, ...]) -> Account:
-    """Return the means of times and MFU over ranks, and `hidden` and `comm_to_compute` as ratios of mean times."""
-    fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f != "exposed_wait_us"]
+    """Return means over ranks, and ratios of those means."""
+    waiting = ("wait_us", "transfer_us", "exposed_wait_us")
+    fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f not in waiting]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
-    exposed_waits = [a.exposed_wait_us for a in accounts if a.exposed_wait_us is not None]
+    known = {f: [value for a in accounts if (value := getattr(a, f)) is not None] for f in waiting}
     mfus = [a.mfu for a in accounts if a.mfu is not None]
     comm, compute = mean["comm_us"], mean["compute_us"]
     return Account(
         **mean,
         hidden=mean["overlapped_us"] / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
-        mfu=float(np.mean(mfus)) if mfus else None,
-        exposed_wait_us=float(np.mean(exposed_waits)) if exposed_waits else None,
+        mfu=_mean(mfus),
+        wait_us=_mean(known["wait_us"]),
+        transfer_us=_mean(known["transfer_us"]),
+        exposed_wait_us=_mean(known["exposed_wait_us"]),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
@@ -167,7 +189,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     first, end = np.nanmin(joined.start, axis=1), np.nanmax(joined.end, axis=1)
     transfer = np.maximum(end - w.last_start, 0.0)
     exposed = np.nanmean(w.exposed, axis=1)
-    sizes, members, ctas = (_most(job, column) for column in ("bytes", "size", "ctas"))
+    sizes, members, ctas = (most_stated(job, column) for column in ("bytes", "size", "ctas"))
     there = joined.row >= 0
     out = []
     for j in range(len(joined)):
@@ -185,7 +207,9 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 last_rank=ranks[int(w.last_column[j])],
                 start_us=float(first[j]),
                 end_us=float(end[j]),
-                wait_us={str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) for c in columns},
+                wait_us={
+                    str(ranks[c]): float(w.last_start[j] - joined.start[j, c]) if w.told[j] else None for c in columns
+                },
                 transfer_us=float(transfer[j]),
                 algo_gb_per_s=algo,
                 bus_gb_per_s=algo * bus if algo is not None else None,
@@ -193,12 +217,59 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 num_ctas=int(ctas[j]) if ctas[j] >= 0 else None,
                 joined_by=joined.by[j],
                 step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
+                parallel=parallel_of(_named(job, j, "group_desc"), joined.group[j]),
+                phase=_named(job, j, "phase"),
+                module=_named(job, j, "module"),
             )
         )
     return tuple(out)
 
 
-def _most(job: TracedJob, column: str) -> I64:
+def _named(job: TracedJob, j: int, column: str) -> str | None:
+    """Return what the ranks of a collective call it, if they agree as far as they say."""
+    said = {
+        getattr(d.comm, column)[row] for d, row in zip(job.digests, job.joined.row[j].tolist(), strict=True) if row >= 0
+    } - {None}
+    return str(said.pop()) if len(said) == 1 else None
+
+
+def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) -> tuple[CollectiveKind, ...]:
+    """Return the table of collectives by operation, group, size and phase in the analysed steps, most exposed first."""
+    sizes, steps = most_stated(job, "size"), max(len(job.step_names), 1)
+    kinds: dict[tuple[str, str, str | None, int | None, str | None], list[int]] = {}
+    for j, c in enumerate(every):
+        if c.step is not None:
+            kinds.setdefault((c.op, c.group, _named(job, j, "group_desc"), c.bytes, c.phase), []).append(j)
+    found = []
+    for (op, group, name, size, phase), rows in kinds.items():
+        moving = float(np.median([every[j].transfer_us for j in rows]))
+        ranks = max(*(int(sizes[j]) for j in rows), *(len(every[j].ranks) for j in rows))
+        told = [us for j in rows if w.complete[j] for us in every[j].wait_us.values() if us is not None]
+        found.append(
+            CollectiveKind(
+                op=op,
+                group=group,
+                group_name=name,
+                parallel=every[rows[0]].parallel,
+                ranks=ranks if ranks > 1 else None,
+                bytes=size,
+                phase=phase,
+                count=len(rows),
+                wait_us=float(np.mean(told)) if told and w.complete[rows].all() else None,
+                transfer_us=moving,
+                bus_gb_per_s=bus_gb_per_s(op, size, ranks, moving) if size and moving > 0 and ranks > 1 else None,
+                best_gb_per_s=None,
+                exposed_us=float(sum(every[j].exposed_us for j in rows)) / steps,
+            )
+        )
+    best: dict[str, float] = {}
+    for kind in found:
+        best[kind.group] = max(best.get(kind.group, 0.0), kind.bus_gb_per_s or 0.0)
+    found = [msgspec.structs.replace(kind, best_gb_per_s=best[kind.group] or None) for kind in found]
+    return tuple(sorted(found, key=lambda kind: -kind.exposed_us))
+
+
+def most_stated(job: TracedJob, column: str) -> I64:
     """Return the largest value of a column of `CommRows` over each collective's ranks; -1 where none states it."""
     most = np.full(len(job.joined), -1, np.int64)
     for c, d in enumerate(job.digests):

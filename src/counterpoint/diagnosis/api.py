@@ -21,6 +21,7 @@ from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
 from counterpoint.diagnosis.replay import replay
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 _SPANS = 6000  # per lane; a screen cannot show more
 _LONGEST_LABEL = 80
-_SHORTEST_GAP_US = 100.0  # shorter gaps are not drawn
+_KINDS = 256  # of collectives that the table holds: sizes may all differ
+_SHORTEST_GAP_US = 100.0  # that is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +124,25 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     stragglers = find_stragglers(job, busy, waits, delays)
     kernels = compare_overlap(job, busy)
     blocked = find_blocked(job)
-    played = _replay(job, stragglers, kernels, blocked, per_rank)
+    unrecorded = find_unrecorded(job, busy, waits)
+    played = _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded)
     idle = idle_of_ranks(job, per_rank)
-    findings = find_findings(job, total, waits, busy, idle, stragglers, kernels.kernels, blocked, played)
+    collectives = account.collectives(job, waits)
+    kinds = account.collective_kinds(job, waits, collectives)
+    findings = find_findings(
+        job,
+        total,
+        waits,
+        busy,
+        idle,
+        stragglers,
+        kernels.kernels,
+        blocked,
+        unrecorded,
+        collectives,
+        kinds,
+        played,
+    )
     clocks, ranks = job.clocks, job.ranks
     formats = {d.format for d in digests}
     diagnosis = Diagnosis(
@@ -145,7 +163,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,
-        collectives=account.collectives(job, waits),
+        collectives=collectives,
+        collective_kinds=kinds[:_KINDS],
         stragglers=stragglers,
         kernels=kernels.kernels,
         findings=findings,
@@ -161,10 +180,12 @@ def _by_rank(ranks: tuple[int, ...], values: F64) -> dict[str, float | None]:
 
 def _replay(
     job: TracedJob,
+    waits: account.Waits,
     stragglers: tuple[Straggler, ...],
     kernels: KernelSet,
     blocked: tuple[Blocked, ...],
     per_rank: tuple[RankAccount, ...],
+    unrecorded: Unrecorded,
 ) -> Replay | None:
     """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
     late = {job.ranks.index(s.rank) for s in stragglers}
@@ -175,8 +196,19 @@ def _replay(
         held[b.column][b.op] = True
     touched = any(np.isfinite(a).any() for a in kernels.alone_us)
     return replay(
-        job, typical=typical, alone_us=kernels.alone_us if touched else None, blocked=held if blocked else None
+        job,
+        typical=typical,
+        alone_us=kernels.alone_us if touched else None,
+        blocked=held if blocked else None,
+        suspected_us=unrecorded.by_operation(job),
+        collective_waits=_collective_waits(waits),
     )
+
+
+def _collective_waits(waits: account.Waits) -> str | None:
+    if not len(waits.complete):
+        return None
+    return "joined" if waits.complete.all() else "partly_joined" if waits.told.any() else "as_measured"
 
 
 def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:

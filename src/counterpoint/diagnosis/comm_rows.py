@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from counterpoint.diagnosis.places import phases_and_modules
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
@@ -31,6 +32,9 @@ class CommRows:
     end: F64
     launch: F64  # host call; NaN: unknown
     stream: I64
+    group_desc: tuple[str | None, ...]  # what the program calls the group
+    phase: tuple[str | None, ...]  # forward | backward | optimizer
+    module: tuple[str | None, ...]  # around the launch
 
     def __len__(self) -> int:
         return len(self.start)
@@ -50,6 +54,7 @@ def comm_rows(timeline: Timeline) -> CommRows:
     size = np.array([(info and info.group_size) or timeline.world_size or 0 for info in infos], np.int32)
     ops = tuple(_op(*row) for row in zip(infos, _host_ops(timeline, first), names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
+    phase, module = phases_and_modules(timeline, first)
     return CommRows(
         op=ops,
         group=tuple((info.group if info and info.group else "?") for info in infos),
@@ -65,6 +70,9 @@ def comm_rows(timeline: Timeline) -> CommRows:
         end=np.array([float(gpu.end[members].max()) for members in runs]),
         launch=gpu.launch_start[first],
         stream=gpu.stream[first],
+        group_desc=tuple(info.group_desc if info else None for info in infos),
+        phase=phase,
+        module=module,
     )
 
 

@@ -16,13 +16,31 @@ from counterpoint.diagnosis.copies import find_copies
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
-from counterpoint.records.diagnosis import Account, Finding, KernelComparison, Replay, Severity, Straggler
+from counterpoint.diagnosis.replay import NO_SUSPECTED_WAITING
+from counterpoint.diagnosis.replay_graph import Bools
+from counterpoint.diagnosis.unrecorded import Unrecorded
+from counterpoint.records.diagnosis import (
+    Account,
+    Collective,
+    CollectiveKind,
+    Finding,
+    KernelComparison,
+    Replay,
+    Severity,
+    Straggler,
+)
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
 _SYMPTOM = 0.2  # the verdict names a cause rather than exposed_comm, unless it costs less than this share of it
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
+_SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
+_UNTOLD = 0.1  # of exposed communication that lacks ranks: what is known says little then
+_RECORD_ALL = (
+    "record all ranks in the same steps and diagnose them together: only that tells waiting for a late rank, which has "
+    "its cause there, from moving bytes. What helps in both cases is compute to run beside it: begin it earlier"
+)
 _CAUSE_TITLE = {
     "host_stall": "its host stalls",
     "slow_kernels": "its kernels are slow",
@@ -50,6 +68,9 @@ def find_findings(
     stragglers: tuple[Straggler, ...],
     kernels: tuple[KernelComparison, ...],
     blocked: tuple[Blocked, ...],
+    unrecorded: Unrecorded,
+    collectives: tuple[Collective, ...],
+    kinds: tuple[CollectiveKind, ...],
     replay: Replay | None,
 ) -> tuple[Finding, ...]:
     """Return the findings, dearest first; `cost_us` is time per step.
@@ -61,9 +82,12 @@ def find_findings(
         busy: per rank, when its GPU computed, communicated and copied.
         idle: per rank, the gaps of its GPU and their causes.
         stragglers: ranks that make the others wait.
-        kernels: comparisons of kernels alone and beside communication.
-        blocked: collectives that found every SM taken.
-        replay: the step time without each problem; None if the steps could not be replayed.
+        kernels: those slowed by communication.
+        blocked: collectives that found no SM.
+        unrecorded: collectives that lack ranks, and what they seem to have waited for these.
+        collectives: every one, in the order of `job.joined`.
+        kinds: their table.
+        replay: what the step would be without each trouble, if it could be replayed.
     """
     step = account.duration_us / max(len(job.step_names), 1)
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
@@ -73,7 +97,9 @@ def find_findings(
         *_launch_order(job, blocked, saved, step),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
-        *_exposed(job, account, w, saved, step),
+        *_suspected_waits(job, unrecorded, w, collectives, saved, step),
+        *_pipeline_bubbles(job, w, collectives, step),
+        *_exposed(job, account, w, unrecorded, kinds, saved, step),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
@@ -189,15 +215,98 @@ def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str,
     ]
 
 
-def _exposed(job: TracedJob, account: Account, w: Waits, saved: dict[str, float], step: float) -> list[Finding]:
+def _suspected_waits(
+    job: TracedJob,
+    unrecorded: Unrecorded,
+    w: Waits,
+    collectives: tuple[Collective, ...],
+    saved: dict[str, float],
+    step: float,
+) -> list[Finding]:
+    """Tell of collectives that take far longer than usual where ranks have no trace: these are late."""
+    steps = max(len(job.step_names), 1)
+    rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
+    lost = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
+    if lost < _SUSPECTED_WORTH * step:
+        return []
+    cost = min(lost, saved.get(NO_SUSPECTED_WAITING, lost))
+    by_op: dict[str, list[float]] = defaultdict(list)
+    for j in rows.tolist():
+        by_op[job.joined.op[j]].append(float(unrecorded.excess_us[j]) / steps)
+    parts = ", ".join(
+        f"{op} {sum(us) / 1e3:.2f} ms in {_count(len(us), 'call')}"
+        for op, us in sorted(by_op.items(), key=lambda i: -sum(i[1]))[:4]
+    )
+    worst = int(rows[np.argmax(np.nanmean(unrecorded.exposed_us[rows], axis=1))])
+    one, took = collectives[worst], float(np.nanmin(w.transfer[worst]))
+    rank = "that was not recorded" if job.missing or len(job.ranks) == 1 else "whose part in them was not recorded"
+    return [
+        Finding(
+            kind="suspected_wait",
+            cost_us=cost,
+            severity=_severity(cost, step),
+            title=f"At least {lost / 1e3:.2f} ms a step of communication is waiting for a rank {rank}",
+            evidence=f"beyond what the same operation usually takes in this recording, a step: {parts}; worst: "
+            f"{one.op} #{one.index} of group {one.group}{_in_words(one.parallel, one.phase, one.module)} took "
+            f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
+            advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
+            "until then look for it in the logs of the other ranks (input, checkpoints, evaluation, a slow GPU)",
+            start_us=float(np.nanmin(job.joined.start[worst])),
+            end_us=float(np.nanmax(job.joined.end[worst])),
+        )
+    ]
+
+
+def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, ...], step: float) -> list[Finding]:
+    """Tell of waiting for neighbouring stages: in sends and receives of a pipeline that are surely one on all ranks."""
+    sure = [
+        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
+        for c in collectives
+    ]
+    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
+    waited = np.nansum(w.exposed_wait[rows], axis=0) / max(len(job.step_names), 1)
+    cost = float(waited.mean())
+    if cost < _EXPOSED_WORTH * step:
+        return []
+    most = int(waited.argmax())
+    worst = int(rows[np.nanargmax(np.nanmax(w.exposed_wait[rows], axis=1))])
+    return [
+        Finding(
+            kind="pipeline_bubble",
+            cost_us=cost,
+            severity=_severity(cost, step),
+            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms a step for their neighbours",
+            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
+            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms a step",
+            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
+            "long (move layers from the slowest stage)",
+            start_us=float(np.nanmin(job.joined.start[worst])),
+            end_us=float(w.last_start[worst]),
+        )
+    ]
+
+
+def _exposed(
+    job: TracedJob,
+    account: Account,
+    w: Waits,
+    unrecorded: Unrecorded,
+    kinds: tuple[CollectiveKind, ...],
+    saved: dict[str, float],
+    step: float,
+) -> list[Finding]:
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
         return []
     by_op: dict[str, float] = defaultdict(float)
-    for j in np.flatnonzero(w.step >= 0).tolist():
-        by_op[job.joined.op[j]] += float(np.nanmean(w.exposed[j])) / max(len(job.step_names), 1)
-    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_op.items(), key=lambda i: -i[1])[:4])
-    waiting = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
+    by_name: dict[str, float] = defaultdict(float)
+    for kind in kinds:
+        by_op[kind.op] += kind.exposed_us
+        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += kind.exposed_us
+    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_name.items(), key=lambda i: -i[1])[:4])
+    inside = w.step >= 0
+    exposed = np.nansum(w.exposed, axis=1)[inside]
+    untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
     cost = saved.get("communication free", account.exposed_comm_us / max(len(job.step_names), 1))
     return [
         Finding(
@@ -205,11 +314,35 @@ def _exposed(job: TracedJob, account: Account, w: Waits, saved: dict[str, float]
             cost_us=cost,
             severity=_severity(cost, step),
             title=f"{share:.0%} of the step is communication with no compute beside it",
-            evidence=f"exposed a step and rank: {parts}; {waiting:.0%} of the time in collectives is waiting for the "
-            "last rank",
-            advice=_advise_exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
+            evidence=f"exposed a step and rank: {parts}; "
+            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
+            advice=_RECORD_ALL
+            if untold
+            else _advise_exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
         )
     ]
+
+
+def _in_words(*names: str | None) -> str:
+    """Return what is known of a collective's place, in parentheses: its parallel group, phase, module."""
+    known = [name for name in names if name]
+    return f" ({', '.join(known)})" if known else ""
+
+
+def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool) -> str:
+    """Say how much of the time in collectives is waiting; that it is unknown where ranks have no trace."""
+    known = None
+    if account.wait_us is not None and account.transfer_us is not None:
+        known = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
+    if not untold and known is not None:
+        return f"{known:.0%} of the time in collectives is waiting for the last rank"
+    said = "how much of it is waiting is unknown, for not all ranks were recorded"
+    if known is not None:
+        said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
+    suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
+    if suspected >= _EXPOSED_WORTH * account.exposed_comm_us / max(steps, 1):
+        said += f"; at least {suspected / 1e3:.2f} ms of it by what such collectives usually take"
+    return said
 
 
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
@@ -289,8 +422,8 @@ def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
 
 
 def _advise_exposed(account: Account, *, by_copies: bool = False) -> str:
-    """Return advice on exposed communication; `by_copies`: copy engines carry out most of it."""
-    if account.wait_us > account.transfer_us:
+    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
+    if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:

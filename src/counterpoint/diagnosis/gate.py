@@ -95,7 +95,10 @@ def _value(gate: Gate, d: Diagnosis) -> float | None:
     if gate.metric in _RATIOS:
         value = getattr(d.totals, gate.metric)
         return None if value is None else float(value)
-    total = float(getattr(d.totals, _TIMES[gate.metric]))
+    found = getattr(d.totals, _TIMES[gate.metric])
+    if found is None:
+        return None
+    total = float(found)
     if gate.unit == "%":
         return total / d.totals.duration_us if d.totals.duration_us > 0 else None
     return total / max(len(d.steps), 1) / _UNIT_US[gate.unit]

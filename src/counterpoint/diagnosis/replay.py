@@ -8,8 +8,9 @@ explains; only where that is too little (a trace without launches, say) such wai
 
 - no straggler: operations and host work of a straggler take as long as on a typical rank.
 - no contention: a compute kernel that ran during communication takes as long as alone.
-- communication twice as fast, free: the transfer of every collective is halved, or nothing. With one rank only,
-  transfer cannot be told from waiting: the whole collective is scaled.
+- communication twice as fast, free: the transfer of every collective is halved, or nothing. Where other ranks have no
+  trace, transfer cannot be told from waiting: all of the collective is scaled but what is suspected to be waiting.
+- no suspected waiting for ranks not recorded: collectives take no longer than such usually do (`unrecorded.py`).
 - launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
   kernel is not slowed in turn.
 - hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that no
@@ -32,9 +33,10 @@ from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
-_SOON_US = 20.0  # an operation that waits for nothing in the graph begins at most this late
-_WORTH = 0.01  # of the time replayed: if copies take less, "no copies" is not computed
-_CLOSE = 0.01  # largest error of a graph that explains the trace
+_SOON_US = 20.0  # an operation that nothing holds has begun by then
+_WORTH = 0.01  # of the time replayed: copies that take less are not left out
+NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
+_CLOSE = 0.01  # error of a graph that explains a trace
 
 
 def replay(
@@ -43,6 +45,8 @@ def replay(
     typical: Mapping[int, int] | None = None,
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
+    suspected_us: Sequence[F64] | None = None,
+    collective_waits: str | None = None,
     limit: int = _LIMIT,
 ) -> Replay | None:
     """Replay consecutive whole steps around the middle of the trace, unchanged and with each change.
@@ -52,7 +56,9 @@ def replay(
         typical: column of a straggler -> column of the rank whose operations and host work stand in for its own.
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
-        limit: most GPU operations to replay over all ranks; at least one step is replayed.
+        suspected_us: per column and GPU operation, how long it seems to have waited for a rank that has no trace.
+        collective_waits: what the answer says of waits in collectives: joined, partly_joined or as_measured.
+        limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
 
     Returns:
         Mean step time as measured, as replayed, and after each change; None if no GPU operation ran.
@@ -61,15 +67,21 @@ def replay(
     if graph is None:
         return None
     strict = _explained_only(graph)
-    if abs(_step_us(strict) * graph.steps / graph.window_us - 1.0) <= _CLOSE:
+    explained = abs(_step_us(strict) * graph.steps / graph.window_us - 1.0) <= _CLOSE
+    if explained:
         graph = strict
     what_if: dict[str, ReplayGraph] = {}
     if typical:
         what_if["no straggler"] = _no_straggler(graph, typical)
     if alone_us is not None:
         what_if["no contention"] = _no_contention(graph, alone_us)
-    what_if["communication twice as fast"] = _communication(graph, 0.5)
-    what_if["communication free"] = _communication(graph, 0.0)
+    late = _suspected(graph, suspected_us) if suspected_us is not None else np.zeros(len(graph.row))
+    if late.any():
+        what_if[NO_SUSPECTED_WAITING] = changed(
+            graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
+        )
+    what_if["communication twice as fast"] = _communication(graph, 0.5, late)
+    what_if["communication free"] = _communication(graph, 0.0, late)
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
     hosted = np.isfinite(graph.order) & (graph.row >= 0)
@@ -86,6 +98,8 @@ def replay(
         error=replayed / measured - 1.0 if measured > 0 else 0.0,
         what_if=tuple(WhatIfStep(name=name, step_us=_step_us(g)) for name, g in what_if.items()),
         steps=graph.steps,
+        waits="explained" if explained else "as_measured",
+        collective_waits=collective_waits,
     )
 
 
@@ -133,9 +147,22 @@ def _explained_only(graph: ReplayGraph) -> ReplayGraph:
     return changed(graph, lag=np.where(follows, np.minimum(graph.lag, _SOON_US), graph.lag))
 
 
-def _communication(graph: ReplayGraph, factor: float) -> ReplayGraph:
+def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGraph:
     scale = np.where(graph.kind == Kind.COMM, factor, 1.0)
-    return changed(graph, duration=graph.duration * scale, transfer=graph.transfer * scale)
+    in_transfer = np.minimum(waiting, graph.transfer)
+    return changed(
+        graph,
+        duration=(graph.duration - waiting) * scale + waiting,
+        transfer=(graph.transfer - in_transfer) * scale + in_transfer,
+    )
+
+
+def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
+    waiting = np.zeros(len(graph.row))
+    for c, suspected in enumerate(suspected_us):
+        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
+        waiting[own] = np.minimum(suspected[graph.row[own]], graph.duration[own])
+    return waiting
 
 
 def _no_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:

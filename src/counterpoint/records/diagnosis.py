@@ -39,8 +39,9 @@ class Account(Record, frozen=True, kw_only=True):
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks (a
-    collective by copies also waits before its first copy, while the stream holds that back). `multi_tensor_us` is the
-    compute in which only kernels over lists of tensors run: optimizers, clipping and casts of a rank's parameters.
+    collective by copies also waits before its first copy, while the stream holds that back); null where none could be,
+    as with one rank's trace. `multi_tensor_us` is the compute in which only kernels over lists of tensors run:
+    optimizers, clipping and casts of a rank's parameters.
     """
 
     duration_us: float
@@ -50,8 +51,8 @@ class Account(Record, frozen=True, kw_only=True):
     exposed_comm_us: float
     memcpy_us: float
     idle_us: float
-    wait_us: float
-    transfer_us: float
+    wait_us: float | None
+    transfer_us: float | None
     hidden: float | None
     comm_to_compute: float | None
     mfu: float | None = None
@@ -68,8 +69,9 @@ class RankAccount(Account, frozen=True, kw_only=True):
 class Collective(Record, frozen=True, kw_only=True):
     """Describes one collective, matched across the ranks that took part in it.
 
-    The wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
-    in it with no compute running. `bytes` is the full array (nccl-tests), null where the trace does not say.
+    The wait of a rank = last start - own start, null where no other rank is matched; transfer = last end - last start;
+    exposed = mean over ranks of the time in it with no compute running. `bytes` is the full array (nccl-tests), null
+    where the trace does not say.
     """
 
     op: str
@@ -80,7 +82,7 @@ class Collective(Record, frozen=True, kw_only=True):
     last_rank: int
     start_us: float
     end_us: float
-    wait_us: dict[str, float]
+    wait_us: dict[str, float | None]
     transfer_us: float
     algo_gb_per_s: float | None
     bus_gb_per_s: float | None
@@ -88,6 +90,31 @@ class Collective(Record, frozen=True, kw_only=True):
     num_ctas: int | None  # blocks of the communication kernel; 0: copy engines
     joined_by: str  # seq | comms_id | order | none
     step: str | None = None
+    parallel: str | None = None  # dp | tp | pp | ep | cp | dp+cp ..., by the group's name
+    phase: str | None = None  # forward | backward | optimizer
+    module: str | None = None  # or layer, around the launch
+
+
+class CollectiveKind(Record, frozen=True, kw_only=True):
+    """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
+
+    `exposed_us` is per step and rank. `best_gb_per_s` is the highest bus bandwidth that a kind of that group reaches in
+    this recording: what its links can do at least.
+    """
+
+    op: str
+    group: str
+    group_name: str | None  # what the program calls it
+    parallel: str | None
+    ranks: int | None  # of the group
+    bytes: int | None
+    phase: str | None
+    count: int
+    wait_us: float | None  # null where ranks have no trace
+    transfer_us: float  # median; with waiting, where that is unknown
+    bus_gb_per_s: float | None  # at that
+    best_gb_per_s: float | None
+    exposed_us: float
 
 
 class Straggler(Record, frozen=True, kw_only=True):
@@ -183,13 +210,20 @@ class WhatIfStep(Record, frozen=True, kw_only=True):
 
 
 class Replay(Record, frozen=True, kw_only=True):
-    """Holds the measured and the replayed time of the mean step; `error` = replayed / measured - 1."""
+    """Holds the measured and the replayed time of the mean step; `error` = replayed / measured - 1.
+
+    `waits` says of what operations wait for, besides other ranks, whether the graph explains it or keeps it as
+    measured; `collective_waits` says whether waiting inside collectives comes from matched ranks or, where other ranks
+    have no trace, is kept as measured; null without collectives.
+    """
 
     measured_us: float
     replayed_us: float
     error: float
     what_if: tuple[WhatIfStep, ...]
     steps: int
+    waits: str | None = None  # explained | as_measured
+    collective_waits: str | None = None  # joined | partly_joined | as_measured
 
 
 class TimelineLane(Record, frozen=True, kw_only=True):
@@ -226,3 +260,4 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     replay: Replay | None
     idle: Idle | None = None
+    collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -68,8 +67,8 @@ def _context(diagnosis: Diagnosis) -> dict[str, Any]:
         "total": say.budget(diagnosis.totals),
         "collectives": collectives,
         "heat": list(diagnosis.ranks) if len(diagnosis.ranks) <= MAX_HEAT else [],
-        "longest_wait": max((us for c in collectives for us in c.wait_us.values()), default=0.0) or 1.0,
-        "waits": lambda one: (fmean(one.wait_us.values() or [0.0]), max(one.wait_us.values(), default=0.0)),
+        "longest_wait": max((say.waits(c)[1] or 0.0 for c in collectives), default=0.0) or 1.0,
+        "waits": say.waits,
         "slowed": slowed[:MAX_KERNELS],
         "all_slowed": len(slowed),
         "undisturbed": len(diagnosis.kernels) - len(slowed),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Collective, Diagnosis, Finding, RankAccount, Replay
+from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay
 from counterpoint.report import formatting as say
 
 MAX_RANKS = 16
@@ -30,6 +30,7 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     _findings(diagnosis.findings, console)
     _budget(diagnosis, console)
     _idle(diagnosis, console)
+    _kinds(diagnosis, console)
     _collectives(diagnosis, console)
     _stragglers(diagnosis, console)
     _kernels(diagnosis, console)
@@ -87,8 +88,9 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
     def row(account: RankAccount) -> list[str | Text]:
         parts = say.budget(account)
         compute = parts["compute"] + parts["overlapped"]
-        cells = [compute, parts["wait"], parts["transfer"], parts["memcpy"], parts["idle"]]
-        numbers = [say.milliseconds(us / steps, 1) for us in cells]
+        wait = None if account.exposed_wait_us is None and parts["transfer"] else parts["wait"]
+        cells = [compute, wait, parts["transfer"], parts["memcpy"], parts["idle"]]
+        numbers = [say.milliseconds(None if us is None else us / steps, 1) for us in cells]
         return [str(account.rank), _bar(parts, longest), *numbers, say.percent(account.hidden)]
 
     columns = ("rank", "", "compute", "wait", "transfer", "copies", "idle", "hidden")
@@ -121,8 +123,26 @@ def _idle(diagnosis: Diagnosis, console: Console) -> None:
     say.print_table(console, columns, rows, left=("cause", "mostly in"))
 
 
-def _mean_wait(collective: Collective) -> float:
-    return sum(collective.wait_us.values()) / len(collective.wait_us) if collective.wait_us else 0.0
+def _kinds(diagnosis: Diagnosis, console: Console) -> None:
+    if not diagnosis.collective_kinds:
+        return
+    shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
+    unit = "ms: exposed a step, wait and moving a call; GB/s of best"
+    say.heading(console, "Collectives by kind", unit)
+    steps = say.steps_in(diagnosis)
+    rows = (
+        (
+            k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes),
+            f"{k.count / steps:,.0f}",
+            say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
+            f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
+        )
+        for k in shown
+    )  # fmt: skip
+    columns = ("kind", "group", "size", "calls", "exposed", "wait", "moving", "GB/s", "phase")
+    say.print_table(console, columns, rows, left=("kind", "group", "phase"))
+    if len(shown) < len(diagnosis.collective_kinds):
+        console.print(f"   and {len(diagnosis.collective_kinds) - len(shown)} more kinds")
 
 
 def _collectives(diagnosis: Diagnosis, console: Console) -> None:
@@ -134,8 +154,9 @@ def _collectives(diagnosis: Diagnosis, console: Console) -> None:
     rows = (
         (
             f"{c.op} #{c.index}", say.text(c.group, limit=16), say.size(c.bytes), say.milliseconds(c.exposed_us),
-            f"{say.milliseconds(_mean_wait(c))} / {say.milliseconds(max(c.wait_us.values(), default=0.0))}",
-            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s), str(c.last_rank),
+            " / ".join(map(say.milliseconds, say.waits(c))),
+            say.milliseconds(c.transfer_us), say.bandwidth(c.bus_gb_per_s),
+            say.UNKNOWN if say.waits(c)[0] is None else str(c.last_rank),
         )
         for c in shown
     )  # fmt: skip
@@ -187,6 +208,8 @@ def _replay(replay: Replay, console: Console) -> None:
     )
     unchanged = ("unchanged", say.milliseconds(replay.replayed_us), error)
     say.print_table(console, ("replay", "step", ""), [unchanged, *cases], left=("replay", ""))
+    if (sentence := say.replayed_waits(replay)) is not None:
+        _below(console, sentence, say.QUIET)
 
 
 def _notes(diagnosis: Diagnosis, console: Console) -> None:

@@ -19,11 +19,13 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import (
     Account,
     Collective,
+    CollectiveKind,
     Diagnosis,
     Idle,
     IdleCause,
     KernelComparison,
     RankAccount,
+    Replay,
 )
 
 UNKNOWN = "–"
@@ -115,6 +117,29 @@ def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
     """Return the causes of idle time that are worth a line: none that would read 0.00 ms."""
     causes = diagnosis.idle.causes if diagnosis.idle else ()
     return [c for c in causes if c.us >= 5.0][:MAX_IDLE_CAUSES]
+
+
+def waits(collective: Collective) -> tuple[float | None, float | None]:
+    """Return mean and longest wait of the ranks in a collective; None where no other rank is joined."""
+    known = [us for us in collective.wait_us.values() if us is not None]
+    return (sum(known) / len(known), max(known)) if known else (None, None)
+
+
+def replayed_waits(replay: Replay) -> str | None:
+    """Say which waits a replay keeps as they were measured; None if it explains all."""
+    kept = []
+    if replay.collective_waits in ("as_measured", "partly_joined"):
+        some = "some " if replay.collective_waits == "partly_joined" else ""
+        kept.append(f"in {some}collectives, for other ranks have no trace")
+    if replay.waits == "as_measured":
+        kept.append("of operations that begin later than the trace explains")
+    return f"Waits kept as measured: {'; '.join(kept)}." if kept else None
+
+
+def group_of(kind: CollectiveKind) -> str:
+    """Return the parallel group of a kind of collectives, else what the program or the trace calls it, and its size."""
+    name = kind.parallel or kind.group_name or kind.group
+    return f"{name} ×{kind.ranks}" if kind.ranks else name
 
 
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:

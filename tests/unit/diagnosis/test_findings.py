@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.accounts import activity, rank_accounts, totals, waits
+from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
 from counterpoint.diagnosis.findings import _exposed
+from counterpoint.diagnosis.unrecorded import find_unrecorded
 from counterpoint.trace.timeline import Kind
 from tests.support.job_builder import Op, comm, job, op, rank
 
@@ -18,7 +19,8 @@ def advice(*, copies: bool) -> str:
     j = job(rank(op("matmul", 0, 100, launch=0.0), alone))
     busy = [activity(j, 0)]
     w = waits(j, busy)
-    (finding,) = _exposed(j, totals(rank_accounts(j, busy, w)), w, {}, 190.0)
+    kinds = collective_kinds(j, w, collectives(j, w))
+    (finding,) = _exposed(j, totals(rank_accounts(j, busy, w)), w, find_unrecorded(j, busy, w), kinds, {}, 190.0)
     return finding.advice
 
 

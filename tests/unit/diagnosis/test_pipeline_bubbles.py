@@ -1,0 +1,44 @@
+"""Waiting between the stages of a pipeline is a finding where it is sure to be that."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.trace.timeline import CollectiveInfo
+from tests.support.job_builder import Rank, comm, digested, op, rank
+
+
+def stage(compute_us: float, desc: str) -> Rank:
+    """Record a stage that computes, and then exchanges activations until the slower stage has them, four times."""
+    parts = []
+    for number in range(4):
+        at = 1100.0 * number
+        info = CollectiveInfo(
+            op="send_recv", group="5", group_desc=desc, group_size=2, seq=number, in_nelems=64, out_nelems=64
+        )
+        parts.append(op("matmul", at, at + compute_us, launch=at))
+        parts.append(comm("send_recv", at + compute_us, at + 1100, launch=at, info=info))
+    return rank(*parts, steps=((0.0, 4400.0),))
+
+
+def diagnosed(*compute_us: float, desc: str = "PIPELINE_MODEL_PARALLEL_GROUP") -> Diagnosis:
+    """Diagnose two stages."""
+    ranks = [digested(stage(us, desc), number, 2) for number, us in enumerate(compute_us)]
+    return diagnose_digests(ranks, ["a", "b"]).diagnosis
+
+
+def test_a_stage_that_waits_for_its_neighbour_is_a_bubble() -> None:
+    """The faster stage waits 600 µs four times, the mean of both is half of that."""
+    (finding,) = [f for f in diagnosed(400.0, 1000.0).findings if f.kind == "pipeline_bubble"]
+    assert finding.cost_us == pytest.approx(1200.0)
+    assert "rank 0 waits longest, 2.40 ms" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("compute_us", "desc"), [((1000.0, 1000.0), "PIPELINE_MODEL_PARALLEL_GROUP"), ((400.0, 1000.0), "default_pg")]
+)
+def test_balanced_stages_and_other_groups_are_not(compute_us: tuple[float, float], desc: str) -> None:
+    """Nobody waits in the one, and nothing says that the other is a pipeline."""
+    assert not [f for f in diagnosed(*compute_us, desc=desc).findings if f.kind == "pipeline_bubble"]

@@ -1,0 +1,158 @@
+"""Waiting for ranks without a trace is suspected from what is usual, and else said to be unknown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.records.diagnosis import Diagnosis, Finding
+from counterpoint.trace.timeline import CollectiveInfo
+from tests.support.job_builder import Op, Rank, comm, digested, op, rank
+
+USUAL_US = 500.0
+WORLD = 8
+
+
+def info(op_name: str = "all_gather", nelems: int | None = 1 << 26, **more: Any) -> CollectiveInfo:
+    """Describe a collective of all eight ranks."""
+    return CollectiveInfo(
+        op=op_name, group="0", group_size=WORLD, in_nelems=nelems, out_nelems=nelems, dtype="Float", **more
+    )
+
+
+def gathers(durations: Sequence[float], *, about: CollectiveInfo | None = None) -> Rank:
+    """Record a rank that computes 100 µs before each all-gather."""
+    parts: list[Op] = []
+    at = 0.0
+    for number, us in enumerate(durations):
+        begin = at + 100.0
+        end = begin + us
+        launch = 0.1 * number
+        parts += [
+            op("matmul", at, begin, launch=launch),
+            comm("all_gather", begin, end, info=about or info(), launch=launch),
+        ]
+        at = end
+    return rank(*parts, steps=((0.0, at),))
+
+
+def reduction(at: float, us: float, nelems: int = 1 << 26) -> Op:
+    """Record an all-reduce that is launched 100 µs before it begins."""
+    return comm("all_reduce", at + 100, at + 100 + us, info=info("all_reduce", nelems), launch=at)
+
+
+def diagnosed(*ranks: Rank, world: int = WORLD) -> Diagnosis:
+    """Diagnose these ranks of a larger job."""
+    digests = [digested(r, number, world) for number, r in enumerate(ranks)]
+    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
+
+
+def found(d: Diagnosis, kind: str) -> Finding | None:
+    """Return the finding of a kind, if there is one."""
+    return next((f for f in d.findings if f.kind == kind), None)
+
+
+def one_slow(slow_us: float, count: int = 32) -> list[float]:
+    """Return durations of which one stands out from a few percent of jitter."""
+    usual = itertools.cycle([USUAL_US, 1.02 * USUAL_US, 0.99 * USUAL_US, 1.05 * USUAL_US])
+    return [slow_us if i == 5 else next(usual) for i in range(count)]
+
+
+def test_one_slow_collective_among_many_is_waiting_for_a_rank_without_a_trace() -> None:
+    """It is as large as the others: nothing but a late rank makes it take so long."""
+    suspected = found(diagnosed(gathers(one_slow(20_000.0))), "suspected_wait")
+    assert suspected is not None
+    assert suspected.cost_us == pytest.approx(20_000.0 - 1.05 * USUAL_US, rel=0.02)
+    assert "waiting for a rank that was not recorded" in suspected.title
+    assert "all_gather #5" in suspected.evidence
+
+
+def test_a_healthy_rank_alone_is_not_accused_and_its_waiting_is_unknown() -> None:
+    """What all collectives of a size take is no proof of anything."""
+    d = diagnosed(gathers(one_slow(USUAL_US)))
+    exposed = found(d, "exposed_comm")
+    assert found(d, "suspected_wait") is None
+    assert exposed is not None
+    assert "how much of it is waiting is unknown" in exposed.evidence
+    assert "0%" not in exposed.evidence
+    assert "links" not in exposed.advice
+    assert (d.totals.wait_us, d.totals.transfer_us, d.totals.exposed_wait_us) == (None, None, None)
+    assert d.collectives[0].wait_us == {"0": None}
+
+
+def test_contention_is_no_waiting() -> None:
+    """A collective that shares links or SMs takes up to twice as long."""
+    assert found(diagnosed(gathers(one_slow(1.9 * USUAL_US))), "suspected_wait") is None
+
+
+def test_what_has_no_size_is_not_compared() -> None:
+    """Collectives of any size may hide behind one name."""
+    assert found(diagnosed(gathers(one_slow(20_000.0), about=info(nelems=None))), "suspected_wait") is None
+
+
+def test_a_small_collective_that_takes_longer_than_large_ones_waits() -> None:
+    """The one all-reduce of a few bytes in a step is where ranks meet."""
+    parts: list[Op] = []
+    for number in range(6):
+        at = 2000.0 * number
+        parts += [
+            op("matmul", at, at + 100),
+            comm("all_reduce", at + 100, at + 600, info=info("all_reduce"), launch=at),
+        ]
+    parts += [
+        op("matmul", 12_000, 12_100),
+        comm("all_reduce", 12_100, 20_100, info=info("all_reduce", 1), launch=12_000.0),
+    ]
+    suspected = found(diagnosed(rank(*parts, steps=((0.0, 20_100.0),))), "suspected_wait")
+    assert suspected is not None
+    assert 6000.0 < suspected.cost_us <= 8000.0
+    assert "all_reduce #6" in suspected.evidence
+
+
+def test_a_larger_collective_may_take_longer() -> None:
+    """Ten times the bytes may take ten times as long."""
+    parts: list[Op] = []
+    for number in range(6):
+        at = 2000.0 * number
+        parts += [op("matmul", at, at + 100), reduction(at, 500, 1 << 20)]
+    parts += [op("matmul", 12_000, 12_100), reduction(12_000, 5000, 10 << 20)]
+    assert found(diagnosed(rank(*parts, steps=((0.0, 17_100.0),))), "suspected_wait") is None
+
+
+def test_the_late_rank_may_be_missing_among_several() -> None:
+    """All that are there wait for it together."""
+    slow = one_slow(20_000.0)
+    d = diagnosed(*(gathers(slow) for _ in range(3)))
+    assert found(d, "suspected_wait") is not None
+    assert d.stragglers == ()
+
+
+def test_with_all_ranks_waiting_is_told_and_nothing_is_suspected() -> None:
+    """Who is late is known then; or, if all came at once, that it was the transfer."""
+    slow = one_slow(20_000.0)
+    d = diagnosed(*(gathers(slow) for _ in range(WORLD)))
+    exposed = found(d, "exposed_comm")
+    assert found(d, "suspected_wait") is None
+    assert exposed is not None
+    assert "0% of the time in collectives is waiting" in exposed.evidence
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "as_measured"), (3, "partly_joined"), (WORLD, "joined")])
+def test_the_replay_says_whether_waits_in_collectives_are_joined(count: int, said: str) -> None:
+    """A reader must know what a replay rests on."""
+    replay = diagnosed(*(gathers(one_slow(USUAL_US)) for _ in range(count))).replay
+    assert replay is not None
+    assert (replay.waits, replay.collective_waits) == ("explained", said)
+
+
+def test_faster_communication_does_not_end_suspected_waiting() -> None:
+    """Only the usual time of a collective is what links could shorten."""
+    replay = diagnosed(gathers(one_slow(20_000.0))).replay
+    assert replay is not None
+    what_if = {case.name: case.step_us for case in replay.what_if}
+    assert what_if["communication free"] >= 19_000.0
+    assert what_if["no suspected waiting for ranks not recorded"] < replay.replayed_us - 19_000.0
