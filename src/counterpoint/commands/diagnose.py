@@ -35,6 +35,7 @@ def diagnose(
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
     max_trace_gb: Annotated[float, typer.Option(help="Most that one trace may expand to, in GiB.", min=0.001)] = 8.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All findings, reasons and tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no progress.")] = False,
 ) -> None:
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
@@ -61,7 +62,7 @@ def diagnose(
         if json is not None:
             write_json(result.diagnosis, json_path)
     if not quiet and json != "-":
-        _summary(result, [p for p in (out, perfetto) if p is not None])
+        _summary(result.diagnosis, [p for p in (out, perfetto) if p is not None], verbose=verbose)
     allowed = (5.0 if tolerance is None else tolerance) / 100
     checks = [check_gate(g, result.diagnosis, before, allowed) for g in gates]
     for check in checks:
@@ -83,13 +84,13 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
             write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
 
 
-def _summary(result: Result, written: list[Path]) -> None:
+def _summary(diagnosis: Diagnosis, written: list[Path], *, verbose: bool) -> None:
     from rich.console import Console
 
     from counterpoint.report.diagnosis_terminal import render
 
     console = Console(soft_wrap=False)
-    render(result.diagnosis, console)
+    render(diagnosis, console, verbose=verbose)
     for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False)
 

@@ -257,8 +257,8 @@ def _advise_kernel(worst: KernelComparison, num_sms: int | None) -> str:
     """Say what to change about kernels slowed by communication."""
     if worst.cause == "bandwidth":
         return (
-            "no knob removes it: they share HBM and power with the transfer. Fuse them, or let a GEMM run beside the "
-            "collective instead"
+            "fuse these kernels, or let a GEMM run beside the collective instead. No knob removes it: they share memory"
+            " bandwidth and power with the transfer"
         )
     ctas, spare = worst.comm_ctas or 0, worst.comm_ctas_without_extra_wave or 0
     limit = _fewer_sms_for_the_gemm(num_sms, ctas)
@@ -283,27 +283,26 @@ def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int) -> str:
 def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
     """Say what to change about collectives that found no SM."""
     return (
-        "stream priority does not pre-empt a resident kernel. Launch the collective before the kernel that blocks it; "
-        f"or {_fewer_sms_for_the_gemm(num_sms, ctas)}; or use {_NO_SM_COLLECTIVES}"
+        f"launch the collective before the kernel that blocks it; or {_fewer_sms_for_the_gemm(num_sms, ctas)}; or use "
+        f"{_NO_SM_COLLECTIVES}. Stream priority does not pre-empt a resident kernel"
     )
 
 
 def _advise_exposed(account: Account, *, by_copies: bool = False) -> str:
     """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
     if account.wait_us > account.transfer_us:
-        return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
+        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (
-            f"communication takes {ratio:.1f} x as long as compute: more tokens per GPU or gradient accumulation, "
-            "fewer ranks per group (HSDP, smaller TP), or a compressed dtype "
-            "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+            "more tokens per GPU or gradient accumulation, fewer ranks per group, or a smaller dtype of what is sent. "
+            f"Communication takes {ratio:.1f} x as long as compute"
         )
     if by_copies:
         return (
-            "it takes no SM already, so no kernel holds it up: it begins too late, or nothing is left to run beside "
-            "it, as for the first gather and the last scatter of a step. Begin it earlier (prefetch), or make the "
-            "first and the last module smaller"
+            "begin it earlier (prefetch), or make the first and the last module smaller. It takes no SM already, so "
+            "no kernel holds it up: it begins too late, or nothing is left to run beside it, as for the first gather "
+            "and the last scatter of a step"
         )
     return (
         "there is enough compute to hide it behind. Collectives that take no SM start whatever runs and slow nothing "

@@ -7,6 +7,7 @@ is what a user notices; frames and JSON keep the sums.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -115,6 +116,11 @@ def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
     """Return the causes of idle time that are worth a line: none that would read 0.00 ms."""
     causes = diagnosis.idle.causes if diagnosis.idle else ()
     return [c for c in causes if c.us >= 5.0][:MAX_IDLE_CAUSES]
+
+
+def first_sentence(advice: str) -> str:
+    """Return advice up to the end of its first sentence."""
+    return re.split(r"(?<=[a-z0-9)])\. (?=[A-Z])", advice, maxsplit=1)[0]
 
 
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:

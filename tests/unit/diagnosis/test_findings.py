@@ -22,7 +22,7 @@ def advice(*, copies: bool) -> str:
     return finding.advice
 
 
-@pytest.mark.parametrize(("copies", "said"), [(True, "it takes no SM already"), (False, "Collectives that take no SM")])
+@pytest.mark.parametrize(("copies", "said"), [(True, "It takes no SM already"), (False, "Collectives that take no SM")])
 def test_copy_engines_are_not_advised_where_they_are_used(copies: bool, said: str) -> None:
     """What copies leave exposed begins too late; what NCCL does may have waited for SMs."""
     assert said in advice(copies=copies)
