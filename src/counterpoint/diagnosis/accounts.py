@@ -116,6 +116,10 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
     compute, comm = float(busy.compute.within(start, end).sum()), float(busy.comm.within(start, end).sum())
     overlapped = float((busy.compute & busy.comm).within(start, end).sum())
     there = (w.step >= 0) & np.isfinite(w.wait[:, column])
+    came, own_end = w.arrival[there, column], job.joined.end[there, column]
+    waiting = Intervals.union(came, came + w.wait[there, column])
+    moving = Intervals.union(own_end - w.transfer[there, column], own_end)
+    moved = float(moving.within(start, end).sum())
     d = job.digests[column]
     flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
@@ -129,8 +133,8 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
         exposed_comm_us=comm - overlapped,
         memcpy_us=float(busy.memcpy.within(start, end).sum()),
         idle_us=duration - float(busy.any.within(start, end).sum()),
-        wait_us=float(w.wait[there, column].sum()),
-        transfer_us=float(w.transfer[there, column].sum()),
+        wait_us=float((waiting | moving).within(start, end).sum()) - moved,
+        transfer_us=moved,
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,

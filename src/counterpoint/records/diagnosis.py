@@ -38,8 +38,9 @@ class Account(Record, frozen=True, kw_only=True):
     """Accounts for the time of all analysed steps (`totals`: mean over ranks).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
-    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined (of copies:
-    waiting also before the first one, while the stream holds it back). `multi_tensor_us`: of compute, when nothing runs
+    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined, counted once
+    where several run at the same time, as transfer if one of them moves bytes (of copies: waiting also before the
+    first one, while the stream holds it back). `multi_tensor_us`: of compute, when nothing runs
     but kernels over lists of tensors: optimizers, clipping, casts, which go over what a rank has of the parameters.
     """
 
