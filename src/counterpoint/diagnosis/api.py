@@ -6,11 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from counterpoint.diagnosis import accounts as account
+from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
@@ -22,6 +24,7 @@ from counterpoint.diagnosis.launch_order import Blocked, find_blocked
 from counterpoint.diagnosis.replay import replay
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.errors import BadTrace
+from counterpoint.records.comparison import Comparison
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
@@ -59,6 +62,15 @@ class Result:
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)
+
+    def against(self, base: Result | Diagnosis | str | os.PathLike[str]) -> Comparison:
+        """Return what a step has more or less of than in an earlier run.
+
+        `base`: its result or diagnosis, the file that `--json` wrote of it, or its traces.
+        """
+        if isinstance(base, str | os.PathLike):
+            base = read_diagnosis(Path(base)) if is_diagnosis(base) else diagnose(base)
+        return compare(self.diagnosis, base.diagnosis if isinstance(base, Result) else base)
 
 
 def diagnose(
