@@ -74,6 +74,7 @@ def test_gate_that_does_not_hold(baseline: Path) -> None:
     [
         ["--baseline", "nothing.json"],
         ["--against", "nothing.json"],
+        ["--trend", "--gate", "step<1s"],
         ["--against", "a", "--baseline", "b"],
         ["--tolerance", "3"],
         ["--gate", "speed<3"],

@@ -33,6 +33,9 @@ def diagnose(
         str | None,
         typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
     ] = None,
+    trend: Annotated[
+        bool, typer.Option("--trend", help="Every recording of a job (folders of iterations), the worst named.")
+    ] = False,
     baseline: Annotated[
         Path | None,
         typer.Option(help="An earlier --json file that gates must not fall behind; without a gate, as --against."),
@@ -56,15 +59,17 @@ def diagnose(
     from counterpoint.trace.source import Limits
 
     gates = [parse_gate(text) for text in gate or []]
-    if baseline is not None and not gates and against is not None:
-        raise Misconfigured("--against and --baseline without a --gate: two runs to compare with; give one of them")
-    if tolerance is not None and (baseline is None or not gates):
-        raise Misconfigured("--tolerance is how far a --gate may fall behind --baseline; give both")
+    if trend and (out or perfetto or gates or against is not None or baseline is not None):
+        raise Misconfigured("--trend only goes with --json, --quiet and how traces are read: it is of many recordings")
+    _check_runs(against, baseline, tolerance, gated=bool(gates))
     before = read_diagnosis(baseline) if baseline is not None else None
     limits = Limits(trace_bytes=int(max_trace_gb * (1 << 30)))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
+    if trend:
+        _trend(traces, chosen, limits, json, quiet=quiet)
+        return
     with progress(quiet, "looking for traces") as tell:
         earlier = before if not gates else None
         if against is not None:
@@ -84,6 +89,27 @@ def diagnose(
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
+
+
+def _check_runs(against: str | None, baseline: Path | None, tolerance: float | None, *, gated: bool) -> None:
+    if baseline is not None and not gated and against is not None:
+        raise Misconfigured("--against and --baseline without a --gate: two runs to compare with; give one of them")
+    if tolerance is not None and (baseline is None or not gated):
+        raise Misconfigured("--tolerance is how far a --gate may fall behind --baseline; give both")
+
+
+def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, *, quiet: bool) -> None:
+    from rich.console import Console
+
+    from counterpoint.diagnosis.api import diagnose_trend
+    from counterpoint.report.comparison_terminal import render_trend
+
+    with progress(quiet, "looking for traces") as tell:
+        found = diagnose_trend(traces, engine=engine, limits=limits, progress=tell)
+        if json is not None:
+            write_json(found, json_file(json))
+    if not quiet and json != "-":
+        render_trend(found, Console(soft_wrap=False))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:

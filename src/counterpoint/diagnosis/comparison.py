@@ -45,7 +45,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
     """Return what a step has more or less of than in an earlier run."""
-    step = _change("step", _step_us(before), _step_us(now))
+    step = _change("step", step_us(before), step_us(now))
     findings = _findings(now, before)
     parts = _changes(_parts(before), _parts(now))
     return Comparison(
@@ -69,7 +69,8 @@ def _steps(d: Diagnosis) -> int:
     return max(len(d.steps), 1)
 
 
-def _step_us(d: Diagnosis) -> float:
+def step_us(d: Diagnosis) -> float:
+    """Return the mean time of a step."""
     return d.totals.duration_us / _steps(d)
 
 
