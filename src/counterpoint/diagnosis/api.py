@@ -47,6 +47,14 @@ class Result:
     job: TracedJob
     waits: account.Waits
 
+    def __repr__(self) -> str:
+        """Return one line with the verdict."""
+        return f"Result({self.diagnosis!r})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the findings for a notebook."""
+        return self.diagnosis._repr_html_()
+
     @property
     def lanes(self) -> tuple[TimelineLane, ...]:
         """Return the picture of when each rank computed, communicated, waited, copied or idled."""

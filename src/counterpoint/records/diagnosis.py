@@ -6,6 +6,7 @@ Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counte
 
 from __future__ import annotations
 
+from html import escape
 from typing import Literal
 
 from counterpoint.records.base import Record
@@ -227,3 +228,16 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     replay: Replay | None
     idle: Idle | None = None
+
+    def __repr__(self) -> str:
+        """Return one line: what was recorded, and the verdict."""
+        return f"Diagnosis({len(self.ranks)} of {self.world_size} ranks, {len(self.findings)} findings: {self.verdict})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the findings for a notebook, nothing of a trace interpreted."""
+        rows = "".join(
+            f"<tr><td>{f.cost_us / 1e3:.2f} ms</td><td><b>{escape(f.title)}</b><br>{escape(f.advice)}</td></tr>"
+            for f in self.findings
+        )
+        table = f"<table><tr><th>cost of step time</th><th>what to do</th></tr>{rows}</table>" if rows else ""
+        return f"<p><b>{escape(self.verdict)}</b></p>{table}"

@@ -99,8 +99,9 @@ def _bar(parts: dict[str, float], longest_us: float) -> Text:
 def _budget(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.per_rank:
         return
+    late = {straggler.rank for straggler in diagnosis.stragglers}
     say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.steps else "ms, the whole trace")
-    shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS), say.steps_in(diagnosis)
+    shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS, late), say.steps_in(diagnosis)
     longest = max(account.duration_us for account in shown)
 
     def row(account: RankAccount) -> list[str | Text]:
@@ -115,9 +116,7 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
     keys = (Text.assemble((part.glyph, part.colour), " ", part.name.removeprefix("exposed ")) for part in say.PARTS)
     console.print(Text("  ").join(keys))
     if len(shown) < len(diagnosis.per_rank):
-        console.print(
-            f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."
-        )
+        console.print(f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: the late, and those that compute least.")
 
 
 def _idle(diagnosis: Diagnosis, console: Console) -> None:

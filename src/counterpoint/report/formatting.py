@@ -99,11 +99,14 @@ def budget(account: Account) -> dict[str, float]:
     }
 
 
-def worst_ranks(accounts: Sequence[RankAccount], limit: int) -> list[RankAccount]:
-    """Return all accounts in order of rank or, if there are more than `limit`, those with the least compute."""
+def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int] = ()) -> list[RankAccount]:
+    """Return all accounts in order of rank or, if there are more than `limit`, the late and those of least compute."""
     if len(accounts) <= limit:
         return list(accounts)
-    worst = sorted(accounts, key=lambda a: (a.compute_us / a.duration_us if a.duration_us else 0.0, a.rank))[:limit]
+    worst = sorted(
+        accounts,
+        key=lambda a: (a.rank not in late, a.compute_us / a.duration_us if a.duration_us else 0.0, a.rank),
+    )[:limit]
     return sorted(worst, key=lambda a: a.rank)
 
 
