@@ -12,7 +12,7 @@ import torch.distributed as dist
 from counterpoint.collectives.cuda.driver import Bound, Executor, Graph, ReductionLauncher
 from counterpoint.collectives.cuda.lower import Addresses, DriverCall, ReduceLaunch, lower
 from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
-from counterpoint.collectives.cuda.reduce import bind
+from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import plan

@@ -18,7 +18,7 @@ import msgspec
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
-from counterpoint.pair.together import overlap
+from counterpoint.pair.hidden import overlap
 from counterpoint.records.measurement import Measurement, Row
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -81,8 +81,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     data = SourceCode(args.tokens, rank, args.slow_input_ms if rank == ranks - 1 else 0.0)
     batches = iter(DataLoader(data, batch_size=None, num_workers=args.workers))
 
-    if args.overlap:
-        counterpoint.overlap(model)  # the one line
+    overlapped = counterpoint.overlap(model) if args.overlap else None  # the one line
 
     with recorder(args.trace, args.steps, device) as profiler:
         started, steps_before = time.perf_counter(), 0
@@ -101,6 +100,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                     print(f"step {step:4d}  loss {value:.3f}  {rate:,.0f} tokens/s", flush=True)
                 started, steps_before = time.perf_counter(), step
             profiler.step()
+    if overlapped is not None and rank == 0:
+        print(overlapped, flush=True)
 
 
 def recorder(folder: Path | None, steps: int, device: torch.device) -> profile:

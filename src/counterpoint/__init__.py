@@ -1,4 +1,4 @@
-"""counterpoint: computation and communication at the same time on multi-GPU PyTorch jobs.
+"""Find, measure and fix communication that does not overlap with computation in multi-GPU PyTorch jobs.
 
     >>> import counterpoint
     >>> result = counterpoint.diagnose("traces/")
@@ -6,7 +6,7 @@
     >>> counterpoint.measure("quick").rows[0].hidden
     >>> counterpoint.overlap(model)  # an FSDP2 model: its collectives then need no SMs
 
-Names are loaded when they are first used (errors at once): `import counterpoint` costs next to nothing and no torch.
+`import counterpoint` loads only the exceptions, never torch; every other name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run `counterpoint`. Exit codes: 0 fine, 1 a gate did not hold, 2 wrong input or use, 128 + signal."""
+"""Run the command `counterpoint`. It exits with 0 (fine), 1 (a gate or check failed), 2 (wrong use) or 128 + signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run a verb; turn every expected error into one line on stderr and exit code 2."""
+    """Run a subcommand; turn every expected error into one line on stderr and exit code 2."""
     open_stdout()
     try:
         try:
@@ -51,7 +51,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Take the options that come before a verb; the verbs, added below, live in commands/<verb>.py."""
+    """Take the options that come before a subcommand; the subcommands, added below, are in commands/."""
 
 
 app.command()(diagnose)

@@ -1,4 +1,4 @@
-"""Define the one tree of exceptions; every text says what came, what is allowed, and what to do."""
+"""Define all exceptions of counterpoint; every text says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Unsupported(CounterpointError):
 
 
 class NoEffect(Unsupported):
-    """Says that a control was applied and nothing changed: what ran is not what was asked for.
+    """Says that a control, which is one setting of a measured pair, was applied and did not change what ran.
 
     Args:
-        control: as it was asked for, such as `gemm_sms=108`.
+        control: the control as it was asked for, such as `gemm_sms=108`.
         asked: what should have been seen.
-        seen: what ran.
+        seen: what was seen instead.
         fix: what to do instead.
     """
 
@@ -43,11 +43,11 @@ class PeerTimeout(CounterpointError):
 
 
 class Misconfigured(CounterpointError, ValueError):
-    """Says that an option or argument cannot mean anything; the text names the allowed values."""
+    """Says that an option or argument has a value that is not allowed; the text names the allowed values."""
 
 
 class BadTrace(CounterpointError):
-    """Says that a trace cannot be read, or that ranks cannot belong together.
+    """Says that a trace cannot be read, or that several traces cannot be of one job.
 
     `path` is the file (or `archive!member`) at fault, `offset` the byte in it, decompressed, at which reading failed.
     """
@@ -63,6 +63,6 @@ class BadTrace(CounterpointError):
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """Return `text` with control characters escaped and cut at `limit`: safe to print on a terminal."""
+    """Return `text` with control characters escaped, cut at `limit` characters: safe to print on a terminal."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -1,3 +1,3 @@
-"""Say the version of the package, as pyproject.toml does."""
+"""Define the version of the package, the same as in pyproject.toml."""
 
 VERSION = "0.1.0"

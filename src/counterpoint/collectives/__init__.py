@@ -1,10 +1,10 @@
-"""Zero-SM collectives between the GPUs (or processes) of a host, and over several hosts.
+"""Run zero-SM collectives between the GPUs (or processes) of one host, and over several hosts.
 
-- `communicator.py` is for users: `Communicator` and `available`; `options.py` and `work.py` are its options and result,
-  `connect.py` opens it.
-- `program/` and `proof/` need no torch: a collective as data, and the check that it is right.
-- `submit/` turns arguments into a submission; `cpu/` and `cuda/` carry it out; `host/` and `memory/` serve both.
-- `multihost/` composes collectives of several hosts.
+- `communicator.py` is for users: `Communicator` and `available`. `options.py` and `work.py` define its options and the
+  handle of an asynchronous call; `connect.py` opens the transport under it.
+- `program/` describes a collective as data and `proof/` checks that it is correct; neither needs torch.
+- `submit/` turns arguments into a `Submission`; `cpu/` and `cuda/` execute it; `host/` and `memory/` serve both.
+- `multihost/` composes collectives over several hosts from collectives inside one host and a library between hosts.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""Collectives of one process group by programs over symmetric memory, run by copy engines on GPUs, threads on CPUs.
+"""Run the collectives of one process group over symmetric memory: by copy engines on GPUs, by threads on CPUs.
 
     communicator = Communicator(group)
     shards = communicator.empty(world_size, 1024, dtype=torch.bfloat16)
-    work = communicator.all_gather(shards, shards[rank], async_op=True)  # in place: nothing is copied twice
+    work = communicator.all_gather(shards, shards[rank], async_op=True)  # in place: no extra local copy
     work.wait()
 
 Rules that hold for every operation:
 
-- All ranks make the same calls in the same order on each channel. `send`, `recv` and `send_recv` involve two ranks, and
-  their order counts between these. Ranks are counted within the group.
+- All ranks make the same calls in the same order on each channel. `send`, `recv` and `send_recv` involve two ranks;
+  only these two need the same order. Ranks are counted within the group.
 - A channel runs its calls one after the other; different channels run at the same time, as do different communicators.
 - The input may be in any memory; if it is not contiguous, or shares bytes with the output and is not in place, a copy
   of it is sent. The output is contiguous. One that is not from `empty` costs a copy of its bytes: peers cannot write
-  there, so they write to a landing of the channel.
-- With `async_op=True` a call returns a `Work` at once, else it returns None when the output may be read. On a GPU that
-  is in the order of streams: a call runs on the current stream, with `async_op=True` behind it on the channel's own,
-  and `Work.wait` lets the current stream wait, not the host.
-- On a GPU calls that make memory grow, and `empty` where it does, are made in the same order on all channels: ranks
-  meet there. What is captured in a graph uses its buffers at every replay: they are never given back.
-- A process forked from a rank (a worker of a DataLoader) may end as it likes, and makes no calls.
-- A rank that dies, does not come or calls something else ends the call on the others with an error that names it. A
-  communicator that has failed once raises that error for ever: close it and make a new one.
+  there, so they write to a buffer of the channel (its landing), from which it is copied.
+- With `async_op=True` a call returns a `Work` at once, else it returns None when the output may be read. On a GPU this
+  means stream order: a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after
+  the work queued on the current one. `Work.wait` lets the current stream wait, not the host.
+- On a GPU, calls of any channel and `empty` come in the same order on all ranks if they make symmetric memory grow,
+  since ranks meet to allocate it. A graph uses its buffers at every replay, so captured buffers are never reused.
+- A process forked from a rank (such as a DataLoader worker) may exit at any time, and must not make calls.
+- A rank that dies, makes no call or makes a different one ends the call on the others with an error that names it. A
+  communicator that has failed once raises that error in every later call: close it and make a new one.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
 class Communicator:
     """Runs collectives among the ranks of one host.
 
-    All ranks of the group make it together. Memory of a rank: what `empty` was asked for; on each channel staging and a
+    All ranks of the group make it together. Memory of a rank: the tensors of `empty`; on each channel staging and a
     landing, up to twice as large as the largest call needs, and a status of about 64 (n + 1) (200 + 8 n) bytes.
 
     Every method takes tensors on `device`, of any dtype (reductions: see `reduce_scatter`). An input may have any
     strides and lie in any memory; an output is contiguous. Calls run on the current stream of the calling thread, with
-    `async_op=True` behind it on a stream of the channel. Sizes are in elements where shapes are given, else in bytes.
-    `Misconfigured` is raised where tensors or options do not fit a call, `PeerTimeout` where a rank died or did not
-    come.
+    `async_op=True` on a stream of the channel after what the current stream holds. Sizes are in elements where shapes
+    are given, else in bytes. `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank
+    died or did not make the call in time.
 
     Args:
         group: torch process group, of a mesh axis by `mesh.get_group(axis)`; None: the default one. Used now, and on
             GPUs whenever symmetric memory grows.
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         fallback: torch process group that takes calls below `crossover_bytes`; None: torch takes none.
-        before_step: on CPUs, called before every step, in a thread of the channel; for tests.
-        options: what is not asked for by keyword; None: the defaults.
+        before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
+        options: options that `keywords` do not override; None: the defaults.
         keywords: any field of `CommunicatorOptions`.
 
     Raises:
-        Unsupported: this group cannot, and why: see `available`.
-        Misconfigured: an option that cannot mean anything, or this process is not in the group.
+        Unsupported: the ranks of this group cannot share memory; `available` returns the same reason.
+        Misconfigured: an option is out of range, or this process is not in the group.
     """
 
     def __init__(
@@ -119,41 +119,41 @@ class Communicator:
         self.close()
 
     def close(self) -> None:
-        """End what still runs, here and on peers that wait for this rank.
+        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid.
 
-        On a GPU it waits for the calls that are under way. Tensors stay valid.
+        On a GPU this waits for the calls under way; on CPUs those that wait for a peer fail.
         """
         self._close()
 
     def check(self) -> None:
-        """Raise what ended this communicator, if something did.
+        """Raise the error that ended this communicator, if there was one.
 
-        On GPUs a call that will not end lets its stream go on, so that the process can end: outputs are right only if
-        this raises nothing after they were waited for.
+        On GPUs the watchdog releases the stream of a call that will not end, so that the process can exit. So outputs
+        are right only if this raises nothing after they were waited for.
         """
         self._transport.check()
 
     def path(self, operation: str, num_bytes: int) -> Path:
-        """Return which way a call with even blocks takes: `zero_sm`, or `torch` for full arrays below the crossover.
+        """Return what runs a call with even blocks: `zero_sm`, or `torch` if the full array is below the crossover.
 
-        Two kinds of calls never go to torch: premul_sum, and reductions of dtypes that NCCL does not have. Operations
-        that are not known take `zero_sm`.
+        Two kinds of calls never go to torch, which this does not look at: premul_sum, and reductions of dtypes that
+        NCCL does not have. The answer for an unknown operation is `zero_sm`.
         """
         return self._fallback.path(operation, num_bytes)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
-        """Return an uninitialised, contiguous tensor in symmetric memory, which as output needs no landing.
+        """Return an uninitialised, contiguous tensor in symmetric memory, which is written as output without a copy.
 
-        Its memory is used again when the last view of it has died. Ranks that make and drop theirs in the same order
-        have them at the same offset; on GPUs they have to, since peers write there. On a GPU it is for use on the
-        current stream, and is used again in the order of streams: those that it was made on, of calls with it, and of
-        `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than `max_bytes`, or than the
-        machine has.
+        Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
+        them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
+        stream: its memory is reused after the work queued so far on that stream, on the streams of calls with it, and
+        on those of `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than `max_bytes`,
+        or more than the machine has.
 
-        With `early_release` the peers are told that it is free when it has died (at the latest with this rank's next
-        call or `empty`), not when the next call begins: no call waits for a round trip. So peers may write their blocks
-        from the beginning: write nothing but your own. It may be the output only of calls in which every rank sends to
-        every other: all_gather and all_to_all.
+        With `early_release` the peers are told that the memory is free when the tensor has died (at the latest with
+        this rank's next call or `empty`), not when the next call begins, which saves that call a round trip. So peers
+        may write their blocks of a new tensor at any time: write only this rank's own. The tensor may be the output
+        only of calls in which every rank sends to every other: all_gather and all_to_all.
         """
         import torch
 
@@ -166,20 +166,20 @@ class Communicator:
         return tensor
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Note that other things than calls use a tensor of `empty`, or a view of it, on a stream; GPUs only.
+        """Record that `stream` uses a tensor of `empty`, or a view of it, outside of calls; GPUs only.
 
-        `stream` None is the current one.
+        `stream` None is the current one. The memory is not reused before the work queued there has ended.
         """
         self._transport.record_stream(tensor, stream)
 
     def all_gather(self, output: Tensor, input: Tensor, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Gather the ranks' inputs in every rank's output, as `all_gather_into_tensor` does.
 
-        In place, and without a copy, if input is this rank's block of output. Sends input.nbytes to each of the others.
+        In place, and without a copy, if input is this rank's block of output. Sends input.nbytes to each other rank.
 
         Args:
             output: `[world_size, *input.shape]`, or any contiguous shape of as many elements; block r is from rank r.
-            input: equal in size and dtype on all ranks.
+            input: this rank's block; equal in size and dtype on all ranks.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
 
@@ -200,7 +200,7 @@ class Communicator:
     ) -> Work | None:
         """Combine the ranks' inputs in the order of ranks, one block on each rank, as `reduce_scatter_tensor` does.
 
-        Accumulates in float32 if the dtype is narrower, and rounds once. Sends output.nbytes to each of the others.
+        Accumulates bfloat16 and float16 in float32, and rounds once. Sends output.nbytes to each other rank.
 
         Args:
             output: this rank's block: 1 / world_size of input's elements, of equal dtype.
@@ -227,14 +227,14 @@ class Communicator:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run several all_gathers as one, with the handshakes and arrivals of one.
+        """Run several all_gathers as one call, with the handshake and arrival signals of one.
 
         In place if each input is this rank's block of its output.
 
         Args:
             outputs: contiguous parts of one tensor of `empty`, in any order, each `[world_size, *inputs[i].shape]`;
                 they may have different dtypes, and share no bytes.
-            inputs: as many, outputs[i] of equal dtype.
+            inputs: one tensor for each output, of equal dtype.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
 
@@ -255,14 +255,14 @@ class Communicator:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run several reduce_scatters as one, from where the inputs lie.
+        """Run several reduce_scatters as one call, without copying the inputs together first.
 
         Args:
-            outputs: this rank's shards, contiguous and of equal dtype: that of the inputs, or float32 for bfloat16 and
-                float16, in which they are added up: then nothing is rounded. They share no bytes.
-            inputs: as many, in any memory, of equal dtype. One that the ranks cannot share equally is cut as
-                `torch.chunk` cuts dim 0: outputs are a share rounded up, of which what is beyond the input is not
-                written.
+            outputs: this rank's shards, contiguous and of one dtype: that of the inputs, or, for bfloat16 and float16,
+                float32, in which they are added up, so that sums are not rounded. They share no bytes.
+            inputs: one tensor for each output, in any memory, all of one dtype. If a size is no multiple of the
+                number of ranks, it is cut as `torch.chunk` cuts dim 0: outputs have a share's size rounded up, and
+                their part beyond the input is not written.
             op: how they are combined, as in `reduce_scatter`.
             factor: premul_sum multiplies by it first.
             channel: runs the call, behind its earlier ones.
@@ -284,9 +284,9 @@ class Communicator:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Combine the ranks' tensors in the order of ranks, in place: the same bits on all of them.
+        """Combine the ranks' tensors in the order of ranks, in place, with bitwise equal results on all ranks.
 
-        Accumulates as `reduce_scatter` does. Sends 2 (n - 1) / n of tensor.nbytes.
+        Accumulates as `reduce_scatter` does. Sends 2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
 
         Args:
             tensor: contiguous, equal in size and dtype on all ranks; input and output.
@@ -311,18 +311,18 @@ class Communicator:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Send block r of the input to rank r, as `all_to_all_single` does. Sends all but the own block.
+        """Send block r of the input to rank r, as `all_to_all_single` does; this rank's own block is copied locally.
 
         With split sizes the ranks first exchange theirs, which is a round trip; `Misconfigured` is raised if they do
-        not fit.
+        not match.
 
         Args:
-            output: `[rows, ...]`, the blocks that come, by rank; shares no bytes with input.
-            input: `[rows, ...]`, the blocks to send, by rank, of equal dtype.
-            output_split_sizes: rows of dim 0 of each block, on all ranks or on none; None: all equal.
-            input_split_sizes: rows of dim 0 of each block of input; None: all equal.
-            leave_own: do not write the own block of output, which stays in input: on a GPU its copy is the one part
-                that needs an SM. The output has to be from `empty`.
+            output: `[rows, ...]`, the received blocks in the order of ranks; shares no bytes with input.
+            input: `[rows, ...]`, the blocks to send in the order of ranks, of equal dtype.
+            output_split_sizes: rows (dim 0) of each block of output, on all ranks or on none; None: all equal.
+            input_split_sizes: rows (dim 0) of each block of input, on all ranks or on none; None: all equal.
+            leave_own: do not copy this rank's own block from input to output: on a GPU that copy is the only part that
+                needs an SM. The output has to be from `empty`.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
 
@@ -335,7 +335,7 @@ class Communicator:
         return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank `src` to every rank; a large one is sent once, in parts, which the others pass on.
+        """Copy the tensor of rank `src` to every rank; `src` sends a large one once, in parts that others pass on.
 
         Args:
             tensor: contiguous, equal in size and dtype on all ranks; input on `src`, output on the others.
@@ -372,8 +372,8 @@ class Communicator:
 
         Args:
             tensor: this rank's block, equal in size and dtype on all ranks.
-            output: `[world_size, *tensor.shape]`, contiguous, on rank `dst`; None on the others. On a GPU from `empty`,
-                or it costs a copy.
+            output: `[world_size, *tensor.shape]`, contiguous, on rank `dst`; None on the others. On a GPU, an output
+                that is not from `empty` costs a copy.
             dst: rank that receives.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
@@ -387,7 +387,7 @@ class Communicator:
         """Send a tensor to rank `dst`, which calls `recv`.
 
         Args:
-            tensor: of any strides.
+            tensor: tensor to send, of any strides.
             dst: rank that receives.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
@@ -398,10 +398,10 @@ class Communicator:
         return self._submitter.submit(request.send_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Receive what rank `src` sends.
+        """Receive the tensor that rank `src` sends.
 
         Args:
-            tensor: contiguous, of the size and dtype that are sent; on a GPU from `empty`.
+            tensor: output, contiguous, of the size and dtype that `src` sends; on a GPU from `empty`.
             src: rank that sends.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
@@ -414,11 +414,11 @@ class Communicator:
     def send_recv(
         self, output: Tensor, input: Tensor, peer: int, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send to a rank and receive from it at the same time; `peer` calls `send_recv`, too.
+        """Send a tensor to a rank and receive one from it at the same time; `peer` calls `send_recv`, too.
 
         Args:
             output: contiguous, of the size that `peer` sends; on a GPU from `empty`.
-            input: what is sent, of equal dtype.
+            input: tensor to send, of equal dtype.
             peer: the other rank.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
@@ -444,10 +444,10 @@ class Communicator:
 
         Args:
             name: name of the collective, such as `all_gather`.
-            output: what this rank receives, contiguous; None: nothing, as in a gather to another rank.
-            input: what this rank gives; None: nothing, or the collective works on one tensor, `output`.
-            root: rank that sends or receives in collectives that have one.
-            op: how values are combined, in collectives that do, as in `reduce_scatter`.
+            output: tensor that this rank receives into, contiguous; None: nothing, as in a gather to another rank.
+            input: tensor that this rank sends; None: nothing, or the collective works on one tensor, `output`.
+            root: rank that sends or receives, in collectives with a root.
+            op: how values are combined, in collectives that reduce, as in `reduce_scatter`.
             factor: premul_sum multiplies by it first.
             channel: runs the call, behind its earlier ones.
             async_op: return at once; the call runs behind the current stream.
@@ -461,7 +461,7 @@ class Communicator:
         return self._submitter.submit(request.even_blocks_of, output, input, channel, async_op, *options)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Return when every rank has come to this call; on a GPU the current stream waits, not the host.
+        """Return when every rank has made this call; on a GPU the current stream waits, not the host.
 
         `channel` runs the call, behind its earlier ones; with `async_op` its `Work` is returned at once.
         """

@@ -1,4 +1,4 @@
-"""From a process group to a transport: all ranks agree on what they want, and on whether they can have it."""
+"""Open a transport for a process group, once all ranks agree on the options and can share memory."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class GpuStandIn(Protocol):
-    """Describes what can be used in the place of a `Gpu`."""
+    """Describes an object that tests pass as `device` in place of a `Gpu`; it also has the other methods of `Gpu`."""
 
     device: torch.device
     driver: Any
 
 
-_BOARDS_BYTES = 1 << 16  # of shared memory on the host, where that is for boards alone
+_BOARDS_BYTES = 1 << 16  # most shared host memory beside the statuses of a GPU communicator, whose data is on the GPU
 
 
 def available(group: ProcessGroup | None = None, *, device: Device = None) -> str | None:
-    """Return why the ranks of `group` cannot have a `Communicator`; None if they can.
+    """Return why the ranks of `group` cannot make a `Communicator`; None if they can.
 
-    All ranks call it and get the same answer. `group` and `device` are as of `Communicator`.
+    All ranks call it together and get the same answer. `group` and `device` mean what they mean for `Communicator`.
     """
     reason = why_not(gather_values(group, ProcessCard.of_this_process()))
     gpu = _gpu(group, device)
@@ -46,10 +46,10 @@ def available(group: ProcessGroup | None = None, *, device: Device = None) -> st
 
 
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
-    """Return the machine's figures that a communicator goes by. All ranks call it.
+    """Return the measured figures of the machine that a communicator plans with. All ranks call it together.
 
-    `profile` is the figures, or a file of them; None: as COUNTERPOINT_PROFILE says, else the shipped ones of the GPU.
-    An error on one rank, such as a file that is of another GPU, is raised on all.
+    `profile` is a profile, or the path of one; None: the file that COUNTERPOINT_PROFILE names, else the profile shipped
+    for this GPU. An error on one rank, such as a profile of another GPU, is raised on all.
     """
 
     def chosen() -> Profile:
@@ -70,22 +70,22 @@ def open_transport(
     crossover_bytes: Mapping[str, int],
     before_step: BeforeStep | None = None,
 ) -> Transport:
-    """Return what will carry out the calls of this rank; all ranks of the group open theirs together.
+    """Return the transport that runs the calls of this rank; all ranks of the group call this together.
 
     Args:
-        group: None: the default one.
-        device: as of `Communicator`.
-        options: what was asked for.
-        profile: figures of the machine.
-        crossover_bytes: by operation, below which torch takes a call.
-        before_step: on CPUs, called before every step.
+        group: torch process group; None: the default one.
+        device: as in `Communicator`.
+        options: options of the communicator.
+        profile: measured figures of the machine.
+        crossover_bytes: by operation, the size below which torch takes a call.
+        before_step: on CPUs, called before every step of a program.
 
     Returns:
-        The transport of this kind of device.
+        The transport for this kind of device.
 
     Raises:
-        Unsupported: this group cannot share memory, and why.
-        Misconfigured: options that cannot take effect.
+        Unsupported: the ranks of this group cannot share memory; the message says why.
+        Misconfigured: an option has no effect on this device, or the ranks' options differ.
     """
     gpu = _gpu(group, device)
     for name, value in (("graphs", options.graphs), ("sum_sms", options.sum_sms)):
@@ -103,7 +103,7 @@ def open_transport(
 
 
 def _gpu(group: ProcessGroup | None, device: Device) -> Any:
-    """Return the GPU that is meant, or what stands in for one: anything that is no torch.device; None: the CPU."""
+    """Return the `Gpu` that `device` names, or `device` itself if it stands in for a `Gpu`; None for the CPU."""
     import torch
     import torch.distributed as dist
 
@@ -131,14 +131,14 @@ def _on_cpu(group: ProcessGroup | None, options: CommunicatorOptions, before_ste
 
 
 def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile) -> Transport:
-    """Open it with a status on the host that has one channel more: there the ranks meet before memory grows."""
+    """Open a GPU transport; its statuses have one more channel, on which ranks meet before symmetric memory grows."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     with _joined(group, options.channels + 1, _BOARDS_BYTES, options.timeout_s) as (boards, watchdog):
         transport = raise_together(
             group, lambda: CudaTransport(gpu, gpu.memory(group), boards, watchdog, options, profile)
         )
-    gather_values(group, None)  # every rank's words rest before any rank writes one
+    gather_values(group, None)  # wait until every rank has initialised its flags; only then may a peer write one
     return transport
 
 
@@ -146,7 +146,7 @@ def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, 
 def _joined(
     group: ProcessGroup | None, channels: int, max_bytes: int, timeout_s: float
 ) -> Iterator[tuple[SharedMemory, Watchdog]]:
-    """Yield memory that all ranks of the group have mapped, and a watchdog of their processes; an error closes both."""
+    """Yield shared memory that all ranks have mapped and a watchdog of their processes; close both on an error."""
     rank, world_size = membership(group)
     memory = raise_together(
         group, lambda: SharedMemory(world_size=world_size, rank=rank, channels=channels, max_bytes=max_bytes)

@@ -1,4 +1,4 @@
-"""What a communicator can be asked for, in one place: `Communicator` takes these by keyword, `overlap` as well."""
+"""Define the options of a communicator, which `Communicator` and `overlap` take as keywords."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from counterpoint.machine.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:
-    """Options of a communicator; all of them but `timeout_s`, `graphs` and `sum_sms` are the same on all ranks.
+    """Holds the options of a communicator; all but `timeout_s`, `graphs` and `sum_sms` must be equal on all ranks.
 
     Args:
-        channels: how many calls can run at the same time; `channel=` of a call says which one runs it.
+        channels: how many calls can run at the same time; a call runs on the channel that its `channel=` names.
         timeout_s: seconds that a rank waits for another before it gives up.
         debug: compare the calls of all ranks before each starts (a round trip), not only when one waits or has ended.
-        max_bytes: symmetric memory that this rank may take; None: an eighth of the machine's, on a GPU what it has.
-        chunk_bytes: smallest piece in which blocks are sent and reduced, a multiple of 16; large blocks take larger.
-            None: what is best for the device.
-        staging_bytes: most staging that a channel keeps for reduce_scatters, which come in slices if they need more;
-            at most 1024 of them. None: as much as the largest needs, (n - 1) / n of its input.
-        reserve_bytes: `empty` makes its first region at once, of this size.
-        graphs: on GPUs, replay a call from a CUDA graph when it comes again; None: yes.
-        sum_sms: on GPUs, SMs that the sums of reductions run on, one large block each, so that they take no more from a
-            GEMM beside them; None: as many as are free, which is faster where a GEMM leaves some (`GemmSmLimit`).
-        profile: what was measured on this machine, or a file of it; None: the file that the variable
-            COUNTERPOINT_PROFILE names, else the shipped figures of this GPU, else those of H200. `repr` of the
-            communicator says which are assumed.
+        max_bytes: most symmetric memory of this rank; None: an eighth of the host's memory, on a GPU no limit.
+        chunk_bytes: smallest piece in which blocks are sent and reduced, a multiple of 16; large blocks are sent in
+            larger pieces. None: what is best for the device.
+        staging_bytes: most staging that a channel keeps for reduce_scatters; one that needs more runs in up to 1024
+            slices. None: as much as the largest needs, (n - 1) / n of its input.
+        reserve_bytes: size of the first region of `empty`, which is then allocated at once; None: when first needed.
+        graphs: on GPUs, replay a repeated call from a CUDA graph; None: yes.
+        sum_sms: on GPUs, most SMs that the sum kernel of a reduction runs on, with one large block each, so that it
+            takes no more from a concurrent GEMM; None: no limit, faster if a GEMM leaves SMs free (`GemmSmLimit`).
+        profile: measured figures of this machine, or their file; None: the file that the variable COUNTERPOINT_PROFILE
+            names, else the figures shipped for this GPU, else those of H200. `repr` of the communicator says which
+            are assumed.
         crossover_bytes: by operation, bytes of the full array below which `fallback` takes a call; None: as measured.
 
     Raises:
-        Misconfigured: an option that cannot mean anything.
+        Misconfigured: an option is out of range.
     """
 
     channels: int = 2
@@ -61,7 +61,7 @@ class CommunicatorOptions:
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
 
     def shared(self, *, on_gpu: bool, crossover_bytes: Mapping[str, int], profile: Profile) -> dict[str, object]:
-        """Return what has to be the same on all ranks: what programs depend on, and on GPUs what regions depend on."""
+        """Return the options that must be equal on all ranks: those that shape programs, and on GPUs memory regions."""
         same: dict[str, object] = {
             "channels": self.channels,
             "chunk_bytes": self.chunk_bytes,
@@ -77,7 +77,7 @@ class CommunicatorOptions:
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of `CommunicatorOptions` as keywords of a call; a test holds both lists equal."""
+    """Types the fields of `CommunicatorOptions` as keywords of a call; a test checks that both lists are equal."""
 
     channels: int
     timeout_s: float

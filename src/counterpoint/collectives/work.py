@@ -1,4 +1,4 @@
-"""What a call with `async_op=True` returns: a collective that was started and may not have ended."""
+"""Define `Work`, the handle that a call with `async_op=True` returns."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from counterpoint.errors import PeerTimeout
 
 
 class Work(Protocol):
-    """Represents a collective under way: it ends when its outputs may be read; until then its tensors belong to it.
+    """Represents a started collective; until it has ended, its outputs must not be read nor its inputs overwritten.
 
-    It holds them until then, and nothing else does: when they die is up to the program alone, not to when a thread has
-    ended, or ranks would make their next tensors in different places.
+    Only this object keeps the call's tensors alive, until `wait`. So the program alone decides when they die, not the
+    moment at which a thread ends; otherwise ranks would allocate their next tensors at different places.
     """
 
     path: Literal["zero_sm", "torch"]
-    """Which way the call took."""
+    """Names what runs the call: this package's program, or torch's process group."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when the output may be read and the input overwritten; on a GPU the current stream waits.
 
-        With `timeout_s`, in seconds, only this wait ends sooner and the collective goes on; None: until it ends, or the
-        communicator's watchdog ends it. `PeerTimeout` is raised if a rank died or did not come, or `timeout_s` has
-        passed; `Misconfigured` if another rank made another call.
+        `timeout_s` limits this wait in seconds, while the collective goes on; None: wait until it ends or the
+        communicator's watchdog ends it. `PeerTimeout` is raised if a rank died or made no such call in time, or if
+        `timeout_s` has passed; `Misconfigured` if another rank made a different call.
         """
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the collective has ended, with or without an error."""
 
     def exception(self) -> BaseException | None:
-        """Return why it failed; None if it did not, or if that is not known yet."""
+        """Return the error that the collective failed with; None if it did not fail, or if that is not known yet."""
 
 
 class HostWork:
-    """A call that a thread of this process carries out; errors name it by its `str`. See `Work`."""
+    """Represents a call that a thread of this process runs; errors name the call by its `str`. See `Work`."""
 
     def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
         self.path: Literal["zero_sm", "torch"] = "zero_sm"
@@ -43,7 +43,7 @@ class HostWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the output may be read and the input overwritten, or raise why that will not be: `Work.wait`."""
+        """Wait until the output may be read and the input overwritten; raise the call's error. See `Work.wait`."""
         if not self._ended.wait(timeout_s):
             raise PeerTimeout(f"{self._call} has not ended within {timeout_s:g} s; wait again, or longer")
         if self._error is not None:
@@ -52,14 +52,14 @@ class HostWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
-        """Return why it failed; None if it did not, or has not ended."""
+        """Return the error that the call failed with; None if it did not fail, or has not ended."""
         return self._error
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the call has ended; called once, by what runs it."""
+        """Record that the call has ended, with `error` if it failed; called once, by the thread that runs it."""
         self._error = error
         self._ended.set()

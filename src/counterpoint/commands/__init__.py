@@ -1,1 +1,1 @@
-"""Run the verbs of the command line, one file each; terminal.py is what they share."""
+"""Define the subcommands of the command line, one file each; terminal.py has what they share."""

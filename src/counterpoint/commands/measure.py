@@ -82,7 +82,7 @@ def measure(
 
 
 def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the files of the table and of the partial results of `--out`; None for a device or pipe."""
+    """Return the paths beside `--out` for the table and for partial results; None if `--out` is a device or pipe."""
     if out is None or is_stream(out):
         return None, None
     return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
@@ -90,7 +90,7 @@ def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
 
 @contextmanager
 def _adding(hint: str) -> Iterator[None]:
-    """Add to an error where the results are."""
+    """Append `hint`, which says where the results are, to an error raised inside."""
     try:
         yield
     except ReaderGone:
@@ -125,7 +125,7 @@ def _ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
 
 
 class _Stopped(BaseException):
-    """Is raised by a signal that asks this process to end; it is not an error, so no handler of errors takes it."""
+    """Is raised by a signal that asks this process to end; no `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         self.number = number

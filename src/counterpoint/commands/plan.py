@@ -21,7 +21,7 @@ MIN_WIDTH = 80
 
 
 def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each what-if, which it gets as `asked`: --nodes 16 as {"nodes": "16"}."""
+    """Return `command` with an option added for each what-if; they come as `asked`: --nodes 16 as {"nodes": "16"}."""
 
     def wrapped(**given: Any) -> None:
         asked = {name: given.pop(name) for name in WHAT_IFS}
@@ -135,7 +135,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 
 
 class _Request:
-    """Holds the job of a file with all changes that were asked for."""
+    """Holds the job read from a file, with all changes that were asked for."""
 
     def __init__(self, path: Path, changes: dict[str, str]) -> None:
         from counterpoint.plan.job.job import read_tables

@@ -1,4 +1,4 @@
-"""Share what the verbs do with a terminal: check and write output files, print JSON, move a line of progress."""
+"""Check and write output files, print JSON and show progress, for all subcommands."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ReaderGone(CounterpointError):
 
 
 class _Stdout(io.FileIO):
-    """Writes to standard output and says once, by an error of ours, that it is full or that its reader has ended.
+    """Writes to standard output; the first failure raises `CounterpointError`, or `ReaderGone` if the reader has ended.
 
-    rich and typer, which handle errors of the system in ways of their own, let these pass.
+    rich and typer would handle an `OSError` themselves, but they let these errors pass.
     """
 
     failed = False
@@ -42,7 +42,7 @@ class _Stdout(io.FileIO):
 
 
 def open_stdout() -> None:
-    """Replace the interpreter's `sys.stdout` by a `_Stdout`, with a question mark for letters it cannot show."""
+    """Replace `sys.stdout` by a `_Stdout`, which prints a question mark for a character that it cannot encode."""
     original = sys.__stdout__
     if original is not None and sys.stdout is original:
         raw, terminal = _Stdout(original.fileno(), "wb", closefd=False), original.isatty()
@@ -51,7 +51,7 @@ def open_stdout() -> None:
 
 
 def end_by_sigpipe() -> NoReturn:
-    """End this process as the signal does that programs get whose reader has ended."""
+    """End this process by SIGPIPE, as other programs end when nobody reads their output any more."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
     raise SystemExit(128 + signal.SIGPIPE)  # the signal is blocked
@@ -80,7 +80,7 @@ def _why_not(path: Path) -> str | None:
 
 @contextmanager
 def writing(where: object) -> Iterator[None]:
-    """Turn an error of the system into `CounterpointError`, or `ReaderGone` where the reader of a pipe has ended."""
+    """Turn an `OSError` into `CounterpointError`, or into `ReaderGone` if the reader of a pipe has ended."""
     try:
         yield
     except BrokenPipeError:
@@ -90,7 +90,7 @@ def writing(where: object) -> Iterator[None]:
 
 
 def json_file(json: str | None) -> Path | None:
-    """Return the file that `--json` names, None for -, which prints; raise `Misconfigured` for an empty name."""
+    """Return the path that `--json` names, None for - (print) or no name; raise `Misconfigured` if unusable."""
     if json == "":
         raise Misconfigured("--json without a name; give a file, or - to print it")
     if json == "-" and sys.stdout is None:
@@ -99,7 +99,7 @@ def json_file(json: str | None) -> Path | None:
 
 
 def write_json(record: object, path: Path | None) -> None:
-    """Write a record as JSON, for readers with line breaks; None prints it in one line."""
+    """Write a record to `path` as indented JSON; if `path` is None, print it in one line."""
     import msgspec
 
     text = msgspec.json.encode(record)

@@ -1,6 +1,6 @@
-"""Share a GPU between computation and communication by knobs, each of which verifies that it took effect.
+"""Share a GPU between computation and communication by controls, which verify that they took effect.
 
-control.py says what a knob is, parse.py makes knobs from a mechanism's name, and observe.py looks at what ran; its
-`verified` applies knobs and raises where one did nothing. The knobs are gemm_sms.py, streams.py, launch_order.py,
+control.py defines a control, parse.py makes controls from a mechanism's name, and observe.py sees what ran; its
+`verified` applies controls and raises if one did nothing. The controls are in gemm_sms.py, streams.py, launch_order.py,
 nccl.py and occupancy.py, which works by occupancy_shape.py and launch_hooks.py.
 """

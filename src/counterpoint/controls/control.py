@@ -14,7 +14,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Holds where the two sides of a pair run. A control returns a copy with a stream or a launch replaced.
+    """Holds streams and launches of the two sides of a pair. A control returns a copy with some of them replaced.
 
     `compute` and `comm` queue one trial of their side on the current stream and return at once.
     """
@@ -26,16 +26,16 @@ class Lanes:
 
 
 class Control(ABC):
-    """Represents one knob with its setting. Subclasses are frozen keyword-only dataclasses."""
+    """Represents one control with its setting. Subclasses are frozen keyword-only dataclasses."""
 
     remedy: ClassVar[str]
-    """What to do where it did nothing, for the text of `NoEffect`."""
+    """What a user can do if the control did nothing, for the text of `NoEffect`."""
 
     by_cluster: ClassVar[bool] = False
-    """Whether `verify` goes by cluster sizes, which only a captured graph shows."""
+    """Whether `verify` needs the cluster sizes of kernels, which only a captured graph shows."""
 
     setting: ClassVar[str]
-    """How it stands in a mechanism's name, with its fields in braces: `gemm_sms={num_sms}`."""
+    """The control as it is written in a mechanism's name, with its fields in braces: `gemm_sms={num_sms}`."""
 
     driver_calls: ClassVar[tuple[str, ...]] = ()
     """The functions of the CUDA driver that it needs."""
@@ -45,17 +45,17 @@ class Control(ABC):
 
     @property
     def name(self) -> str:
-        """The setting as it stands in a mechanism's name: `gemm_sms=108`."""
+        """Return the setting as it is written in a mechanism's name: `gemm_sms=108`."""
         return self.setting.format_map(vars(self))
 
     def available(self) -> str | None:
-        """Return why it cannot work with this machine, torch or NCCL; None if it can. Never raises."""
+        """Return why the control cannot work with this machine, torch or NCCL; None if it can. Never raises."""
         calls = no_driver_calls(*self.driver_calls) if self.driver_calls else None
         return first_reason(no_gpu(), calls, *map(no_nccl_option, self.nccl_options))
 
     @abstractmethod
     def verify(self, seen: Observation) -> Evidence:
-        """Return whether it took effect, judged by what ran and never by what was asked."""
+        """Return whether the control took effect, judged by what ran and never by what was asked."""
 
     def configure(self, options: Any) -> None:  # noqa: B027  most controls do not
         """Set fields of `torch.distributed.ProcessGroupNCCL.Options` before the process group is made."""
@@ -101,7 +101,7 @@ def no_driver_calls(*names: str) -> str | None:
 
 
 def call_driver(name: str, *arguments: Any) -> Any:
-    """Return what the driver's function `name` returns after its error code: nothing, one value, or a tuple.
+    """Return what the driver's function `name` returns after its error code: None, one value, or a tuple.
 
     Raises:
         Unsupported: the driver refused.
@@ -152,5 +152,5 @@ def why_unsupported(find: Callable[[], object]) -> str | None:
 
 
 def first_reason(*reasons: str | None) -> str | None:
-    """Return the first that is not None."""
+    """Return the first reason that is not None; None if all are."""
     return next((reason for reason in reasons if reason is not None), None)

@@ -22,7 +22,7 @@ class GemmSmLimit(Control):
         with GemmSmLimit(num_sms=108).limit():
             loss = model(batch); loss.backward()
 
-    Two ways at once, since torch takes either, by the kernel: `cublasSetSmCountTarget` on the thread's cuBLAS handle
+    Sets two limits, as GEMMs obey one or the other: `cublasSetSmCountTarget` on the thread's cuBLAS handle
     (torch.mm, F.linear without bias), and torch's SM carve-out (cuBLASLt: addmm and F.linear with bias, _scaled_mm).
     Handles are per thread: inside `limit`, backward runs in the calling thread, too. Not reached: GEMMs that other
     threads launch, kernels whose grid is their number of tiles (not persistent), captured graphs, other libraries.
@@ -55,7 +55,7 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Limit everything that this thread launches on the current device; undo it on exit.
+        """Limit all GEMMs that this thread launches on the current device, until the block ends.
 
         `Unsupported` is raised if cuBLAS or its function is not there.
         """
@@ -90,7 +90,7 @@ class GemmSmLimit(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmFit(Control):
-    """Asks for the number of a rule; `found` makes it a `GemmSmLimit`. As it is, it limits nothing."""
+    """Asks for a number of SMs that a rule finds for each pair: `found` makes the limit. It limits nothing itself."""
 
     setting: ClassVar[str] = "gemm_sms=fit"
     remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
@@ -100,7 +100,7 @@ class GemmSmFit(Control):
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Check that the GEMMs have the grids that they have without it."""
+        """Check that the GEMMs have the same grids as without the control."""
         now, before, grids = _grids(seen)
         return self.evidence(
             asked="all SMs: the rule found no limit that pays",
@@ -131,7 +131,7 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's carve-out, the only way to cuBLASLt; it is private and may be missing, which `verify` then shows."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt; if torch lacks it, `verify` shows no effect."""
     import torch
 
     if not hasattr(torch._C, "_set_sm_carveout_experimental"):

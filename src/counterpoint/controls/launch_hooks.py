@@ -1,4 +1,4 @@
-"""Change the shared memory of kernels as they are launched: any through CUPTI, Triton's through its launcher.
+"""Change the shared memory of kernels at launch: of any kernel by CUPTI, of Triton's by Triton's launcher.
 
 CUPTI calls us as the driver is about to launch. Its callback gets a pointer to the arguments of `cuLaunchKernel` and
 `cuLaunchKernelEx`, in the memory that the driver reads them from afterwards. What is written there, by value or by
@@ -88,9 +88,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 
 class LaunchHook:
-    """Makes every kernel launch of the process, inside its context, ask `smem_for` how much shared memory to have.
+    """Calls `smem_for` at every kernel launch of the process, inside its context, to set the shared memory.
 
-    Cooperative launches through their own old driver call are left alone. `smem_for` is called in the launching thread,
+    Launches by `cuLaunchCooperativeKernel` are left alone. `smem_for` is called in the launching thread,
     must not launch anything, and returns bytes of dynamic shared memory, or None to leave it as it is. What it raises
     is raised on exit, and the launch goes on unchanged. On entering, `Unsupported` is raised if there is no CUPTI, or
     if somebody else has subscribed.
@@ -127,7 +127,7 @@ class LaunchHook:
             raise self._failure
 
     def _called(self, _user: Any, _domain: int, call: int, data: Any) -> None:
-        """Raise the shared memory on enter and keep what it was; put it back on exit."""
+        """Set the launch's shared memory when the driver call begins; put back the old value when it ends."""
         seen = data[0]
         by_value = call in _BY_VALUE
         arguments = ctypes.cast(seen.parameters, ctypes.POINTER(_ByValue if by_value else _ByReference))[0]
@@ -199,7 +199,7 @@ def no_triton() -> str | None:
 
 @contextmanager
 def shaped_triton(shaper: Shaper) -> Iterator[None]:
-    """Launch every Triton kernel inside, by any thread while `shaper.active`, as the shaper says.
+    """Set the shared memory of Triton kernels launched inside, by any thread while `shaper.active`, as it says.
 
     Not reached: kernels that Inductor launches through torch's own static launcher, and captured graphs.
 

@@ -13,20 +13,20 @@ from counterpoint.controls.observe import nccl_kernels
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
-_TIMED = 32  # round trips in one measurement of what one takes
-_FEWEST = 2  # so that every waiting stream has had its turn in between
+_TIMED = 32  # round trips that are timed together, to find the time of one
+_FEWEST = 2  # round trips at least, so that every waiting stream gets its turn in between
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective's turn has come, plus a few µs in which it takes its SMs.
+    """Holds the compute stream until the collective is next in its stream, plus a few µs in which it takes its SMs.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
         lead.hold(mark); y = x @ w                                    # on the compute stream
 
-    An event right before the collective, a wait for it, and then the compute stream hands over to a third stream and
-    back, each time with a memset of 4 bytes, which makes it a real wait. None of this needs an SM. It is the waiting
+    The compute stream waits for an event right before the collective, then hands over to a third stream and back,
+    each time with a memset of 4 bytes, which makes it a real wait. None of this needs an SM. It is the waiting
     that helps: a stream that goes on, even with 64 memsets, can keep the GPU's front end from the collective's launch.
     The host must queue the collective **before** the compute, as programs that prefetch do; a compute queued first goes
     ahead at once (waiting for what is not queued could hang). Costs: the lead, some 20 µs of the host, and all the
@@ -44,7 +44,7 @@ class CommFirst(Control):
             raise Misconfigured(f"a lead of {self.lead_us} µs makes no sense; give 0 to 1000")
 
     def lead(self, comm_stream: Any, compute_stream: Any) -> Lead:
-        """Return a lead of `lead_us` for these streams; measure now how long a round trip takes (this synchronizes)."""
+        """Return a `Lead` of `lead_us` for these streams; this times round trips now and synchronizes the device."""
         import torch
 
         device = compute_stream.device
@@ -95,14 +95,14 @@ class CommFirst(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """Holds a stream for so many handovers to another stream and back, which need no SM."""
+    """Delays a stream by `round_trips` handovers to another stream and back, which need no SM."""
 
     round_trips: int
     relay: Any  # torch.cuda.Stream, neither of the two sides'
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:
-        """Mark this point of the current stream, right before a collective."""
+        """Return an event at this point of the current stream; call it right before a collective."""
         import torch
 
         mark = torch.cuda.Event()

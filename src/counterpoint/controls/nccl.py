@@ -50,7 +50,7 @@ class NcclCtas(Control):
 
     @property
     def name(self) -> str:
-        """The setting, such as `max_ctas=8`."""
+        """Return the setting, such as `max_ctas=8`."""
         parts = {"max_ctas": self.max_ctas, "min_ctas": self.min_ctas}
         return "+".join(f"{key}={value}" for key, value in parts.items() if value is not None)
 
@@ -132,8 +132,8 @@ def _sizes(kernels: tuple[Launched, ...]) -> list[int | None]:
 class NcclCtaPolicy(Control):
     """Sets the CTA policy of one process group.
 
-    `zero` uses copy engines for all_gather, all_to_all, gather and scatter of one node, and falls back to kernels
-    without a word unless **both** buffers are registered as windows (`NcclWindows`) and the stream is not the default
+    `zero` uses copy engines for all_gather, all_to_all, gather and scatter of one node, and silently falls back
+    to kernels unless **both** buffers are registered as windows (`NcclWindows`) and the stream is not the default
     one; sums always need kernels. `efficiency` does nothing where NVLink multicast (NVLS) is off. Needs NCCL 2.28.
     """
 
@@ -247,7 +247,7 @@ class NcclWindows(Control):
 
 
 def _path(comm: tuple[Launched, ...]) -> str:
-    """Return the way that NCCL went."""
+    """Return in words what NCCL ran: symmetric kernels, plain kernels, copies or nothing."""
     kernels = nccl_kernels(comm)
     if kernels:
         return "symmetric kernels" if len(symmetric_kernels(comm)) == len(kernels) else "plain kernels"

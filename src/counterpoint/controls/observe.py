@@ -65,7 +65,7 @@ _NOT_MATMUL = re.compile(  # attention is built of CUTLASS, too, and its names s
 
 
 class ProfilerEvent(msgspec.Struct, frozen=True):
-    """Holds what matters here of one entry of the profiler's trace."""
+    """Holds the fields of one entry of the profiler's trace that are used here."""
 
     cat: str = ""
     name: str = ""
@@ -142,7 +142,7 @@ def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -
 
 
 def device_of(event: ProfilerEvent) -> int | None:
-    """Return the GPU that ran it; copies to a peer name only their two ends, and the one that pushes is `inDevice`."""
+    """Return the GPU that ran an event; a copy to a peer names two GPUs, of which `inDevice` is the one that pushes."""
     device: int | None = event.args.get("device", event.args.get("inDevice"))
     return device
 
@@ -231,8 +231,8 @@ def verified(
         with verified([GemmSmLimit(num_sms=108)], lanes, device=device) as lanes:
             ...  # launch lanes.comm on lanes.comm_stream, lanes.compute on lanes.compute_stream
 
-    Runs the pair twice with the controls and twice without; the profiler takes a second or two. Controls go together
-    (streams first, `parse_mechanism` sorts them), and each has to show its own effect.
+    Runs the pair twice with the controls and twice without; the profiler takes a second or two. Several controls work
+    together (streams first, `parse_mechanism` sorts them), and each has to show its own effect.
 
     Args:
         controls: in the order in which to apply them.
@@ -265,7 +265,7 @@ def verified(
 
 
 def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
-    """Return what every rank saw, so that all of them come to the same verdict."""
+    """Return every rank's evidence, so that all ranks come to the same verdict."""
     if group is None:
         return [mine]
     import torch.distributed as dist
@@ -348,7 +348,7 @@ def sm_ids(stream: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedKernel:
-    """Describes a kernel node: what the library asked the driver for."""
+    """Describes a kernel node of a captured graph, as the library asked the driver to launch it."""
 
     name: str
     grid: tuple[int, int, int]
@@ -358,7 +358,7 @@ class CapturedKernel:
 def captured_kernels(launch: Callable[[], None], *, device: Any) -> tuple[CapturedKernel, ...]:
     """Return the kernels that `launch` queues on the current stream, in the order of the graph's nodes. Nothing runs.
 
-    In a collective all ranks have to call it. `launch` has run before, so that it does not initialise anything; if it
+    If `launch` runs a collective, all ranks call it. `launch` has run before, so that it initialises nothing. If it
     cannot be captured, RuntimeError is raised, and `Unsupported` if the driver refuses.
     """
     import torch
@@ -419,7 +419,7 @@ def matmul_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
 
 
 def blocks(launched: Iterable[Launched]) -> list[int]:
-    """Return the blocks of every kernel, sorted, each number once."""
+    """Return the numbers of thread blocks of the kernels, sorted, each once."""
     return sorted({one.num_blocks for one in launched})
 
 

@@ -1,4 +1,4 @@
-"""Shape occupancy: fewer blocks of the compute kernels on each SM, by shared memory that they do not use."""
+"""Put fewer blocks of compute kernels on each SM, by asking for shared memory that they do not use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from counterpoint.records.measurement import Evidence, Launched, Observation
 
 @dataclass(frozen=True, kw_only=True)
 class OccupancyShaping(Control):
-    """Asks for extra dynamic shared memory at launch, so that fewer blocks of a kernel live on an SM.
+    """Asks for extra dynamic shared memory at launch, so that fewer blocks of a kernel fit on an SM.
 
         with OccupancyShaping(blocks_per_sm=3).launches() as shaper:
             matmul[grid](a, b, c, ...)          # a Triton kernel
@@ -73,12 +73,12 @@ class OccupancyShaping(Control):
 
     @property
     def wanted(self) -> Wanted:
-        """The shape that every kernel should have."""
+        """Return the shape that every kernel should have."""
         return Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
 
     @property
     def name(self) -> str:
-        """The setting, such as `blocks_per_sm=3`."""
+        """Return the setting, such as `blocks_per_sm=3`."""
         asked = f"smem={self.smem_bytes}" if self.blocks_per_sm is None else f"blocks_per_sm={self.blocks_per_sm}"
         return asked + (",interposed" if self.interpose else "")
 
@@ -88,7 +88,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def launches(self) -> Iterator[Shaper]:
-        """Shape what is launched inside.
+        """Shape the kernels that are launched inside.
 
         Yields:
             The shaper, which says what became of each kernel.
@@ -113,7 +113,7 @@ class OccupancyShaping(Control):
             yield replace(lanes, compute=shaped)
 
     def smaller_grid(self, *, num_ctas: int) -> Control:
-        """Return the control for kernels with one block per SM, such as cuBLAS's: it leaves SMs to `num_ctas` CTAs."""
+        """Return a `GemmSmLimit` for kernels with one block per SM, such as cuBLAS's: it leaves `num_ctas` SMs free."""
         from counterpoint.controls.gemm_sms import GemmSmLimit
 
         return GemmSmLimit(num_sms=(self.sm or device_limits()).num_sms - num_ctas)
@@ -149,7 +149,7 @@ class OccupancyShaping(Control):
 
 
 def _kernel(seen: Launched) -> UnshapedKernel:
-    """Return a kernel that ran as one about to be launched; the profiler does not split its shared memory."""
+    """Return a kernel that ran as an `UnshapedKernel`; the profiler does not split its shared memory."""
     assert seen.block is not None, "chosen for having one"
     return UnshapedKernel(
         name=seen.name,
@@ -161,7 +161,7 @@ def _kernel(seen: Launched) -> UnshapedKernel:
 
 
 def _hooked(shaper: Shaper, launch: KernelLaunch) -> int | None:
-    """Return the shaper's answer to one launch of the process."""
+    """Return the dynamic shared memory for one launch, as the shaper says; None to leave it as it is."""
     if not shaper.active:
         return None
     return shaper.dynamic_smem(

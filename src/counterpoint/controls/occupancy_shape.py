@@ -1,4 +1,4 @@
-"""Decide what extra shared memory does to a kernel, and let the driver launch it with that much.
+"""Compute how much extra shared memory a kernel needs, and let the driver launch it with that much.
 
 Kernels launched through cuda-bindings or cuda.core ask `Shaper.dynamic_smem` for the bytes to launch with, or
 `Shaper.launch_config` for the whole configuration; the hooks of launch_hooks.py ask for all others.
@@ -31,7 +31,7 @@ class UnshapedKernel:
 
     @property
     def footprint(self) -> Footprint:
-        """The resources that one block takes of an SM."""
+        """Return the resources that one block takes of an SM."""
         return Footprint(
             threads=self.threads,
             regs_per_thread=self.regs_per_thread,
@@ -41,9 +41,9 @@ class UnshapedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Asks for so many blocks per SM, or for so many bytes of shared memory per block, static + dynamic.
+    """Asks for a number of blocks per SM, or for bytes of shared memory per block (static + dynamic).
 
-    `Misconfigured` is raised for not exactly one of the two, or one below 1.
+    `Misconfigured` is raised unless exactly one of the two is given, and is at least 1.
     """
 
     blocks_per_sm: int | None = None
@@ -59,7 +59,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Describes what is launched instead; `refused` says why nothing changes."""
+    """Describes how a kernel is launched instead; `refused` says why nothing changes."""
 
     kernel: UnshapedKernel
     blocks_before: int
@@ -114,9 +114,9 @@ def _fit(block: Footprint, sm: SmLimits) -> int:
 
 
 class Shaper:
-    """Decides for every kernel once and remembers it. Usable from several threads: a decision taken twice is the same.
+    """Decides once per kernel how to launch it. Threads may share a shaper: a decision taken twice is the same.
 
-    Kernels whose names the regular expression `kernels` is not found in stay as they are.
+    Kernels stay as they are if the regular expression `kernels` is not found in their names.
     """
 
     def __init__(self, wanted: Wanted, *, kernels: str = "") -> None:
@@ -127,7 +127,7 @@ class Shaper:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Every kernel that was launched, shaped or refused, in the order of its first launch."""
+        """Return every kernel that was launched, shaped or refused, in the order of its first launch."""
         return tuple(found for found in self._shapes.values() if found is not None)
 
     def dynamic_smem(
@@ -170,7 +170,7 @@ class Shaper:
         return dynamic_smem_bytes if found is None else found.dynamic_smem_bytes
 
     def launch_config(self, config: Any, kernel: Any) -> Any:
-        """Return a copy of cuda.core's `LaunchConfig` with the shared memory to launch its `UnshapedKernel` with."""
+        """Return a copy of cuda.core's `LaunchConfig` with the shared memory to launch `kernel` with."""
         threads = config.block[0] * config.block[1] * config.block[2]
         smem = self.dynamic_smem(
             int(kernel.handle if hasattr(kernel, "handle") else kernel._handle),
@@ -228,7 +228,7 @@ def device_limits(device: int | None = None) -> SmLimits:
 
 
 def _function(handle: int) -> Any:
-    """Return the function behind a launch: cuBLAS and the CUDA runtime launch `CUkernel`s, Triton `CUfunction`s."""
+    """Return the function of a handle: cuBLAS and the CUDA runtime launch `CUkernel`s, Triton `CUfunction`s."""
     from cuda.bindings import driver
 
     function = driver.CUfunction(handle)

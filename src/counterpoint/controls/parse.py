@@ -18,7 +18,7 @@ _BASE = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """Holds a control and the keys that set it.
+    """Describes the keys of a mechanism's name that make one control.
 
     `build` gets the value of each key, None for one that was not given.
     """

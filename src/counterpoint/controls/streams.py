@@ -89,9 +89,9 @@ class StreamPriority(Control):
 
 
 def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
-    """Return the side whose SMs the driver cuts off, so that compute has `compute_sms` and the collective the others.
+    """Return the side whose SMs the driver splits off, so that compute has `compute_sms` and the collective the others.
 
-    The driver cuts off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
+    The driver splits off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 
     Raises:
         Misconfigured: neither side is a multiple of `grain`, or one would be too small; the text names what can be had.
@@ -206,7 +206,7 @@ class GreenContexts(Control):
 
 
 def _grain(major: int) -> int:
-    """Return the SMs by which the driver splits (CUDA driver API, cuDevSmResourceSplitByCount)."""
+    """Return the number of SMs of which a split must be a multiple (CUDA driver API, cuDevSmResourceSplitByCount)."""
     return 8 if major >= 9 else 2
 
 

@@ -1,7 +1,7 @@
 """Describe a machine: its GPUs and links, what was measured on it, and whether it is set up to overlap.
 
-gpus.py has the datasheets, occupancy.py how many blocks of a kernel fit on an SM. `doctor` reads a machine by
-checkup.py: readings.py has what it gets, probe.py asks in child processes (driver.py CUDA and the links, nvml.py NVML,
-software.py torch and NCCL), system.py in /sys. It judges the readings by checks/. Other rooms import none of those, but
-for `driver.visible_gpus`.
+gpus.py has the data sheets, occupancy.py how many blocks of a kernel fit on an SM, profile.py the figures measured.
+`doctor` reads a machine by checkup.py into the records of readings.py: probe.py runs driver.py (CUDA, links), nvml.py
+and software.py (torch, NCCL) in child processes, system.py reads /sys. Then checks/ judges the readings. Of the files
+of `doctor`, other packages import only `driver.visible_gpus`.
 """

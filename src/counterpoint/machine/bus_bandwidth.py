@@ -1,4 +1,4 @@
-"""Bus bandwidth: one formula for measurements, traces, plans and the simulator.
+"""Compute bus bandwidth, by one formula for measurements, traces, plans and the simulator.
 
     bus bandwidth = factor * bytes of the full array / time
 
@@ -20,7 +20,7 @@ _SHARES = {  # of (n - 1) / n of the array that cross a GPU's links
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth.
+    """Return the ratio of bus bandwidth to algorithm bandwidth of an operation.
 
     It is 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, and
     1 for everything else (broadcast, reduce, send_recv). With one rank the first two kinds have 0, as in nccl-tests:

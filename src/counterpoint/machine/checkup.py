@@ -26,14 +26,14 @@ from counterpoint.records.base import Record
 from counterpoint.records.machine import Check, Checkup
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
-_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would be measured, and it has a check of its own
+_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # probes would run slower with it; it has a check of its own
 
 R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probing:
-    """Runs probes and keeps why the others have no reading."""
+    """Runs probes, and keeps the reasons of those that gave no reading."""
 
     limit_s: float
     tell: Callable[[str], None]
@@ -65,10 +65,10 @@ def collect_readings(
     """Return all readings of this machine; NVML is asked first, so that it does not list our own processes.
 
     Args:
-        bandwidth: copy between GPUs, some seconds; 512 MiB of memory on each.
+        bandwidth: measure copies between GPUs; takes some seconds and 512 MiB of memory on each.
         torch: import torch in a child process, too.
-        limit_s: for each child.
-        tell: is called with what is being asked.
+        limit_s: seconds that each child process may take.
+        tell: called before each probe, with a text such as "asking nvml".
     """
     probing = _Probing(limit_s=limit_s, tell=tell)
     nvml, cuda, nccl = probing.ask("nvml", Nvml), probing.ask("cuda", Cuda), probing.ask("nccl", Nccl)
@@ -95,7 +95,7 @@ def collect_readings(
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of one machine (`torch`: it was imported, too), by a profile or the shipped one."""
+    """Return all checks of one machine, `torch_runtime` only if `torch`; profile None: the one shipped for its GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     profile = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
@@ -110,7 +110,7 @@ def examine(readings: Readings, *, torch: bool = False, profile: Profile | None 
 
 
 def _profile(names: list[str], profile: Profile) -> Check:
-    """Say whether the figures that tunings, crossovers and plans go by were measured on such a GPU."""
+    """Return a check that says whether the figures of the profile were measured on this kind of GPU."""
     if not names:
         return not_seen("profile", "no GPU whose figures could be looked up")
     return fine("profile", str(profile), digest=profile.digest)

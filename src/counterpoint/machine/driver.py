@@ -28,11 +28,11 @@ SIZE_BYTES = 256 << 20
 MAX_PAIRS = 12
 _ROUNDS = 7
 _WARM_UPS = 2
-_COPIES_AT_ONCE = 4  # so that the first to be launched still runs when the last one starts
+_COPIES_AT_ONCE = 4  # per GPU, so that those launched first still run when the last one starts
 
 
 class Driver:
-    """Calls libcuda, which it starts. Handles of contexts, streams and events are plain integers.
+    """Loads and initialises libcuda, and calls it. Handles of contexts, streams and events are plain integers.
 
     Raises:
         ProbeUnavailable: there is no driver, or the GPU is in use.
@@ -58,7 +58,7 @@ class Driver:
             raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
 
     def _get(self, kind: type[Any], name: str, *arguments: object) -> Any:
-        """Return what a function of the driver writes to its first argument, which is of this type."""
+        """Return the value, of ctypes type `kind`, that a function of the driver writes through its first argument."""
         value = kind()
         self.call(name, byref(value), *arguments)
         return value.value
@@ -180,7 +180,7 @@ class _CopyDevice:
 
 
 def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> list[tuple[int, int]]:
-    """Choose random pairs (a < b): all if at most `most`, else about as many, with every GPU in one of them."""
+    """Choose random pairs of GPUs (a < b): all if at most `most`, else about `most`, with each GPU at least once."""
     every = list(combinations(range(gpus), 2))
     if len(every) <= most:
         return every
@@ -193,7 +193,7 @@ def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> 
 
 
 def measure_bandwidth() -> Bandwidth:
-    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` if there is one GPU."""
+    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
     driver = Driver()
     count = driver.device_count()
     if count < 2:
@@ -220,7 +220,7 @@ def _prepare(driver: Driver, device: int) -> _CopyDevice:
 
 
 def _map_peers(driver: Driver, gpus: list[_CopyDevice]) -> None:
-    """Map peers into each other where that is allowed; elsewhere copies go, and are measured, through host memory."""
+    """Enable peer access where it is allowed; copies between other GPUs are measured through host memory."""
     for mine, gpu in enumerate(gpus):
         driver.use(gpu.context)
         for other, peer in enumerate(gpus):
@@ -236,7 +236,7 @@ def _rotate(driver: Driver, gpus: list[_CopyDevice], shift: int) -> PairRate:
 
 
 def _rates(driver: Driver, gpus: list[_CopyDevice], ways: list[tuple[int, int]], copies: int) -> list[float]:
-    """Return the GB/s of every way while all of them run at once, each pushed by its source."""
+    """Return the GB/s of each (source, target) in `ways` while all of them copy at once, each pushed by its source."""
     times: list[list[float]] = [[] for _ in ways]
     for round_ in range(_WARM_UPS + _ROUNDS):
         for source, target in ways:

@@ -1,4 +1,4 @@
-"""The data sheets of GPUs: dense peaks without sparsity, memory, and the limits of one SM.
+"""List the data sheets of GPUs: dense peaks without sparsity, memory, and the limits of one SM.
 
 Limits of an SM are from the CUDA programming guide, "compute capabilities". A GPU without memory figures can be
 recognised in a trace, but not planned with.
@@ -18,15 +18,15 @@ class GpuSheet:
     name: str  # the part of the driver's device name that identifies it
     bf16_tflops: float  # dense peak of matrix products in bf16 and fp16 (fp16 alone on V100)
     sm: SmLimits  # its SMs and what each of them holds
-    tf32_tflops: float | None = None  # the same of tf32, fp8; None: not in this table, or not supported
+    tf32_tflops: float | None = None  # dense peaks in tf32 and fp8; None: not in this table, or not supported
     fp8_tflops: float | None = None
     memory_gib: float | None = None  # device memory, and its bandwidth; None: not in this table
     memory_gb_per_s: float | None = None
-    source: str = ""  # the sheet
+    source: str = ""  # title of the data sheet
 
     @property
     def tflops(self) -> dict[str, float]:
-        """Dense peaks of matrix products by precision; fp32 is TF32."""
+        """Return the dense peaks of matrix products by precision; fp32 is TF32."""
         peaks = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp32": self.tf32_tflops, "fp8": self.fp8_tflops}
         return {precision: peak for precision, peak in peaks.items() if peak is not None}
 
@@ -42,7 +42,7 @@ ADA = SmLimits(num_sms=142, regs=65536, smem=102400, threads=1536, blocks=24)
 VOLTA = SmLimits(num_sms=80, regs=65536, smem=98304, threads=2048, smem_reserved=0)
 CDNA = SmLimits(num_sms=304, regs=131072, smem=65536, threads=2048)
 
-GPUS: tuple[GpuSheet, ...] = (  # a driver's name is that of the first whose `name` is part of it
+GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is part of the device name
     GpuSheet(name="B300", bf16_tflops=2500.0, sm=_sms(148, HOPPER)),
     GpuSheet(
         name="GB200", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),

@@ -37,7 +37,7 @@ _PEER_STATUS = {
 }
 _MAX_LINKS = 18
 _MOST_GPUS = 1024  # more is no answer, and asking all of them would take days
-_ABSENT = (4, 9, 12, 13)  # no permission; no driver loaded; no library; not a function of it: nothing is broken
+_ABSENT = (4, 9, 12, 13)  # error codes: no permission, driver, library or function: nothing is broken
 _FIELD_REPLAY, _FIELD_RECOVERY, _FIELD_CRC, _FIELD_SPEED = 161, 162, 163, 164
 _UNCORRECTED, _VOLATILE = 1, 0
 _CLOCK_SM = 1
@@ -45,7 +45,7 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Read every GPU, silent ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
+    """Read every GPU, lost ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -85,7 +85,7 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """Return the function's answer; None if this driver, GPU or nvidia-ml-py lacks it, or it is no text."""
+        """Return what NVML's function answers; None if driver, GPU or nvidia-ml-py lacks it, or text is not UTF-8."""
         try:
             return getattr(nvml, name)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, UnicodeDecodeError):

@@ -21,15 +21,15 @@ class SmLimits:
     """Holds the limits of one SM, and how many SMs the GPU has."""
 
     num_sms: int
-    regs: int
-    smem: int
-    threads: int
+    regs: int  # 32-bit registers
+    smem: int  # bytes of shared memory
+    threads: int  # resident at once, as `blocks`
     blocks: int = 32
-    smem_reserved: int = 1024  # per block, by the system; 0 before compute capability 8
+    smem_reserved: int = 1024  # bytes per block, by the system; 0 before compute capability 8
 
     @property
     def most_smem_per_block(self) -> int:
-        """The bytes that one block may have after opting in: all of an SM's, less what the system reserves."""
+        """Return the shared memory that a block may opt in to, bytes: all of an SM's, less what the system reserves."""
         return self.smem - self.smem_reserved
 
 
@@ -43,13 +43,13 @@ class Footprint:
 
 
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
-    """Return how many blocks of a kernel fit on one SM at once, at least 1 (it did run).
+    """Return how many blocks of a kernel fit on one SM at once, at least 1, since the kernel did run.
 
     Args:
         threads: per block.
         regs_per_thread: as the profiler reports; 0 if unknown (then registers do not limit).
         smem_bytes: static + dynamic shared memory per block.
-        sm: the device.
+        sm: limits of the device's SMs.
     """
     warps = -(-max(threads, 1) // 32)
     limits = [sm.blocks, sm.threads // (warps * 32)]
@@ -84,7 +84,7 @@ def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> i
 
 
 def blocks_beside(kernel: Footprint, guest: Footprint, *, sm: SmLimits) -> int:
-    """Return how many blocks of `kernel` fit on an SM with one block of `guest`; 0: the guest has the SM for itself.
+    """Return how many blocks of `kernel` fit on an SM with one block of another, `guest`; 0: none fits.
 
     Registers are in four files, one for every fourth warp of a block: what counts is the fullest file, not the sum.
     NCCL's block of 544 threads × 96 registers puts 5 of its 17 warps into one file and leaves 32 registers a thread
@@ -114,7 +114,7 @@ def tiles_of(m: int, n: int, tile: tuple[int, int]) -> int:
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """Return in how many rounds `blocks` run on `num_sms` SMs."""
+    """Return the number of waves in which `blocks` run on `num_sms` SMs."""
     return -(-blocks // (max(num_sms, 1) * blocks_per_sm))
 
 

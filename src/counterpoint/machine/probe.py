@@ -1,4 +1,4 @@
-"""Ask a driver, which may crash or hang, in a child process that is ended in time.
+"""Ask a driver, which may crash or hang, in a child process with a time limit.
 
 The child runs `python -m counterpoint.machine.probe NAME`: it prints one reading as JSON, or fails with the reason.
 """
@@ -55,7 +55,7 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:
-    """Return what `command` prints within `limit_s` seconds; never raise for what it does.
+    """Return what `command` prints within `limit_s` seconds, or why it failed; never raise for what it does.
 
     Its output goes to files: a process stuck in the kernel cannot be killed, and would keep a pipe open for ever.
     """
@@ -99,7 +99,7 @@ def _why(code: int, stderr: bytes) -> str:
 
 
 def main() -> int:
-    """Run the probe that the first argument names, all other prints to stderr, and return the exit code."""
+    """Run the probe that the first argument names, with all other output on stderr, and return the exit code."""
     result = os.dup(1)
     os.dup2(2, 1)
     try:

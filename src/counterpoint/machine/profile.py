@@ -1,8 +1,8 @@
-"""What was measured on one kind of machine, in one file: rates, crossovers, contention, what GEMMs reach.
+"""Read the file of what was measured on one kind of machine: rates, crossovers, contention, what GEMMs reach.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
 describes the groups. A file may leave groups out. What a GPU's own profile lacks is taken from the default one, and
-said: see `Profile.note`. A user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
+`Profile.note` says so. A user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=80)]
 
 
 class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: a field that is not known is an error."""
+    """Refuses unknown fields; the base of all records of a profile."""
 
 
 class _Group(_Strict, frozen=True, kw_only=True):
-    """Base of the groups of figures: where they are from."""
+    """Holds where the figures of a group are from; the base of all groups."""
 
     source: Text = ""
     date: Text = ""
@@ -60,12 +60,12 @@ class Rates(_Group, frozen=True, kw_only=True):
     batch_us: Micros  # the signals and waits of one batch that need not wait
     signal_us: Micros  # until the peer sees a signal
     event_us: Micros  # until another lane of the same GPU sees an event
-    call_us: Micros = 0.0  # of the host, for each step; 0: it is ahead, as with graphs
+    call_us: Micros = 0.0  # host time of each step; 0: the host runs ahead, as with CUDA graphs
     launch_us: Micros  # before the first step and after the last one
 
 
 class NcclFacts(_Group, frozen=True, kw_only=True):
-    """Holds when NCCL is the better choice."""
+    """Holds the sizes below which NCCL is faster than copy engines, and the CTAs that it needs for full speed."""
 
     # by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is faster or as
     # fast; 0: never
@@ -77,7 +77,7 @@ class SumRates(_Group, frozen=True, kw_only=True):
     """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted."""
 
     sm_gb_per_s: Rate  # one SM
-    memory_gb_per_s: Rate  # all of them
+    memory_gb_per_s: Rate  # all SMs together
     contention: Loss  # part of its speed that a GEMM loses while copies run
 
 
@@ -90,27 +90,27 @@ class Chip(_Group, frozen=True, kw_only=True):
 
 
 class Contention(_Group, frozen=True, kw_only=True):
-    """Holds what only a GEMM and an NCCL collective that run together can tell; `benchmarks/fit` fits it."""
+    """Holds what can only be measured while a GEMM and an NCCL collective run together; `benchmarks/fit` fits it."""
 
     compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
     comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
     gemm_wins: Fraction  # launched together, how often the GEMM takes the SMs first on some rank
-    comm_cluster: Count  # blocks of NCCL that need one GPC, unless a choice says otherwise
-    head_start_us: Micros = 100.0  # of the side that goes first
+    comm_cluster: Count  # blocks of a thread block cluster of NCCL, unless `cga_cluster` sets it
+    head_start_us: Micros = 100.0  # by how much one side is launched before the other
 
 
 class Disturbance(_Group, frozen=True, kw_only=True):
     """Holds how much a collective by one mechanism and a GEMM disturb each other."""
 
-    compute_kept: Fraction  # speed of compute beside it, over its speed alone
-    comm_kept: Annotated[float, Meta(gt=0, le=1)]  # the same of communication
-    # part of the shorter side that is hidden, mean over launch orders, by operation; what is missing counts as the
-    # mean of those given
+    compute_kept: Fraction  # speed of compute beside the collective, over its speed alone
+    comm_kept: Annotated[float, Meta(gt=0, le=1)]  # speed of the collective beside compute, over its speed alone
+    # by operation, part of the shorter side that is hidden (pair/hidden.py), mean over launch orders; an operation
+    # that is missing counts as the mean of those given
     hidden: dict[Name, Annotated[float, Meta(ge=-10, le=1)]]
-    copies: bool = True  # FSDP2 copies between its buffers and parameters
+    copies: bool = True  # whether FSDP2 copies between its buffers and parameters
 
     def held(self, operation: str) -> float:
-        """Return the part of collectives that wait for a persistent GEMM to end."""
+        """Return the part, 0..1, of such collectives that waits for a persistent GEMM to end."""
         if not self.hidden:
             return 0.0
         hidden = self.hidden.get(operation, sum(self.hidden.values()) / len(self.hidden))
@@ -131,16 +131,16 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     strided: Annotated[float, Meta(gt=0, le=1)]  # part of `memory` that they reach with a transposed view
     flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
     flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
-    flash_length: Size  # tokens at which it has half of that
-    launch_us: Micros  # of every kernel
+    flash_length: Size  # keys at which flash attention reaches half of that
+    launch_us: Micros  # overhead of every kernel
     persistent: bool  # matmuls hold their SMs to their end, and collectives wait
     spread: Fraction  # standard deviation of a GPU's speed over the mean
 
 
 class Profile(_Strict, frozen=True, kw_only=True):
-    """Holds the figures of one GPU, some of which may be those of another."""
+    """Holds the figures of one GPU, some of which may have been measured on another."""
 
-    gpu: Name  # what it is of, by a name of `gpus.py`
+    gpu: Name  # name of the GPU in `gpus.py`
     same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
     rates: Rates
     nccl: NcclFacts
@@ -154,12 +154,12 @@ class Profile(_Strict, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """The figures as 16 hexadecimal digits: equal where all figures are, whatever they were measured on."""
+        """Return a hash of all figures, 16 hexadecimal digits; the GPU, sources and dates do not change it."""
         figures = {group: _figures(msgspec.to_builtins(getattr(self, group))) for group in GROUPS}
         return blake2b(msgspec.json.encode(figures, order="deterministic"), digest_size=8).hexdigest()
 
     def note(self, groups: Iterable[str] = ()) -> str:
-        """Return a sentence on which groups (all, if none is given) were not measured on this GPU; "" if all were."""
+        """Return a sentence that names the groups (default: of all) not measured on this GPU; "" if all were."""
         other: dict[str, list[str]] = {}
         for group in tuple(groups) or GROUPS:
             if (origin := self.measured_on.get(group, self.gpu)) != self.gpu:
@@ -195,7 +195,7 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
 
 
 def shipped_profile(gpu: str | None) -> Profile:
-    """Return the profile that comes with this package; what was not measured on this GPU is of the nearest one."""
+    """Return the shipped profile of a GPU; what was not measured on it comes from the closest one, else from H200."""
     key = "this device" if gpu is None else _key(gpu)
     for found in _shipped():
         if key == found.gpu:
@@ -206,7 +206,7 @@ def shipped_profile(gpu: str | None) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile of a file; raise Misconfigured, with the field and what it may be, if it is none."""
+    """Return the profile in a file; raise Misconfigured, with the field and what is allowed, if it is no profile."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -234,7 +234,7 @@ def _shipped() -> tuple[Profile, ...]:
 
 
 def _completed(content: bytes, default: Profile | None) -> Profile:
-    """Return what a file says, with the groups of `default` where it says nothing."""
+    """Return the profile in a file's content; groups that the file leaves out are those of `default`."""
     given: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
     if "measured_on" in given:
         raise msgspec.ValidationError("Object contains unknown field `measured_on`")
@@ -254,7 +254,7 @@ def _groups(found: Profile) -> list[tuple[str, Any]]:
 
 
 def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group without what is no figure."""
+    """Return the figures of a group, without its source and date."""
     return {
         name: _figures(value) if isinstance(value, dict) else value
         for name, value in facts.items()

@@ -13,11 +13,11 @@ from counterpoint.records.base import Record
 
 
 class ProbeUnavailable(Unsupported):
-    """Says that a probe cannot look; its text names what is missing."""
+    """Says that a probe cannot read anything here; its text names what is missing."""
 
 
 class ProbeFailed(ProbeUnavailable):
-    """Says that what a probe asked failed or gave nonsense; its text says how."""
+    """Says that a driver or library that a probe asked failed or gave nonsense; its text says how."""
 
 
 class NvLink(Record, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Cuda(Record, frozen=True, kw_only=True):
 
     version: int  # 13000 for 13.0, what the driver supports
     devices: tuple[CudaDevice, ...] = ()
-    no_peer_access: tuple[tuple[int, int], ...] = ()
+    no_peer_access: tuple[tuple[int, int], ...] = ()  # (a, b): a cannot map the memory of b
 
 
 class Nccl(Record, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class System(Record, frozen=True, kw_only=True):
 
 
 class PairRate(Record, frozen=True, kw_only=True):
-    """Holds the rate of one copy by a copy engine, alone on the machine."""
+    """Holds the rate at which a copy engine of one GPU pushes to another."""
 
     source: int
     target: int
@@ -180,19 +180,19 @@ class Readings(Record, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """The GPUs that answered NVML; none if NVML could not be asked."""
+        """Return the GPUs that answered NVML; none if NVML could not be asked."""
         return tuple(gpu for gpu in self.nvml.gpus if gpu.lost is None) if self.nvml else ()
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
-        """The devices that CUDA shows; none if CUDA could not be asked."""
+        """Return the devices that CUDA shows; none if CUDA could not be asked."""
         return self.cuda.devices if self.cuda else ()
 
     @property
     def has_nvlink(self) -> bool:
-        """True if any GPU has an active NVLink."""
+        """Return whether any GPU has an active NVLink."""
         return any(link.active for gpu in self.gpus for link in gpu.nvlinks or ())
 
     def why_no_device(self) -> str:
-        """Return why `devices` is empty."""
+        """Return the reason why `devices` is empty."""
         return self.unavailable.get("cuda", "CUDA shows no device to this process")

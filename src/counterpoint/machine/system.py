@@ -19,7 +19,7 @@ _REDIRECTS = 0x4 | 0x8  # ACS control: request redirect, completion redirect
 
 
 def read_system(root: Path = Path("/")) -> System:
-    """Read all that the files below `root` say; never raise."""
+    """Return what the files below `root` say; never raise: what cannot be read is None."""
     sys = root / "sys"
     driver = _read(root / "proc/driver/nvidia/version")
     modules = tuple(sorted(path.name for path in _list(sys / "module"))) if _is_there(sys / "module") else None
@@ -65,7 +65,7 @@ def acs_redirects(config: bytes) -> bool | None:
 
 
 def _bytes(path: Path, most: int) -> bytes | None:
-    """Return the first bytes, or None if they cannot be read; never wait, whatever lies there (a pipe, say)."""
+    """Return at most `most` bytes of a file, or None if it cannot be read; never block, not even on a pipe."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.read(most)
@@ -79,7 +79,7 @@ def _read(path: Path) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether something at `path` can be looked at."""
+    """Return whether `path` exists and is visible to this process."""
     try:
         path.stat()
     except OSError:
@@ -110,7 +110,7 @@ def _gpu_iommu(pci: Path) -> dict[str, str]:
 
 
 def _redirecting(pci: Path) -> tuple[str, ...] | None:
-    """Return the bridges that redirect; None if none of them could be read."""
+    """Return the PCI bridges that redirect peer traffic by ACS; None if no bridge could be read."""
     bridges = [device for device in _list(pci) if (_read(device / "class") or "").startswith(_BRIDGE)]
     configs = {bridge.name: _bytes(bridge / "config", 4096) for bridge in bridges}
     answers = {name: None if config is None else acs_redirects(config) for name, config in configs.items()}

@@ -1,7 +1,7 @@
-"""Run a computation and a collective alone, one after the other and together; say what each lost and why.
+"""Measure a computation and a collective alone, one after the other and together, and what each loses and why.
 
-`counterpoint.measure` is `api.measure`. It reads suites.py, workloads.py and mechanisms.py (all by name) into a plan,
-starts a process per rank (launch.py, worker.py), and keeps what is finished (resume.py). On a rank, session.py joins
-the others, scenarios.py measures one part of the plan: collective.py and open_mechanisms.py make it ready, trial.py
-times it, gpu_usage.py looks at what ran, and rows.py computes the result.
+`counterpoint.measure` is `api.measure`. It makes a plan of names (suites.py, workloads.py, mechanisms.py), starts a
+process per rank (launch.py, worker.py), and keeps finished results (resume.py). On a rank, session.py joins the others
+and scenarios.py measures one part of the plan: collective.py and open_mechanisms.py prepare it, trial.py times it,
+gpu_usage.py observes what ran, and rows.py computes the result.
 """

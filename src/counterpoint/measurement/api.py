@@ -1,4 +1,4 @@
-"""Measure a suite: `counterpoint.measure(...)`, the parent of the ranks, which imports no torch."""
+"""Define `counterpoint.measure`, which runs in the parent process of the ranks and imports no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from counterpoint.measurement.suites import blocks_of, scenarios_of
 from counterpoint.records.measurement import Measurement, Outcome, Plan, Scenario
 from counterpoint.version import VERSION
 
-MIN_ROUNDS = 5  # two are dropped, and a median wants three
+MIN_ROUNDS = 5  # two are dropped, and a median needs three
 MAX_CPU_RANKS = 64
-MAX_WAIT_S = 7 * 86400.0  # what torch and JSON can say
+MAX_WAIT_S = 7 * 86400.0  # the longest that torch and JSON can represent
 
 
 def measure(
@@ -57,7 +57,7 @@ def measure(
         A row for each pair, mechanism and launch order, and one for each building block; times in µs.
 
     Raises:
-        Misconfigured: an option that cannot mean anything here, or `partial` of another run.
+        Misconfigured: an option has a value that is not allowed here, or `partial` is of another run.
         Unsupported: no torch, fewer than two GPUs, what a rank found missing, or no mechanism that can run.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
@@ -133,7 +133,7 @@ def _world_size(device: str, asked: int | None, gpus: int) -> int:
 
 
 def _identity(plan: Plan, gpus: Sequence[str], torch: str) -> dict[str, str]:
-    """Return what must be the same for results to belong together, as texts that can be shown."""
+    """Return what must be equal in two runs before their results are mixed, as texts for error messages."""
     return {
         "suite": plan.suite,
         "device": plan.device,
@@ -171,7 +171,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return why each mechanism was not measured, or not everywhere; one of several reasons names its operations."""
+    """Return why each mechanism was not measured, or not everywhere; several reasons each name their operations."""
     what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
     found: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
@@ -187,7 +187,7 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 @contextmanager
 def _run_folder() -> Iterator[Path]:
-    """Make a folder for plan, logs and errors of one run; it stays where the error says that the logs are there."""
+    """Make a folder for plan, logs and errors of one run; it is kept after a PeerTimeout, whose text names the logs."""
     folder = Path(tempfile.mkdtemp(prefix="counterpoint-measure-"))
     try:
         yield folder

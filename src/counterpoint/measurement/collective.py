@@ -28,17 +28,17 @@ _CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # elements made and compared at once
 
 
 class WrongResult(CounterpointError):
-    """Is raised when a collective gave other data than it must: its time is worth nothing."""
+    """Is raised when a collective delivered wrong data, so that its time means nothing."""
 
 
 def elements_of(size_bytes: int, itemsize: int, world_size: int) -> int:
-    """Return the elements of the full array: whole shards, each a multiple of 64 elements (aligned to 128 bytes)."""
+    """Return the number of elements of a full array of about `size_bytes`, in shards of a multiple of 64 elements."""
     grain = 64 * world_size
     return max(1, round(size_bytes / itemsize / grain)) * grain
 
 
 def memory_bytes(collective: str, size_bytes: int, world_size: int) -> int:
-    """Return the bytes of a collective's buffers on a rank; one in place keeps its original, too."""
+    """Return the bytes of a collective's buffers on a rank; an in-place collective also keeps its input."""
     call = find(collective, world_size, size_bytes)
     return 2 * call.output_bytes(0) if _in_one_tensor(call) else call.output_bytes(0) + call.input_bytes(0)
 
@@ -49,7 +49,7 @@ def collectives() -> tuple[str, ...]:
 
 
 def find(collective: str, world_size: int, size_bytes: int) -> Call:
-    """Return the call of a collective by PyTorch's name; raise Misconfigured if there is none."""
+    """Return the `Call` of a collective, named as in PyTorch; raise Misconfigured if it cannot be measured."""
     if collective not in collectives():
         raise Misconfigured(f"there is no collective {collective!r}; choose from: {', '.join(collectives())}")
     return even_call(collective, world_size, size_bytes)
@@ -71,17 +71,17 @@ class Buffers:
 
     @property
     def collective(self) -> str:
-        """The name of the collective."""
+        """Return the name of the collective."""
         return self.call.operation
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the full array."""
+        """Return the bytes of the full array."""
         return max(self.send.nbytes, self.recv.nbytes)
 
     @property
     def own_block(self) -> Tensor | None:
-        """This rank's block of the output, where the input can lie; None if it cannot."""
+        """Return this rank's block of the output if the input can lie there, else None."""
         span = self.call.input_span(self.rank)
         if span.buffer != "output" or _in_one_tensor(self.call):
             return None
@@ -98,7 +98,7 @@ class Comm:
     communicator: Communicator | None = None
 
     def launch(self) -> None:
-        """Queue it on the current stream (CUDA), or run it to its end (CPU)."""
+        """Queue the collective on the current stream (CUDA), or run it to its end (CPU)."""
         buffers = self.buffers
         if self.communicator is None:
             start_by_torch(buffers.call, buffers.recv, buffers.send, group=self.group, async_op=False)
@@ -107,7 +107,7 @@ class Comm:
         self.communicator.call(buffers.collective, buffers.recv, buffers.send if own is None else own)
 
     def reset(self) -> None:
-        """Put back what an in-place collective has overwritten; never inside a timed region."""
+        """Put back the data that an in-place collective has overwritten; never call it inside a timed region."""
         buffers = self.buffers
         if _in_one_tensor(buffers.call):
             buffers.recv.copy_(buffers.send)
@@ -115,10 +115,10 @@ class Comm:
             own.copy_(buffers.send)
 
     def check(self) -> None:
-        """Run it once and compare every element with what it must be; all ranks of the group call it.
+        """Run the collective once and check every element of its output; all ranks of the group call it.
 
-        Copies must be equal; sums may be off by twice the error of adding in the same dtype, against float64. What
-        is wrong is raised as WrongResult.
+        Copied data must be equal. Sums may differ from those in float64 by twice the error of adding in their dtype.
+        WrongResult is raised otherwise.
         """
         buffers = self.buffers
         buffers.recv.fill_(float("nan"))
@@ -168,7 +168,7 @@ def allocate(
 
 
 def fill(buffer: Tensor, seed: int, rank: int) -> None:
-    """Fill a buffer with normal random data that any rank can make again, a chunk at a time."""
+    """Fill a buffer with normal random data that any rank can reproduce, a chunk at a time."""
     step = _CHUNK[buffer.device.type]
     for start in range(0, buffer.numel(), step):
         buffer[start : start + step] = _chunk(buffer, seed, rank, start // step)[: buffer.numel() - start]
@@ -182,7 +182,7 @@ def _chunk(like: Tensor, seed: int, rank: int, index: int) -> Tensor:
 
 
 def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor:
-    """Return `length` elements, from `start`, of what `fill` gave to rank `rank`; at most two chunks are made."""
+    """Return `length` elements, from `start`, of what `fill` writes on rank `rank`; at most two chunks are made."""
     step = _CHUNK[like.device.type]
     first, last = start // step, (start + length - 1) // step
     chunks = [_chunk(like, seed, rank, index) for index in range(first, last + 1)]
@@ -190,7 +190,7 @@ def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor
 
 
 def _compare(buffers: Buffers, got: Tensor, sources: Iterable[int], offset: int) -> None:
-    """Require equal copies; let sums differ by twice what adding in this dtype, rank after rank, costs."""
+    """Raise WrongResult unless copies are equal and sums are within twice the error of adding ranks in turn."""
     step = _CHUNK[got.device.type]
     for start in range(0, got.numel(), step):
         piece = got[start : start + step]

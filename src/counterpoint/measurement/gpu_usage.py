@@ -1,4 +1,4 @@
-"""Look at the GPUs while they are measured: kernels, SMs, whether controls took effect, clocks and power."""
+"""Observe GPUs during a measurement: kernels, SMs, whether controls took effect, clocks and power."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Observed:
 
 
 def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
-    """Return what was seen of each mechanism on this rank's GPU, the pair launched together as it is timed.
+    """Return what runs under each mechanism when its pair is launched as it is timed.
 
     All ranks call it; `stock` is the same pair without any control. Usage is rank 0's; a control that failed on any
     rank marks the row.
@@ -56,7 +56,7 @@ def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[O
 def observe_compute(
     session: Session, settings: Sequence[tuple[Lanes, Sequence[Control]]], stock: Lanes
 ) -> list[Observed]:
-    """Return the same for a computation alone, under each setting."""
+    """Return what runs of a computation alone under each setting, as `observe` does for pairs."""
 
     def look() -> list[Observation]:
         lanes = [stock, *(lanes for lanes, _ in settings)]
@@ -69,7 +69,7 @@ def observe_compute(
 def _observe(
     session: Session, settings: list[Sequence[Control]], look: Callable[[], list[Observation]]
 ) -> list[Observed]:
-    """Look on all ranks at what ran under each setting, and let its controls judge it; nothing is seen on a CPU."""
+    """Observe on all ranks what ran under each setting and let its controls judge that; on a CPU nothing is seen."""
     if not session.is_cuda:
         return [Observed() for _ in settings]
     try:
@@ -145,7 +145,7 @@ def driver_version() -> str | None:
 
 
 def combine(readings: Sequence[DeviceReading | None]) -> DeviceState | None:
-    """Return the extremes over ranks; None if no rank could read its GPU."""
+    """Return the extremes of the readings over ranks; None if no rank could read its GPU."""
     known = [reading for reading in readings if reading is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Start one process per rank on this machine, watch them, leave none behind, and say in one error why one ended.
+"""Start one process per rank on this machine, watch them, leave none behind, and report in one error why a rank ended.
 
 The ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
 --nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program. torchrun's agent itself
@@ -33,17 +33,17 @@ PARENT_VARIABLE = "COUNTERPOINT_PARENT_PID"  # tells a rank who started it; not 
 WORKER = "counterpoint.measurement.worker"
 STARTUP_S = 60.0  # torch's import, CUDA's and NCCL's start, on top of the timeout
 POLL_S = 0.05
-SETTLE_S = 1.0  # after the first rank has ended badly, the others may say what they saw
+SETTLE_S = 1.0  # how long the other ranks may report after the first one has failed
 REAP_S = 30.0  # a driver may take seconds to free a GPU's memory
 LOG_TAIL_BYTES = 64 << 10
 
-VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # beginnings of those that change results
+VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # prefixes of variables that change results
 DEFAULTS = {  # of every rank; what the user has set wins
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast stays off
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-# NoEffect is rebuilt as what it is a kind of: its text is complete, its fields are not in a `RankFailure`
+# NoEffect is raised again as its base class: a `RankFailure` has its whole text, but not its fields
 OURS = {"Misconfigured": Misconfigured, "Unsupported": Unsupported, "NoEffect": Unsupported}
 SILENT = "did not answer (stopped, or in a driver call)"
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
@@ -135,7 +135,7 @@ def _watch(
     startup_s: float,
     tell: Progress,
 ) -> None:
-    """Return when all have ended with 0; raise as soon as one has not, or when results stop coming."""
+    """Return when all ranks have exited with 0; raise once one exits otherwise, or if no new result comes in time."""
     size: int | None = -1
     deadline = time.monotonic() + startup_s + timeout_s
     while True:
@@ -156,7 +156,7 @@ def _watch(
 
 
 def _size(results: Path) -> int | None:
-    """Return the size, or None if somebody took the file away, which `finished` then says."""
+    """Return the size of the results file; None if it was deleted, which `finished` then reports."""
     try:
         return results.stat().st_size
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _size(results: Path) -> int | None:
 def _hang(
     processes: Sequence[subprocess.Popen[bytes]], plan: Plan, folder: Path, timeout_s: float
 ) -> CounterpointError:
-    """Make every rank write its stack, by the signal that faulthandler answers even inside a C call."""
+    """Return the error for a hang, after each rank has logged its stack, as faulthandler does at SIGABRT."""
     for process in processes:
         if _exit_code(process) is None:
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
@@ -183,7 +183,7 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) 
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return what `Popen.poll` would, but leave a zombie: its number stays taken until its group is killed."""
+    """Return what `Popen.poll` would, but do not reap the process: its pid stays reserved until its group is killed."""
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -201,7 +201,7 @@ def _remains(rank: int, process: subprocess.Popen[bytes], plan: Plan, folder: Pa
 
 
 def _next(plan: Plan) -> str | None:
-    """Return the scenario under way: the ranks take scenarios, then blocks, in the plan's order."""
+    """Return the name of the part being measured, the first of the plan without a result; None after the last one."""
     done = {outcome.scenario for outcome in finished(Path(plan.results))}
     return next((part.name for part in plan.parts if part.name not in done), None)
 
@@ -224,8 +224,8 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str) -> CounterpointErr
     """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
 
     One of our own exceptions comes first, then a signal, then other exceptions (a peer that lost its connection raises
-    one too), then a rank that left only its log. A rank that only repeats what another one told it is never believed
-    before that one.
+    one too), then a rank that left only its log. A rank that only repeats what another one told it comes
+    after that one.
     """
     said = [r for r in ranks if r.failure is not None]
     told = [r for r in said if r.failure and r.failure.kind != REPEATED] or said
@@ -256,7 +256,7 @@ def _at(failure: RankFailure, during: str) -> str:
 
 
 def hung(ranks: Sequence[Remains], *, during: str, logs: str, timeout_s: float) -> PeerTimeout:
-    """Return the error to raise when nothing has moved for `timeout_s`; the logs end with faulthandler's stacks."""
+    """Return the error to raise when no result has come for `timeout_s`; the logs end with faulthandler's stacks."""
     first = sorted(ranks, key=lambda r: _where(r) != SILENT)  # the likely cause, whatever its number
     at = "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")
     reason = f"no progress for {timeout_s:g} s {during}: {at}"
@@ -264,7 +264,7 @@ def hung(ranks: Sequence[Remains], *, during: str, logs: str, timeout_s: float) 
 
 
 def _where(rank: Remains) -> str:
-    """Return the innermost frame of our own code, or the innermost of all."""
+    """Return in words the rank's innermost stack frame in counterpoint, or else its innermost frame."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
     frames = [match.groupdict() for match in FRAME.finditer(rank.log.rpartition("Fatal Python error")[2])]

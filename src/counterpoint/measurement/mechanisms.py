@@ -20,38 +20,38 @@ _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Represents a mechanism: its base, such as `nccl`, and controls."""
+    """Represents a mechanism: a base, such as `nccl`, and its controls."""
 
     name: str
     controls: tuple[Control, ...]
 
     @property
     def base(self) -> str:
-        """The name without its controls."""
+        """Return the name without its controls."""
         return self.name.partition("+")[0]
 
     @property
     def settings(self) -> str:
-        """The base and every control as it is set now, which differs where two mechanisms have one name."""
+        """Return the base and every control as it is set now; these can differ between mechanisms of one name."""
         return "+".join([self.base, *(control.name for control in self.controls)])
 
     @property
     def fits_sms(self) -> bool:
-        """Whether its GEMM gets as many SMs as the rule finds for a pair."""
+        """Return whether a rule chooses, for each pair, the SMs of its GEMM (`gemm_sms=fit`)."""
         return any(isinstance(control, GemmSmFit) for control in self.controls)
 
     def with_gemm_sms(self, num_sms: int | None) -> Mechanism:
-        """Return the mechanism with `gemm_sms=fit` replaced by what was found; None: the GEMM keeps all."""
+        """Return the mechanism with `gemm_sms=fit` replaced by a limit of `num_sms`; None: the GEMM keeps all SMs."""
         found = tuple(one.found(num_sms) if isinstance(one, GemmSmFit) else one for one in self.controls)
         return replace(self, controls=found)
 
     @property
     def windows(self) -> NcclWindows | None:
-        """The control that allocates the buffers, if one does."""
+        """Return the control that allocates the buffers, or None."""
         return next((control for control in self.controls if isinstance(control, NcclWindows)), None)
 
     def why_unavailable(self, collective: str) -> str | None:
-        """Return why it cannot run this collective here; None if it can."""
+        """Return why the mechanism cannot run this collective here; None if it can."""
         if self.base == "zero_sm" and collective not in (ours := measured_by("programs")):
             return f"zero_sm offers {', '.join(ours)}, not {collective}"
         if self.base == "nccl_zero_cta" and collective not in (copied := measured_by("nccl_copies")):
@@ -61,7 +61,7 @@ class Mechanism:
 
 
 def find_mechanism(name: str, device_type: str) -> Mechanism:
-    """Return the mechanism of that name; raise Misconfigured, with what there is, if base or control cannot be."""
+    """Return the mechanism called `name`; raise Misconfigured, with what is allowed, for a wrong base or control."""
     base, plus, rest = name.partition("+")
     if base not in BASES[device_type]:
         there = ", ".join(BASES[device_type])

@@ -1,4 +1,4 @@
-"""Make mechanisms ready to be launched: process group, buffers, streams with their controls applied."""
+"""Make mechanisms ready to launch: a process group, buffers, and streams with the controls applied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
 class Opened:
     """Holds a mechanism that is ready to run one collective.
 
-    `lanes` have the controls applied; `alone` has those of the collective only, and the computation as it is.
+    `lanes` has all controls applied; `alone` has those of the collective, and the computation without any.
     """
 
     mechanism: Mechanism
@@ -34,7 +34,7 @@ class Opened:
     alone: Lanes
 
     def trial(self, session: Session, case: Case) -> Callable[[], Trial]:
-        """Return what runs one trial; before each, an in-place collective gets its data back."""
+        """Return a function that puts back the data of an in-place collective and runs one trial."""
         lanes = self.alone if case in ("comm_alone", "serial") else self.lanes
 
         def run() -> Trial:
@@ -47,7 +47,7 @@ class Opened:
 def offered(
     session: Session, mechanisms: Sequence[Mechanism], collective: str
 ) -> tuple[tuple[Mechanism, ...], dict[str, str]]:
-    """Return those that can run this collective on every rank, and why each of the others cannot. All ranks call it."""
+    """Return the mechanisms that can run this collective on every rank, and why others cannot. All ranks call it."""
     everyone = session.gather([mechanism.why_unavailable(collective) for mechanism in mechanisms])
     first = [
         next((reason for reason in reasons if reason is not None), None) for reasons in zip(*everyone, strict=True)
@@ -60,7 +60,7 @@ def offered(
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
-    """Return what its buffers lie in: windows are one mechanism's own, other memory is shared by all that use it."""
+    """Return the kind of memory that a mechanism needs. Windows belong to one mechanism; other kinds are shared."""
     if mechanism.windows is not None:
         return "windows"
     return "symmetric" if mechanism.base == "zero_sm" else "plain"
@@ -74,11 +74,11 @@ def open_mechanism(
 
     Args:
         session: this rank.
-        mechanism: what to open.
-        collective: what it runs.
+        mechanism: the mechanism to open.
+        collective: PyTorch's name of the collective that it runs.
         numel: elements of the full array.
         stock: streams and computation of the pair; its `comm` is replaced.
-        shared: buffers by the memory that they lie in, for all mechanisms that need no others; filled here.
+        shared: buffers by kind of memory, which mechanisms share; missing ones are added.
 
     Yields:
         The mechanism, ready to run.
@@ -124,14 +124,14 @@ def open_mechanism(
 
 
 def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:
-    """Release them, but not after an unexpected error: the GPU may be waiting for ranks that are gone."""
+    """Release the windows, but not after an unexpected error: the GPU may be waiting for ranks that are gone."""
     if kind is None or issubclass(kind, Unsupported):
         windows.release()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedAll:
-    """Holds several mechanisms for one pair; `plain` has no controls and is compared with, measured or not."""
+    """Holds several mechanisms for one pair; `plain`, without controls, is what they are compared with."""
 
     each: tuple[Opened, ...]
     plain: Opened
@@ -142,7 +142,7 @@ class OpenedAll:
 def open_all(
     session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes
 ) -> Iterator[OpenedAll]:
-    """Open every mechanism that can run here, and check what it delivers. All ranks enter it together.
+    """Open every mechanism that can run here, and check the data that it delivers. All ranks enter together.
 
     Yields:
         The mechanisms, and why others cannot run.

@@ -21,7 +21,7 @@ from counterpoint.records.measurement import Outcome
 
 
 class _Header(Record, frozen=True, kw_only=True):
-    """Holds what must agree before results are mixed, as texts that an error can show."""
+    """Holds what must be equal in two runs before their results are mixed, as texts for error messages."""
 
     identity: dict[str, str]
     scenario: str = ""
@@ -37,7 +37,7 @@ def resumable(
         path: the file of results; it is made if it is missing.
         identity: suite, device, GPU, versions ...: results of another identity are never mixed with these.
         fresh: throw away what is there.
-        names: of the scenarios that outcomes can be about; None: any.
+        names: scenarios and blocks that outcomes may be about; None: any.
 
     Raises:
         Misconfigured: the file is of another run, not ours, damaged, being written by another process, or cannot be
@@ -83,7 +83,7 @@ def _begin(path: Path, file: FileIO, identity: dict[str, str]) -> None:
 
 
 def _check_outcomes(path: Path, names: Container[str] | None) -> None:
-    """Refuse what ranks could not go on with: a damaged line, a scenario twice, or one that was not asked for."""
+    """Raise Misconfigured for a damaged line, a scenario that is there twice, or one that was not asked for."""
     seen = Counter(outcome.scenario for outcome in finished(path))
     for name, times in seen.items():
         if times > 1 or (names is not None and name not in names):

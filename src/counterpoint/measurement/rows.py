@@ -11,7 +11,7 @@ import numpy as np
 from counterpoint.measurement.gpu_usage import Observed
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
-from counterpoint.pair.together import overlap, pair_class
+from counterpoint.pair.hidden import overlap, pair_class
 from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing
 
 Key = TypeVar("Key", bound=Hashable)
@@ -74,7 +74,7 @@ def why_late(*found: Samples) -> str | None:
 
 
 def timing(per_rank: Sequence[Sequence[float]]) -> Timing:
-    """Return median, 10th and 90th percentile of the rank whose median is largest; `per_rank[r]` are its rounds, µs."""
+    """Return median, 10th and 90th percentile of the rank with the largest median; `per_rank[r]` are rank r's µs."""
     quantiles = [np.quantile(rounds, (0.1, 0.5, 0.9)).tolist() for rounds in per_rank]
     medians = tuple(median for _, median, _ in quantiles)
     rank = max(range(len(medians)), key=medians.__getitem__)
@@ -83,7 +83,7 @@ def timing(per_rank: Sequence[Sequence[float]]) -> Timing:
 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
-    """Return a duration of each trial as a `Timing`."""
+    """Return the `Timing` of what `measure` returns for each trial."""
     return timing([[measure(trial) for trial in rank] for rank in samples])
 
 

@@ -1,6 +1,6 @@
 """Measure a part of a plan: a pair by every mechanism and in every order, or a building block alone.
 
-Whatever belongs to one pair or to one size runs in the same interleaved rounds.
+All trials of one pair, or of one size of a building block, run in the same interleaved rounds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _CALIBRATING_ROUNDS = 5
 
 @dataclass(kw_only=True)
 class Calibration:
-    """Holds what is found once for many scenarios.
+    """Caches what is measured once for many scenarios.
 
-    That is the time in µs of a workload, and of a collective by size; and what ran of each mechanism, since a profiler
-    takes a second or two to start.
+    These are the µs of each workload, those of each collective by size, and what ran under each mechanism, since a
+    profiler takes a second or two to start.
     """
 
     workloads: dict[str, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
 
 
 def _observed(session: Session, pair: _Pair, opened: OpenedAll, calibration: Calibration) -> list[Observed]:
-    """Return what ran, as seen at the first size of each pair of operations."""
+    """Return what ran under each mechanism, observed once for each workload and collective, at the first size."""
     keys = [(pair.workload.name, pair.scenario.collective, each.mechanism.settings) for each in opened.each]
     if not all(key in calibration.observed for key in keys):
         calibration.observed |= zip(keys, observe(session, opened.each, opened.plain), strict=True)
@@ -130,7 +130,7 @@ def _observed(session: Session, pair: _Pair, opened: OpenedAll, calibration: Cal
 
 
 def _fitted(session: Session, pair: _Pair, size: int, calibration: Calibration) -> tuple[Mechanism, ...]:
-    """Return the mechanisms with `gemm_sms=fit` made a number for this pair; all ranks find the same one."""
+    """Return the mechanisms with `gemm_sms=fit` replaced by a number for this pair, the same on all ranks."""
     if not any(mechanism.fits_sms for mechanism in pair.mechanisms):
         return pair.mechanisms
     collective = pair.scenario.collective
@@ -156,9 +156,9 @@ def _fitted(session: Session, pair: _Pair, size: int, calibration: Calibration) 
 def _trials(
     session: Session, opened: Sequence[Opened], orders: Sequence[Order]
 ) -> dict[tuple[str, str], Callable[[], Trial]]:
-    """Return what one round runs, by mechanism and case; the plain computation is (`""`, `compute_alone`).
+    """Return the trials of one round by mechanism and case; the plain computation is (`""`, `compute_alone`).
 
-    By each mechanism these are the collective alone, the computation alone under its controls, both one after the
+    For each mechanism these are the collective alone, the computation alone under its controls, both one after the
     other, and both in each order.
     """
     cases: tuple[Case, ...] = ("compute_alone", "comm_alone", "serial", *orders)
@@ -168,7 +168,7 @@ def _trials(
 
 
 def _numel(session: Session, pair: _Pair, calibration: Calibration) -> int:
-    """Return the elements of the full array: as asked, or for the fastest plain mechanism to take `ratio` times T_g."""
+    """Return the elements of the full array: as asked, or such that the fastest plain mechanism takes ratio · T_g."""
     scenario = pair.scenario
     size = scenario.size_bytes
     if size is None:
@@ -199,7 +199,7 @@ def _workload_us(session: Session, pair: _Pair, calibration: Calibration) -> flo
 
 
 def _curve(session: Session, collective: str, base: str, calibration: Calibration) -> Curve:
-    """Return (bytes, µs) of one mechanism alone; nothing if it cannot run this collective here."""
+    """Return points (bytes, µs) of one mechanism alone; none if it cannot run this collective here."""
     key = (collective, base)
     if key not in calibration.collectives:
         points: list[tuple[int, float]] = []

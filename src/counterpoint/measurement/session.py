@@ -1,4 +1,4 @@
-"""Join the ranks of a measurement: this rank's device, process groups and stage, and how it agrees with the others."""
+"""Join the ranks of a measurement: this rank's device, process groups and trial stage, and its exchanges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """Joins the process group that the environment (torchrun) describes; `close` leaves it.
+    """Joins the process group that torchrun's environment variables describe; `close` leaves it.
 
     On `cuda` that is NCCL, with this rank's GPU by LOCAL_RANK (Unsupported if there is none); on `cpu` gloo, with one
     thread. A collective waits `timeout_s` for other ranks.
@@ -48,21 +48,21 @@ class Session:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the measurement runs on GPUs."""
+        """Return whether the measurement runs on GPUs."""
         return self.device.type == "cuda"
 
     @property
     def gpu_uuid(self) -> str:
-        """The UUID of this rank's GPU, as NVML writes it."""
+        """Return the UUID of this rank's GPU, as NVML writes it."""
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     @property
     def gpu_name(self) -> str | None:
-        """The name of this rank's GPU; None on a CPU."""
+        """Return the name of this rank's GPU; None on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.is_cuda else None
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks, in the order of ranks."""
         return gather_values(self._hosts, value)
 
     def check_agreement(self, what: str, value: object) -> None:
@@ -74,7 +74,7 @@ class Session:
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Check on all ranks that so many bytes are free; raise Misconfigured (PeerFailed elsewhere) if not."""
+        """Raise Misconfigured where fewer than `needed` bytes are free, and PeerFailed on the other ranks."""
 
         def check() -> None:
             free = self.free_bytes()
@@ -87,7 +87,7 @@ class Session:
         self.raise_together(check)
 
     def free_bytes(self) -> int:
-        """Return the memory that this rank may still take."""
+        """Return the bytes of memory that this rank may still take."""
         if self.is_cuda:
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + cached
@@ -115,14 +115,14 @@ class Session:
         return self._groups[key]
 
     def lanes(self, compute: Callable[[], None], comm: Callable[[], None]) -> Lanes:
-        """Return two streams of default priority (none on a CPU) with what each side of a pair launches."""
+        """Return `Lanes` with two streams of default priority (none on a CPU) and what each side launches."""
         if not self.is_cuda:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
         return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
 
     @cached_property
     def communicator(self) -> Communicator:
-        """The communicator of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
+        """Return the communicator of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
         return Communicator(self.world, device=self.device, timeout_s=self._timeout.total_seconds())
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ FORUM = (
 def _pairs(
     workloads: Iterable[str], collectives: Iterable[str], ratios: Iterable[float], mechanisms: Sequence[str] = STOCK
 ) -> tuple[Scenario, ...]:
-    """Return every combination, its collective as long as `ratio` times its workload."""
+    """Return a scenario for every combination, with a collective `ratio` times as long as its workload."""
     return tuple(
         Scenario(
             name=f"{workload} | {collective} | {ratio:g}",
@@ -74,7 +74,7 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Return the mechanisms that are offered for this collective."""
+    """Return those of `mechanisms` that are offered for this collective."""
     without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
     without |= set() if collective in measured_by("programs") else {"zero_sm"}
     return tuple(name for name in mechanisms if name not in without)
@@ -93,7 +93,7 @@ BUDGET = (
     "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
     "nccl+max_ctas=4+cga_cluster=2+gemm_sms=128",
 )
-BUDGET_LIMITS = tuple(dict.fromkeys(name.partition("+gemm_sms")[0] for name in BUDGET))  # of NCCL, alone
+BUDGET_LIMITS = tuple(dict.fromkeys(name.partition("+gemm_sms")[0] for name in BUDGET))  # the settings of NCCL alone
 BUDGET_GEMMS = (
     "gemm 2048x2816x8192",  # a tensor-parallel shard: 176 tiles, one wave and a third
     "gemm 4096x4096x4096",
@@ -168,7 +168,7 @@ BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, 
 
 
 def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
-    """Return the pairs of a suite, `mechanisms` in place of its own; raise Misconfigured if there is none of a name."""
+    """Return the pairs of a suite, by `mechanisms` or by its own; raise Misconfigured for a wrong name."""
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
     for name in mechanisms or ():

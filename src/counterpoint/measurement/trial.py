@@ -20,11 +20,11 @@ from counterpoint.controls.control import Lanes
 from counterpoint.records.measurement import Order
 
 HEAD_START_US = 100.0
-_HOST_US = 500.0  # of queueing one trial, until it is known
+_HOST_US = 500.0  # to queue one trial, until it is measured
 _SPIN_MARGIN_US = 300.0
 _MOST_SPIN_US = 20_000.0
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the spin is longer
-_CPU_HEAD_START_US = 2000.0  # what a sleeping thread keeps to
+_CPU_HEAD_START_US = 2000.0  # long enough for a sleeping thread to keep to
 
 Side = Literal["compute", "comm"]
 Case = Literal["compute_alone", "comm_alone", "serial"] | Order
@@ -41,7 +41,7 @@ DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 def sides_of(case: Case) -> tuple[Side, ...]:
     """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
 
-    Which side the device reaches first is made by the delay alone.
+    The delay alone decides which side the device reaches first.
     """
     return ONE_BY_ONE.get(case, ("comm", "compute"))
 
@@ -58,7 +58,7 @@ class Trial:
 
 
 class CudaStage:
-    """Runs trials on this rank's GPU; `group`, NCCL's of all ranks, is for their alignment only."""
+    """Runs trials on this rank's GPU; `group`, of NCCL and all ranks, only aligns the ranks."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
@@ -105,7 +105,7 @@ def spin_us(host_us: float) -> float:
 
 
 class _CopyDelay:
-    """Holds a stream for about `microseconds` by a copy to pinned host memory, calibrated while all ranks copy."""
+    """Delays a stream for about `microseconds` by a copy to pinned host memory, calibrated while all ranks copy."""
 
     def __init__(self, microseconds: float, device: torch.device, group: dist.ProcessGroup) -> None:
         most, copies = 8 << 20, 40

@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 
 
 def main() -> None:
-    """Run one rank; torch is imported once nothing can leave this process an orphan."""
+    """Run one rank; torch is imported only after it is sure that this process dies with its parent."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted rank ends, and the launcher says by which signal
     worker = Worker(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan))
@@ -105,7 +105,7 @@ class Worker:
                 environment = None
 
     def leave(self, error: Exception) -> None:
-        """Write why this rank ends, whole or not at all."""
+        """Write a `RankFailure` that says why this rank ends, whole or not at all."""
         rank = int(os.environ.get("RANK", "0"))
         failure = RankFailure(rank=rank, kind=type(error).__name__, text=str(error), scenario=self.scenario)
         path = Path(self.plan.errors) / f"rank{rank}.json"

@@ -25,7 +25,7 @@ class ComputeOperation:
     kind: Literal["matmul", "attention", "elementwise"]
     sizes: tuple[int, ...]
     flops: int
-    numel: int  # elements of all operands, which are its own
+    numel: int  # elements of all operands; no two operations share one
 
 
 def matmul(m: int, n: int, k: int) -> ComputeOperation:
@@ -41,7 +41,7 @@ def attention(batch: int, heads: int, sequence: int, head_dim: int) -> ComputeOp
 
 
 def elementwise(elements: int) -> ComputeOperation:
-    """Describe `out = in * 1.0001`: bound by memory, a grid of many short blocks."""
+    """Describe `out = in * 1.0001`: limited by memory bandwidth, with many short thread blocks."""
     return ComputeOperation(kind="elementwise", sizes=(elements,), flops=elements, numel=2 * elements)
 
 
@@ -54,12 +54,12 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all operations."""
+        """Return the FLOPs of all operations."""
         return sum(operation.flops for operation in self.operations)
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """M, N and K of its matrix products; () if it does anything else."""
+        """Return M, N and K of its matrix products; () if it does anything else."""
         products = tuple((m, n, k) for one in self.operations if one.kind == "matmul" for m, n, k in [one.sizes])
         return products if len(products) == len(self.operations) else ()
 
@@ -69,7 +69,7 @@ class Workload:
 
 
 def llama_layer(billions: int, tokens: int) -> tuple[ComputeOperation, ...]:
-    """Return the products of a layer: q/k/v, output, gate and up in one, down, as torchtitan and vLLM fuse them."""
+    """Return a Llama layer's matrix products, fused as in torchtitan and vLLM: q/k/v, output, gate and up, down."""
     hidden, ffn, kv = {8: (4096, 14336, 1024), 70: (8192, 28672, 1024)}[billions]
     outputs_inputs = ((hidden + 2 * kv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn))
     return tuple(matmul(tokens, n, k) for n, k in outputs_inputs)
@@ -87,7 +87,7 @@ _ALLOWED = "gemm MxNxK, gemm MxNxK*R, llama-8b layer T, llama-70b layer T, atten
 
 
 def find_workload(name: str) -> Workload:
-    """Return the workload of that name; raise Misconfigured, with the forms that there are, if it is none."""
+    """Return the workload called `name`; raise Misconfigured, with the allowed forms, if there is none."""
     for pattern, make in _NAMES:
         match = re.fullmatch(pattern, name)
         if match:

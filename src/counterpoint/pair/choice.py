@@ -1,11 +1,11 @@
-"""How many SMs each side of a pair should get: the choice with the least predicted time.
+"""Choose how many SMs each side of a pair gets: the division with the least predicted time.
 
 `choose_split`      NCCL beside GEMMs: limits for both sides, over the launch orders
                     T(split) = mean over orders of max(end of the GEMM, end of the collective)
-`choose_gemm_sms`   the sums of a zero-SM reduction beside GEMMs: a few SMs less for the GEMM let them go on at once,
-                    at the price of the waves that those SMs would have taken
+`choose_gemm_sms`   a zero-SM reduction beside GEMMs: SMs that the GEMM leaves free add up what has arrived at once,
+                    and the GEMM takes more waves without them
 
-docs/design/pair.md has the equations and what they do not know.
+docs/design/pair.md has the equations and what they leave out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 from counterpoint.machine.profile import Contention, Profile, default_profile
 from counterpoint.pair.curves import CommPoint, Curves
+from counterpoint.pair.hidden import overlap
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, Pair, occupation, overlap, play_order, reduced_us
+from counterpoint.pair.together import REDUCTIONS, Pair, occupation, play_order, reduced_us
 from counterpoint.records.measurement import Order
 
 Objective = Literal["mean", "worst"]
@@ -35,31 +36,31 @@ FREE_SMS = (0, 4, 8, 12, 16)  # that a GEMM may leave; cuBLAS' blocks come in pa
 class Budget:
     """Holds a division of SMs and what it is predicted to cost. Times in µs."""
 
-    workload: str  # of the pair, as the next two
+    workload: str  # the pair: computation, collective, bytes of the full array
     collective: str
     size_bytes: int
     split: SmSplit  # the division
     compute_us: float  # the GEMM alone with the SMs of this split
     comm_us: float  # the collective alone with the CTAs of this split
     together_us: dict[Order, float]  # both, by launch order
-    objective_us: float  # the mean, or the worst, of these
-    hidden: float  # mean over orders
+    objective_us: float  # the mean, or the worst, of `together_us`
+    hidden: float  # mean over orders; pair/hidden.py defines it
     waves_alone: int  # of the GEMM with the most tiles, on all SMs
-    waves_together: int  # of the same on the SMs that it has beside the collective
-    fits: bool  # the collective starts beside a resident GEMM
-    reason: str = field(default="", compare=False)  # in words
+    waves_together: int  # of the same GEMM on the SMs that it has beside the collective
+    fits: bool  # whether the collective starts beside a resident GEMM
+    reason: str = field(default="", compare=False)  # why this division, in words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSms:
-    """Holds the SMs for a GEMM, None for all, and the predicted time of the pair by SMs of the GEMM, µs."""
+    """Holds the best number of SMs for a GEMM (None: all), and the predicted µs of the pair for each number tried."""
 
     gemm_sms: int | None
     together_us: dict[int, float]
 
 
 def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
-    """Return the SMs of the GEMMs with the least predicted time beside a zero-SM reduction; of equals the most."""
+    """Return the SMs for GEMMs with the least predicted time beside a zero-SM reduction; of equals the most SMs."""
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:
@@ -85,17 +86,17 @@ def predict(
     objective: Objective = "mean",
     contention: Contention | None = None,
 ) -> Budget:
-    """Return what one division of the SMs costs.
+    """Return the predicted times of a pair under one division of the SMs.
 
     Args:
-        curves: of the machine.
+        curves: times of both sides alone, as measured on the machine.
         workload: one or more GEMMs, by their name in the curves.
         collective: PyTorch's name.
         size_bytes: of the full array.
-        split: the division to look at.
+        split: the division of the SMs.
         orders: launch orders that count.
         objective: over these orders, `mean` or `worst`.
-        contention: what pairs have taught; None: as the default profile, H200.
+        contention: figures fitted to measured pairs; None: those of the default profile, H200.
 
     Raises:
         Misconfigured: nothing was measured at or around this point; no order; the split leaves the GEMM no SM.
@@ -150,7 +151,7 @@ def choose_split(
     machine that the curves cover.
 
     Raises:
-        Misconfigured: no candidate, or as `predict`.
+        Misconfigured: there is no candidate, or `predict` raises it.
     """
     alone = ""
     if candidates is None:
@@ -174,7 +175,7 @@ def choose_split(
 
 
 def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[SmSplit, ...]:
-    """Return plain NCCL and fewer CTAs, each with all SMs for the GEMM and with a GEMM that leaves exactly theirs."""
+    """Return NCCL's own CTAs and fewer, each beside a GEMM on all SMs and beside one that leaves exactly their SMs."""
     counts = [None, *(count for count in FEWER_CTAS if count < default_ctas)]
     whole = layout.gemm_cluster
     left = {count: (layout.num_sms - (count or default_ctas)) // whole * whole for count in counts}
@@ -189,9 +190,9 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
 
 
 def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
-    """Return what is left for the CTAs that wait: their share of the bytes, at the rate of that many alone.
+    """Return the µs that waiting CTAs need once they start: their share of the bytes, at the rate of so many alone.
 
-    Channels do not need each other; off the curves that rate is not known, and everything is left.
+    NCCL's channels work independently. Where the curves do not have that rate, it is the time of the whole collective.
     """
     if part.max_ctas in (0, comm.num_ctas) or not curves.cover_comm(collective, comm.size_bytes, part):
         return comm.time_us
@@ -205,7 +206,7 @@ def _hidden(order: Order, compute_us: float, comm_us: float, both_us: float, kno
 
 
 def _reason(best: Budget, stock: Budget | None) -> str:
-    """Return one sentence: how the two share, and what that wins over plain NCCL if that was a candidate."""
+    """Return one sentence: how both sides share the SMs, and the time saved over plain NCCL if that was a candidate."""
     clusters = f" in clusters of {best.split.cga_cluster}" if best.split.cga_cluster else ""
     sides = f"{best.split.max_ctas or 'NCCL’s own'} CTAs{clusters} beside {best.split.gemm_sms or 'all'} SMs"
     how = "the collective starts beside the GEMM" if best.fits else "the collective waits where a GEMM came first"

@@ -1,4 +1,4 @@
-"""What each side of a pair costs alone, by the SMs it may use: measured points and what lies between them.
+"""Interpolate between measured points what each side of a pair costs alone, by the SMs that it may use.
 
 GEMMs:       time by number of SMs. Between two points it follows the steps of the waves, not a straight line.
 collectives: time by bytes, by number of CTAs and by cluster size. latency + bytes / bandwidth between two sizes; the
@@ -24,8 +24,8 @@ REACH = 2.0  # sizes up to this much beyond the measured ones are extrapolated
 class GemmCurve:
     """Holds the times of GEMMs that run one after the other, alone."""
 
-    workload: str  # their name
-    products: tuple[Product, ...]  # what they multiply
+    workload: str  # the name of the GEMMs in a suite
+    products: tuple[Product, ...]  # M, N and K of each GEMM
     points: tuple[tuple[int, float], ...]  # (SMs allowed, µs), ascending
     # rows and columns that one block works on
     tile: tuple[int, int] = field(default_factory=lambda: default_profile().chip.matmul_tile)
@@ -35,11 +35,11 @@ class GemmCurve:
             raise Unsupported(f"{printable(self.workload)}: waves are known of GEMMs only; measure such a pair instead")
 
     def kernels(self, num_sms: int) -> tuple[GemmKernel, ...]:
-        """Return one kernel for each GEMM; together they take the time with so many SMs."""
+        """Return one kernel for each GEMM; their times add up to `time_us(num_sms)`."""
         return gemm_kernels(self.products, self.time_us(num_sms), num_sms, self.tile)
 
     def time_us(self, num_sms: int) -> float:
-        """Return the time with so many SMs; between two measured points it falls as far as the waves do."""
+        """Return the time on `num_sms` SMs; between two measured points it falls in proportion to the waves."""
         for (few, slow_us), (many, fast_us) in pairwise(self.points):
             if few <= num_sms <= many:
                 slow, fast, here = (sum(steps_of(self.products, sms, self.tile)) for sms in (few, many, num_sms))
@@ -53,7 +53,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPoint:
-    """Holds one collective alone; `num_ctas` is what it took, which is less than its limit for small arrays."""
+    """Holds the time of a collective alone; `num_ctas` is what NCCL used, below its limit for small arrays."""
 
     size_bytes: int  # of the full array
     time_us: float
@@ -62,17 +62,17 @@ class CommPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCurve:
-    """Holds one collective alone with one limit of CTAs: points ascending in size."""
+    """Holds the times of a collective alone under one limit of CTAs, ascending in size."""
 
     points: tuple[CommPoint, ...]
 
     def reaches(self, size_bytes: int) -> bool:
-        """Return whether `at` knows this size."""
+        """Return whether `at` can tell the time of this size: it is at most `REACH` times beyond the measured ones."""
         sizes = [point.size_bytes for point in self.points]
         return len(sizes) > 1 and sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH
 
     def at(self, size_bytes: int) -> CommPoint:
-        """Return latency + bytes / bandwidth through the two points around `size_bytes`, or the two closest."""
+        """Return the time as latency + bytes / bandwidth, through the two points around `size_bytes` or the closest."""
         sizes = [point.size_bytes for point in self.points]
         if not self.reaches(size_bytes):
             raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
@@ -89,13 +89,13 @@ CommKey = tuple[str, int | None, int | None]
 
 
 def comm_key(collective: str, split: SmSplit) -> CommKey:
-    """Return where a split finds its curve."""
+    """Return the key of the curve of a collective under the limits of a split."""
     return collective, split.max_ctas, split.cga_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Holds all that `choose_split` knows of a machine."""
+    """Holds the measured curves of a machine, from which `choose_split` predicts."""
 
     layout: SmLayout
     gemms: Mapping[str, GemmCurve]  # by workload
@@ -108,7 +108,7 @@ class Curves:
         return self.gemms[workload]
 
     def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
-        """Return the collective alone, as this split limits it; its rate is linear between two limits of CTAs."""
+        """Return the collective alone under the limits of a split; between two limits of CTAs its rate is linear."""
         if (key := comm_key(collective, split)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = split.max_ctas, split.cga_cluster
@@ -127,7 +127,7 @@ class Curves:
         )
 
     def fastest_us(self, collective: str, size_bytes: int) -> float:
-        """Return T_c by the best setting measured around this size; Misconfigured if there is none."""
+        """Return the time of a collective alone by its fastest setting at this size; Misconfigured if unmeasured."""
         curves = [curve for (name, _, _), curve in self.comms.items() if name == collective]
         found = [curve.at(size_bytes).time_us for curve in curves if curve.reaches(size_bytes)]
         if not found:
@@ -136,13 +136,13 @@ class Curves:
         return min(found)
 
     def most_ctas(self, collective: str) -> int:
-        """Return the CTAs that NCCL takes by itself, at its largest size; Misconfigured if that was not measured."""
+        """Return the most CTAs that plain NCCL used at any size; Misconfigured if plain NCCL was not measured."""
         if (plain := comm_key(collective, SmSplit())) not in self.comms:
             raise Misconfigured(f"no curve of {printable(collective)!r} by plain nccl; measure it alone, by size")
         return max(point.num_ctas for point in self.comms[plain].points)
 
     def cover(self, workload: str, collective: str, size_bytes: int, split: SmSplit) -> bool:
-        """Return whether both sides were measured at or around this point."""
+        """Return whether the curves have the times of both sides under this split, measured or interpolated."""
         try:
             self.gemm(workload).time_us(split.gemm_sms or self.layout.num_sms)
         except Misconfigured:
@@ -150,7 +150,7 @@ class Curves:
         return self.cover_comm(collective, size_bytes, split)
 
     def cover_comm(self, collective: str, size_bytes: int, split: SmSplit) -> bool:
-        """Return whether the collective was measured at or around this point."""
+        """Return whether the curves have the time of the collective under this split, measured or interpolated."""
         try:
             self.comm(collective, size_bytes, split)
         except Misconfigured:
@@ -176,10 +176,10 @@ def curves_from(
             `nccl[+max_ctas=N][+cga_cluster=N]`; of equal ones the last.
         products: the GEMMs of each workload, by its name; workloads that are not here are left out.
         layout: of the GPU.
-        default_ctas: of plain NCCL, where what ran was not looked at.
+        default_ctas: CTAs of plain NCCL, for rows whose kernels the profiler did not look at.
 
     Raises:
-        Misconfigured: CTAs are not known and `default_ctas` is not given; a time or size that cannot be.
+        Misconfigured: CTAs are not known and `default_ctas` is not given; a time or size is not above 0.
     """
     gemms: dict[str, dict[int, float]] = {}
     comms: dict[CommKey, dict[int, CommPoint]] = {}
@@ -210,7 +210,7 @@ def curves_from(
 
 
 def _as_mechanism(row: BlockRow) -> str:
-    """Return the mechanism of a block: a computation's setting carries no base, as in `stock` and `gemm_sms=116`."""
+    """Return a row's mechanism with its base `nccl`, which rows of computations (`stock`, `gemm_sms=116`) leave out."""
     if row.size_bytes is not None:
         return row.mechanism
     return "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"

@@ -1,4 +1,4 @@
-"""How the SMs of one pair may be divided, and which blocks find room.
+"""Describe how the SMs of a GPU are divided between a GEMM and a collective, and which of their blocks find room.
 
 A cluster of k blocks needs k free SMs of one GPC. The driver does not tell where it puts clusters. Assumed are one
 block per SM (true of cuBLAS' persistent kernels and of NCCL beside them), and that clusters are dealt in turn, one to
@@ -27,13 +27,13 @@ class SmSplit:
 
     @property
     def mechanism(self) -> str:
-        """Its name in a suite: `nccl+max_ctas=16+cga_cluster=2+gemm_sms=116`."""
+        """Return the name of this split in a suite: `nccl+max_ctas=16+cga_cluster=2+gemm_sms=116`."""
         limits = {"max_ctas": self.max_ctas, "cga_cluster": self.cga_cluster, "gemm_sms": self.gemm_sms}
         return "+".join(["nccl", *(f"{key}={value}" for key, value in limits.items() if value is not None)])
 
     @classmethod
     def of(cls, mechanism: str) -> SmSplit | None:
-        """Return the split of that name; None if the mechanism is something else than a division of SMs."""
+        """Return the split that a mechanism's name stands for; None if the mechanism does not divide SMs."""
         base, *limits = mechanism.split("+")
         matches = [_LIMIT.fullmatch(limit) for limit in limits]
         found = {match[1]: int(match[2]) for match in matches if match}
@@ -43,7 +43,7 @@ class SmSplit:
 
     @classmethod
     def parse(cls, mechanism: str) -> SmSplit:
-        """Return the split of that name, or raise Misconfigured if the mechanism does not divide SMs."""
+        """Return the split that a mechanism's name stands for; raise Misconfigured if it does not divide SMs."""
         split = cls.of(mechanism)
         if split is None:
             allowed = "nccl, with any of +max_ctas=N, +cga_cluster=N and +gemm_sms=N"
@@ -56,7 +56,7 @@ class SmLayout:
     """Describes the SMs of a GPU by GPC, and how many blocks of a GEMM form a cluster."""
 
     gpc_sms: tuple[int, ...]
-    gemm_cluster: int = 2  # nvjet on Hopper: grid 2 x 66
+    gemm_cluster: int = 2  # blocks; as cuBLAS' nvjet kernels on Hopper, with a grid of 2 x 66
 
     @classmethod
     def even(cls, num_sms: int, chip: Chip | None = None) -> SmLayout:
@@ -71,7 +71,7 @@ class SmLayout:
 
     @property
     def num_sms(self) -> int:
-        """All SMs."""
+        """Return the number of SMs of the GPU."""
         return sum(self.gpc_sms)
 
     def gemm_sms_beside(self, num_ctas: int, *, comm_cluster: int = 1) -> int:
@@ -89,12 +89,12 @@ class SmLayout:
 
 
 def _cluster(blocks: int, wanted: int) -> int:
-    """Return the size of clusters: NCCL and cuBLAS launch without where the grid is not a multiple of them."""
+    """Return the cluster size: `wanted`, or 1 where it does not divide the grid (NCCL and cuBLAS then use none)."""
     return wanted if blocks % wanted == 0 else 1
 
 
 def _deal(free: list[int], blocks: int, cluster: int) -> tuple[list[int], int]:
-    """Return what is free by GPC after `blocks` were placed in turn, and how many found no room."""
+    """Return the free SMs of each GPC after `blocks` were placed in turn, and how many blocks found no room."""
     while blocks > 0 and max(free) >= cluster:
         for gpc, room in enumerate(free):
             if blocks > 0 and room >= cluster:

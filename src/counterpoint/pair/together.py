@@ -1,4 +1,4 @@
-"""How long GEMMs and a collective take together, by three models that know different things, and what that is worth.
+"""Predict how long GEMMs and a collective take together, by three models that know different things.
 
     kept    the speeds that both keep beside each other, and how often the collective waits: figures of a mechanism,
             means over launch orders; needs no shapes
@@ -6,19 +6,12 @@
     sums    copies that need no SM, then sums that do: zero-SM reductions beside GEMMs (`reduced_us`)
 
 g is compute alone, c communication alone. While both run, compute keeps `compute_kept` of its speed and communication
-`comm_kept`; the longer one then goes on alone. All three have this rule at their bottom:
+`comm_kept`; the longer one then goes on alone. All three build on this rule:
 
     side by side     c / comm_kept <= g / compute_kept:  T = g + (1 - compute_kept) · c / comm_kept
                      otherwise                           T = c + (1 - comm_kept) · g / compute_kept
 
-`together_us` takes the one that missed least on measured pairs: results/pair-models.md.
-
-`overlap` is about T_g (compute alone), T_c (collective alone) and T (both), measured or predicted:
-
-    serial = T_g + T_c + h              h: the head start of the side that goes first; the other side waits that long
-    ideal  = max(T_g', T_c')            T' = T, plus h for the side that waits
-    hidden = (serial - T) / min(T_g', T_c')                 1 perfect, 0 as slow as one after the other, below 0 worse
-    ideal_fraction = (serial / T - 1) / (serial / ideal - 1) = hidden * ideal / T     ConCCL's "% of ideal" (2412.14335)
+`together_us` takes the model with the least error on measured pairs of that kind: results/pair-models.md.
 """
 
 from __future__ import annotations
@@ -33,14 +26,13 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.occupancy import tiles_of, waves
 from counterpoint.machine.profile import Contention, Disturbance, Profile, SumRates
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.records.measurement import Order, PairClass
+from counterpoint.records.measurement import Order
 
 Model = Literal["kept", "waves", "sums"]
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEED_SMS = ("nccl", "nccl_zero_cta")  # the second copies without SMs, but the kernel that starts it needs one
-CLASS_BORDER = 1.15  # of the shorter side: a longer one is `G-long` or `C-long`
 FIRST_CHUNK = 7 / 8  # of the shard, as `collectives/program/tuning.py` cuts large ones
 _BY_DEFINITION = {
     "ideal": Disturbance(compute_kept=1.0, comm_kept=1.0, hidden={}, copies=False, source="by definition"),
@@ -53,19 +45,19 @@ class Pair:
     """Describes GEMMs that run one after the other and a collective that runs beside them. Times in µs."""
 
     products: tuple[Product, ...]  # the GEMMs; () where the computation is something else
-    compute_us: float  # they alone, on all SMs
+    compute_us: float  # the GEMMs alone, on all SMs
     collective: str  # PyTorch's name
     size_bytes: int  # of the full array
     comm_us: float  # the collective alone
-    mechanism: str  # that moves its bytes: a name of the profile's
-    num_ctas: int  # of it, one SM each; 0 for copy engines
+    mechanism: str  # how the collective moves its bytes: a name in `Profile.mechanisms`
+    num_ctas: int  # CTAs of the collective, one SM each; 0 for copy engines
     world_size: int  # ranks
     layout: SmLayout  # SMs of the GPU
     order: Order = "together"  # which side is launched first
 
 
 def together_us(pair: Pair, profile: Profile, model: Model | None = None) -> float:
-    """Return when the last of both sides ends, from the launch of the first, by `model` or by `model_for` this pair."""
+    """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names."""
     model = model or model_for(pair)
     if model == "waves":
         return _played_us(pair, profile)
@@ -83,7 +75,7 @@ def together_us(pair: Pair, profile: Profile, model: Model | None = None) -> flo
 
 
 def model_for(pair: Pair) -> Model:
-    """Return the model that missed least on measured pairs of this kind (results/pair-models.md)."""
+    """Return the model with the least error on measured pairs of this kind (results/pair-models.md)."""
     if pair.products and pair.mechanism in NEED_SMS:
         return "waves"
     return "sums" if pair.mechanism == "zero_sm" and pair.collective in REDUCTIONS else "kept"
@@ -93,7 +85,7 @@ def model_for(pair: Pair) -> Model:
 
 
 def disturbance(mechanism: str, profile: Profile) -> Disturbance:
-    """Return how much a mechanism and compute disturb each other, or raise Misconfigured with those that are known."""
+    """Return how much collectives by a mechanism and compute slow each other down; Misconfigured if it is unknown."""
     known = {**profile.mechanisms, **_BY_DEFINITION}
     if mechanism not in known:
         raise Misconfigured(f"mechanism = {printable(mechanism)!r}: known are {', '.join(known)}; give one of them")
@@ -101,7 +93,7 @@ def disturbance(mechanism: str, profile: Profile) -> Disturbance:
 
 
 def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturbance, *, persistent: bool) -> float:
-    """Return the time of compute beside collectives that run one after another.
+    """Return the µs until compute, and collectives that run one after another beside it, have ended.
 
         behind      T = g + c             a persistent GEMM has all SMs, the collective waits for its end
         together    T = (1 - held) · side by side + held · behind                            never more than g + c
@@ -111,10 +103,10 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
     before Hopper their blocks come and go with every wave, and a collective gets in.
 
     Args:
-        compute_us: alone.
-        comms: operations by PyTorch's name, with their time alone.
-        kept: of their mechanism.
-        persistent: GEMMs hold their SMs to their end (Hopper and later).
+        compute_us: compute alone.
+        comms: collectives by PyTorch's name, each with its µs alone.
+        kept: figures of the collectives' mechanism.
+        persistent: whether GEMMs hold their SMs to their end (Hopper and later).
     """
     comm_us = sum(us for _, us in comms)
     serial = compute_us + comm_us
@@ -126,7 +118,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return when both have ended that begin together, keep these parts of their speeds, and never wait."""
+    """Return when both sides have ended if they start at once, keep these parts of their speeds, and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c
@@ -146,23 +138,23 @@ class GemmKernel:
 
     @property
     def tile_us(self) -> float:
-        """The time of one tile, which is also that of one wave."""
+        """Return the time of one tile, which is also that of one wave."""
         return self.time_us / _rounds(self.tiles, self.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occupation:
-    """Says who gets which SMs while both sides run."""
+    """Says how many SMs each side gets while both run, and how much both slow down."""
 
-    waiting_ctas: int  # of the collective, that find no SM beside a resident kernel
-    sms_beside: int  # for a kernel, while the collective is resident
-    waiting_us: float = math.inf  # work left for CTAs that wait, once they start; never more than the collective's time
-    compute_slowdown: float = 1.0  # at equal SMs, by memory bandwidth and power
-    comm_slowdown: float = 1.0  # the same of the collective
+    waiting_ctas: int  # CTAs of the collective that find no SM beside a resident kernel
+    sms_beside: int  # SMs that a kernel can use while the collective is resident
+    waiting_us: float = math.inf  # time that CTAs which waited still need once they start; at most the collective's
+    compute_slowdown: float = 1.0  # factor on a kernel's time at equal SMs, by memory bandwidth and power
+    comm_slowdown: float = 1.0  # factor on the collective's time
 
     @property
     def fits(self) -> bool:
-        """Whether the collective starts beside a resident kernel."""
+        """Return whether the whole collective starts beside a resident kernel."""
         return not self.waiting_ctas
 
 
@@ -175,19 +167,19 @@ def play(
     comm_first: bool,
     shares: Occupation,
 ) -> float:
-    """Return when the last of both sides ends, wave by wave.
+    """Return when both sides have ended, by following the kernels one after another, wave by wave.
 
     CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident,
-    a kernel whose blocks do not all fit works through its tiles on the SMs left; the rest of its blocks join when it
-    ends.
+    a kernel whose blocks do not all fit works through its tiles on the SMs left; its other blocks join when the
+    collective ends.
 
     Args:
         kernels: in stream order, each with its time alone.
         comm_us: the collective alone.
         compute_at_us: when the first kernel may start.
         comm_at_us: when the collective may start.
-        comm_first: it takes its SMs before the first kernel does; otherwise a kernel that leaves it none holds it back.
-        shares: of the SMs, and what contention costs.
+        comm_first: the collective takes its SMs before the first kernel; otherwise a kernel that leaves none delays it.
+        shares: SMs of each side, and what contention costs.
     """
     now, left_us = compute_at_us, comm_us - max(0.0, compute_at_us - comm_at_us)
     resident = shares.fits or comm_first
@@ -213,7 +205,7 @@ def play(
 def play_order(
     order: Order, kernels: Sequence[GemmKernel], comm_us: float, shares: Occupation, contention: Contention
 ) -> float:
-    """Return when the last of both sides ends in one launch order, with the head start of `contention`."""
+    """Return when both sides have ended in one launch order, with the head start in `contention`."""
     head_us = contention.head_start_us
     if order == "comm_first":
         return play(kernels, comm_us, compute_at_us=head_us, comm_at_us=0.0, comm_first=True, shares=shares)
@@ -227,7 +219,7 @@ def play_order(
 
 
 def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: float) -> float:
-    """Return when the last of `tiles` is done by `sms` from 0 on and `late_sms` more from `late_us` on.
+    """Return when `tiles` are done on `sms` SMs that start at 0 and `late_sms` more that start at `late_us`.
 
     It is the least x of {k t, late + k t} with sms * floor(x / t) + late_sms * floor((x - late) / t) >= tiles.
     """
@@ -244,14 +236,14 @@ def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: f
 
 
 def steps_of(products: Sequence[Product], num_sms: int, tile: tuple[int, int]) -> list[int]:
-    """Return K over the tiles of the busiest SM for each GEMM: what its time is proportional to."""
+    """Return K times the tiles of the busiest SM for each GEMM, to which its time is proportional."""
     return [k * _rounds(tiles_of(m, n, tile), num_sms) for m, n, k in products]
 
 
 def gemm_kernels(
     products: Sequence[Product], time_us: float, num_sms: int, tile: tuple[int, int]
 ) -> tuple[GemmKernel, ...]:
-    """Return a kernel for each GEMM, with the share of `time_us` that its waves have of all waves, weighted with K."""
+    """Return a kernel for each GEMM; `time_us` is that of all of them, divided in proportion to K times the waves."""
     steps = steps_of(products, num_sms, tile)
     tiles = [tiles_of(m, n, tile) for m, n, _ in products]
     return tuple(
@@ -261,13 +253,13 @@ def gemm_kernels(
 
 
 def occupation(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> Occupation:
-    """Return who gets which SMs while kernels and a collective run.
+    """Return how many SMs each side gets while kernels and a collective run.
 
     Args:
-        kernels: of the computation.
-        num_ctas: of the collective.
-        layout: of the GPU.
-        known: the cluster that CTAs form, and what both sides lose.
+        kernels: the GEMMs.
+        num_ctas: CTAs of the collective.
+        layout: SMs of the GPU.
+        known: cluster size of the CTAs, and the part of its speed that each side loses.
     """
     cluster = known.comm_cluster
     waiting = (layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=cluster) for one in kernels)
@@ -296,14 +288,14 @@ def _rounds(tiles: int, num_sms: int) -> int:
 
 
 def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
-    """Return when a zero-SM reduction and GEMMs on `gemm_sms` SMs have ended that are launched together.
+    """Return when a zero-SM reduction and GEMMs on `gemm_sms` SMs, launched together, have ended.
 
         GEMM        T_g(n) = T_g * sum of K * ceil(tiles / n) / sum of K * ceil(tiles / S), slower by the contention
                     while the other side runs
-        chunk 1     7/8 of the shard, there at 7/8 of the time of the copies; then the rest
+        chunk 1     7/8 of the shard, copied after 7/8 of the time of the copies; then the rest
         sum         (world + 1) * shard bytes of memory: at the rate of each free SM, and of the memory when the GEMM
                     has ended; with no SM left free, between two GEMMs or after the last
-        all_reduce  the second half of its time after that
+        all_reduce  after the sums its all_gather, half of its time alone
 
     Raises:
         Misconfigured: the collective adds up nothing.
@@ -325,7 +317,7 @@ def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
 
 
 def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
-    """Return when each GEMM ends, alone: its time follows its waves."""
+    """Return when each GEMM ends without the collective; its time is proportional to `steps_of`."""
     whole = sum(steps_of(pair.products, pair.layout.num_sms, tile))
     times = (pair.compute_us * steps / whole for steps in steps_of(pair.products, gemm_sms, tile))
     return list(accumulate(times)) or [pair.compute_us]
@@ -334,7 +326,7 @@ def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
 def _summed_us(
     there_us: float, after_us: float, moved: float, ends: Sequence[float], free_sms: int, sums: SumRates
 ) -> float:
-    """Return when a sum of `moved` bytes of memory traffic is done: of what is there then, and after another sum."""
+    """Return when a sum that moves `moved` bytes ends; it starts after its data (`there_us`) and a sum (`after_us`)."""
     fast, slow = sums.memory_gb_per_s * 1000, free_sms * sums.sm_gb_per_s * 1000  # bytes per µs
     if not free_sms:
         begins = next((end for end in ends if end >= there_us), there_us)
@@ -342,33 +334,3 @@ def _summed_us(
     begins = max(there_us, after_us)
     beside = min(moved, max(0.0, ends[-1] - begins) * slow)
     return begins + beside / slow + (moved - beside) / fast
-
-
-# what overlap is worth
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverlapRatios:
-    """Holds the ratios of one measured pair."""
-
-    serial_us: float
-    ideal_us: float
-    hidden: float
-    ideal_fraction: float
-
-
-def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return the ratios from times alone (`compute_us`, `comm_us`), together (`both_us`) and the head start."""
-    waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
-    waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
-    serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
-    ideal = max(waiting_compute, waiting_comm)
-    hidden = (serial - both_us) / min(waiting_compute, waiting_comm)
-    return OverlapRatios(serial_us=serial, ideal_us=ideal, hidden=hidden, ideal_fraction=hidden * ideal / both_us)
-
-
-def pair_class(compute_us: float, comm_us: float) -> PairClass:
-    """Return which side is the longer one by more than 15 %."""
-    if compute_us > CLASS_BORDER * comm_us:
-        return "G-long"
-    return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"

@@ -1,1 +1,1 @@
-"""Zero-SM collectives under torch's own ways to train in parallel: `overlap.py` for the user, `fsdp/` beneath it."""
+"""Put zero-SM collectives under torch's own parallelism: users call `overlap.py`, which is built on `fsdp/`."""

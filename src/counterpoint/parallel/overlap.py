@@ -1,4 +1,4 @@
-"""FSDP2 with zero-SM collectives, in one line after `fully_shard`.
+"""Run FSDP2 with zero-SM collectives, by one line after `fully_shard`.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -7,7 +7,7 @@
 
 From then on every FSDP2 module gathers its parameters and scatters its gradients through a `Communicator`: by copy
 engines and stream memory operations, which no resident kernel can hold up. Nothing else changes: not the values, not
-the optimizer, not the checkpoints. `overlapped` says what was done (`print(overlapped)`) and takes it back.
+the optimizer, not the checkpoints. `print(overlapped)` says what was done; `overlapped.restore()` takes it back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a c
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions(CommunicatorOptions):
-    """Options of `overlap`: its own, and those of the communicators that it opens, one for each set of ranks.
+    """Holds options of `overlap`, and of the communicators that it opens, one for each set of ranks.
 
     Args:
         prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
@@ -61,7 +61,7 @@ class OverlapOptions(CommunicatorOptions):
         channels: follows from the two channels; not to be given.
 
     Raises:
-        Misconfigured: an option that cannot mean anything.
+        Misconfigured: an option has a value that is not allowed.
     """
 
     prefetch: int | None = None
@@ -98,7 +98,7 @@ def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overl
         options: None: the defaults.
 
     Returns:
-        A handle: the report, and the way back. The model keeps what it needs; the handle need not be kept.
+        A handle that reports, and puts torch's collectives back. The model works without it: it need not be kept.
 
     Raises:
         Unsupported: one rank alone. As well CPU offload, ranks that cannot share memory, or a torch without the hooks;
@@ -135,7 +135,7 @@ def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overl
 
 
 class Overlap:
-    """Holds the report, and the way back: by `restore`, or at the end of a `with` block."""
+    """Reports what was replaced, and puts torch's collectives back: by `restore`, or at the end of a `with` block."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Overlap:
         )
 
     def check(self) -> None:
-        """Raise what ended communication, if something did, and name the ranks.
+        """Raise the error that ended communication, if there was one; it names the ranks.
 
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
         where a step must not be trusted that a peer has left, such as before a checkpoint.
@@ -221,7 +221,7 @@ class Overlap:
 
 
 class _HookedModule:
-    """Puts our hooks under one module, and puts back those that it had before."""
+    """Sets counterpoint's hooks on one module; `undo` puts back those that it had before."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A job's step as the records that are printed: parts with their meaning, timeline, curves, sensitivities."""
+"""Turn a job's step into the records that are printed: parts with their meaning, timeline, curves, sensitivities."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ AXES = {
 }
 NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
 MAX_BARS = 8000  # of a timeline
-SHOWN_ROUNDS = 4  # of as many micro-batches as there are stages
+SHOWN_ROUNDS = 4  # each of as many micro-batches as there are stages
 
 
 def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:
-    """Return the prediction of a job; `asked` is shown, `detailed` adds timeline, scaling and sensitivities."""
+    """Return the prediction of a job; `asked` is printed with it, `detailed` adds timeline, curves, sensitivities."""
     step = predict_step(job)
     found = _prediction(job, step, asked or {})
     if not detailed:
@@ -95,7 +95,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
-    """Return the curve over the values that `swept` gives; a value that cannot be has its reason."""
+    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
     points = tuple(_point(value, job) for value, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
@@ -137,7 +137,7 @@ def scaling(job: Job) -> tuple[Curve, ...]:
 
 
 def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
-    """Return the step with one thing twice as good, or without it; the largest change first."""
+    """Return the step with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
     now, gpu = predict_step(job).step_us, job.cluster.gpu
 
     def faster(network: bool) -> Job:
@@ -174,7 +174,7 @@ def _with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
 
 
 def _timeline(job: Job, found: PredictedStep) -> tuple[Bar, ...]:
-    """Return what the stages run: as many micro-batches as show how the pipeline fills, goes on and drains."""
+    """Return the timeline of all stages for a few micro-batches: enough to show the pipeline fill, run and drain."""
     bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(
@@ -191,10 +191,10 @@ def place_job(
     """Return rank orders of a job on hosts with as many GPUs as its cluster, and files for launchers; this needs scipy.
 
     Args:
-        job: its groups and volumes decide.
-        path: of the topology.
-        hosts: the job's in its launcher's order, as in n[1-4],n7; None: the first ones of the topology.
-        name: of one topology of a topology.yaml; None: the cluster's default.
+        job: its groups and the bytes that they exchange decide.
+        path: file of the topology.
+        hosts: hosts of the job in its launcher's order, as in n[1-4],n7; None: the first ones of the topology.
+        name: which topology of a topology.yaml; None: the cluster's default.
 
     Raises:
         Misconfigured: too few hosts; the readers raise it for a topology that cannot be read, or lacks a host.

@@ -1,4 +1,4 @@
-"""The reasons for a printed number: its formula with the numbers in it, and the source of each.
+"""Explain a printed number: its formula with the numbers in it, and the source of each.
 
 explain(job, "exposed_comm")   ->  lines of text
 """
@@ -36,7 +36,7 @@ PART_SOURCE = {
 
 
 def explain(job: Job, word: str) -> list[str]:
-    """Return the lines behind one number, or raise Misconfigured if `word` is none of `QUESTIONS`."""
+    """Return the lines that explain one number, or raise Misconfigured if `word` is none of `QUESTIONS`."""
     if word not in QUESTIONS:
         raise Misconfigured(f"--explain {printable(word)}: nothing has that name; give one of {', '.join(QUESTIONS)}")
     return QUESTIONS[word](job, predict_step(job))
@@ -75,7 +75,7 @@ def _comm(job: Job, found: PredictedStep) -> list[str]:
 
 
 def _collectives(job: Job, part: str) -> list[str]:
-    """Return each kind of collective that the step priced on the axes of a part, down to latency and bandwidth."""
+    """Return lines on each kind of collective that the step has on the axes of a part, with latency and bandwidth."""
     prices = CollectiveTimes(network_of(job.cluster))
     predict_step(job, prices=prices)
     mesh = axes(job.parallel)

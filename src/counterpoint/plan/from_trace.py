@@ -1,4 +1,4 @@
-"""A measured step on more nodes or another network: compute and communication from real ranks, not from formulas.
+"""Predict a measured step on more nodes or another network: compute and communication from ranks, not formulas.
 
     T    = compute + exposed + waits + rest                              as measured: n ranks, per step and rank
     compute' = compute - lists · (1 - n / n')            if shards grow with the job; lists: the part of compute in
@@ -46,7 +46,7 @@ ONE_NODE = {"H200": "h100"}  # the same links
 
 
 class MeasuredCollective(Record, frozen=True, kw_only=True):
-    """Holds one kind of collective of a step: µs of transfer over all of its calls."""
+    """Holds one kind of collective of a step; `calls` and `transfer_us` are of a mean rank, over all its calls."""
 
     operation: str
     num_bytes: int
@@ -56,15 +56,15 @@ class MeasuredCollective(Record, frozen=True, kw_only=True):
 
 
 class MeasuredStep(Record, frozen=True, kw_only=True):
-    """Holds a mean step of a mean rank; compute + exposed + waits + rest = step."""
+    """Holds the mean step of the mean rank; compute + exposed + waits + rest = step."""
 
     ranks: int  # of the job
     gpu: str  # as the data sheets name it
     step_us: float  # of the step
-    compute_us: float  # while compute runs
+    compute_us: float  # time in which compute runs
     lists_us: float  # the part of compute in which only kernels over lists of tensors run
-    exposed_us: float  # transfers while no compute runs
-    waits_us: float  # for the last rank, while no compute runs
+    exposed_us: float  # time of transfers while no compute runs
+    waits_us: float  # waits for the last rank while no compute runs
     rest_us: float  # copies and idle time
     collectives: tuple[MeasuredCollective, ...]  # by operation, size and kind of group
     mfu: float | None  # null if the diagnosis has none
@@ -72,18 +72,18 @@ class MeasuredStep(Record, frozen=True, kw_only=True):
 
     @property
     def transfer_us(self) -> float:
-        """The transfers of all collectives."""
+        """Return the time of the transfers of all collectives."""
         return sum(each.transfer_us for each in self.collectives)
 
     @property
     def hidden(self) -> float:
-        """The hidden communication over the shorter of compute and communication."""
+        """Return the hidden communication over the shorter of compute and communication."""
         shorter = min(self.compute_us, self.transfer_us)
         return (self.transfer_us - self.exposed_us) / shorter if shorter else 0.0
 
 
 def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
-    """Return the measured step after what-ifs of `ALLOWED`; `recorded_on` None: by NVLink, all ranks in one node."""
+    """Return the measured step after the what-ifs `asked`; `recorded_on` None: all ranks in one node, over NVLink."""
     for name in asked:
         if name not in ALLOWED:
             raise Misconfigured(
@@ -99,7 +99,7 @@ def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: M
 
 
 def _stand_in(measured: MeasuredStep, network: str) -> Job:
-    """Return a job with as many ranks on that network; its compute is in the trace."""
+    """Return a placeholder job with the trace's ranks on that network, to which what-ifs apply; it has no compute."""
     return Job(
         model=Model(name="trace", layers=1, hidden=1, heads=1, vocab=1),
         training=Training(sequence=1, global_batch=measured.ranks),
@@ -109,7 +109,7 @@ def _stand_in(measured: MeasuredStep, network: str) -> Job:
 
 
 def _nvlink(measured: MeasuredStep) -> str:
-    """Return the network of one node of such GPUs."""
+    """Return the name of the network inside one node of the measured GPUs; Misconfigured if it is not known."""
     name = f"nvlink-{ONE_NODE.get(measured.gpu, measured.gpu.lower())}"
     if name in names() and measured.ranks <= all_levels(name)[-1].size:
         return name
@@ -172,9 +172,9 @@ def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: 
     Args:
         measured: the step.
         here: the cluster that it was measured on.
-        there: the other.
-        ranks: of the job there, a multiple of those here, or a divisor.
-        slow: one rank computes so many times as long.
+        there: the other cluster.
+        ranks: ranks of the job there, a multiple of those here, or a divisor.
+        slow: factor on the compute time of the slowest rank.
     """
     times = [(each, each.transfer_us * _ratio(each, measured, here, there, ranks)) for each in measured.collectives]
     parts = _parts(measured, sum(us for _, us in times), ranks, slow)
@@ -206,7 +206,7 @@ def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: 
 
 
 def _parts(measured: MeasuredStep, comm_us: float, ranks: int, slow: float) -> tuple[TimePart, ...]:
-    """Return compute, exposed communication, waits and the rest of a step with such transfers on so many ranks."""
+    """Return compute, exposed communication, waits and rest of a step on `ranks` ranks, with `comm_us` of transfers."""
     shrinks_us = measured.lists_us * (1.0 - measured.ranks / ranks) if _shards_grow(measured) else 0.0
     compute_us = (measured.compute_us - shrinks_us) * slow
     exposed_us = max(comm_us - measured.hidden * min(compute_us, comm_us), 0.0)
@@ -233,14 +233,14 @@ def _shards_grow(measured: MeasuredStep) -> bool:
 
 
 def _ratio(each: MeasuredCollective, measured: MeasuredStep, here: Cluster, there: Cluster, ranks: int) -> float:
-    """Return the model's time there over its time here."""
+    """Return the model's time of a collective on the cluster `there` over that on the cluster `here`."""
     before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
     after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
     return after / before
 
 
 def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
-    """Return the group there; groups of the largest stride are those between replicas, which grow."""
+    """Return the group in a job of `ranks` ranks; groups of the largest stride, between replicas, grow with it."""
     outermost = max(each.group.stride for each in measured.collectives)
     if group.stride < outermost:
         return group

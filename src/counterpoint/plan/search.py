@@ -1,7 +1,7 @@
-"""The fastest way to divide a job that fits in memory: every combination of degrees is priced, none guessed.
+"""Find the fastest way to divide a job that fits in memory, by a prediction for every combination of degrees.
 
 Choices: tp and cp up to a node, pp, virtual parts, schedule, zero, micro-batch, recomputation and ep, for the GPUs and
-the batch of the job. A combination that cannot be, or does not fit in memory, is counted and left out.
+the batch of the job. A combination that is impossible, or does not fit in memory, is counted and left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define what every record is."""
+"""Define the base class of all records."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Is immutable, compared by value, read and written by `msgspec.json`; subclasses must repeat `kw_only`."""
+    """Represents immutable data, compared by value, read and written by `msgspec.json`; subclasses repeat `kw_only`."""

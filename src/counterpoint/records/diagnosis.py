@@ -1,4 +1,4 @@
-"""Hold what `diagnose` answers: the records that `--json` prints.
+"""Define the records of a diagnosis, which `counterpoint diagnose --json` prints.
 
 Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counterpoint.diagnosis/1`
 (docs/reference/diagnosis.md): keys may be added, never renamed. A value that is not known is `null`, never 0.
@@ -20,7 +20,7 @@ Severity = Literal["high", "medium", "low"]
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """Says what was read."""
+    """Names the trace files that were read."""
 
     format: str  # kineto | nsys | mixed
     files: tuple[str, ...]
@@ -28,7 +28,7 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Holds one training step, on the clock of the lowest rank, 0 = start of the first step."""
+    """Holds the time of one training step, on the clock of the lowest rank; 0 is the start of the first step."""
 
     name: str
     start_us: float
@@ -36,13 +36,13 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Account(Record, frozen=True, kw_only=True):
-    """Accounts for the time of all analysed steps (`totals`: mean over ranks).
+    """Accounts for the time of all analysed steps: of one rank, or as the mean over ranks (`totals`).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
-    `hidden` = overlapped / communication. wait + transfer = time inside collectives that could be joined, counted once
-    where several run at the same time, as transfer if one of them moves bytes (of copies: waiting also before the
-    first one, while the stream holds it back). `multi_tensor_us`: of compute, when nothing runs
-    but kernels over lists of tensors: optimizers, clipping, casts, which go over what a rank has of the parameters.
+    `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
+    counted once where several run at the same time, as transfer if one of them moves bytes (a collective by copies also
+    waits before its first copy, while the stream holds that back). `multi_tensor_us` is the compute in which only
+    kernels over lists of tensors run: optimizers, clipping and casts of a rank's parameters.
     """
 
     duration_us: float
@@ -68,9 +68,9 @@ class RankAccount(Account, frozen=True, kw_only=True):
 
 
 class Collective(Record, frozen=True, kw_only=True):
-    """Describes one collective, joined over the ranks that took part in it.
+    """Describes one collective, matched across the ranks that took part in it.
 
-    wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
+    The wait of a rank = last start - own start; transfer = last end - last start; exposed = mean over ranks of the time
     in it with no compute running. `bytes` is the full array (nccl-tests), null where the trace does not say.
     """
 
@@ -93,7 +93,7 @@ class Collective(Record, frozen=True, kw_only=True):
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """Names a rank that makes others wait; delay = how much later than the others it arrived, summed."""
+    """Names a rank that makes others wait; `delay_us` sums how much later than the others it came to collectives."""
 
     rank: int
     delay_us: float
@@ -106,7 +106,7 @@ class Straggler(Record, frozen=True, kw_only=True):
 
 
 class KernelComparison(Record, frozen=True, kw_only=True):
-    """Compares medians of one kind of compute kernel (name, grid, block, shapes) alone and during communication."""
+    """Compares one kind of compute kernel (name, grid, block, shapes) alone and beside communication, by medians."""
 
     name: str
     grid: tuple[int, int, int]
@@ -131,7 +131,7 @@ class KernelComparison(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Names something to act on; `cost_us` is step time (from the replay where one exists), worst first."""
+    """Names something to act on; `cost_us` is what it adds to a step, by the replay where there is one."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float
@@ -178,14 +178,14 @@ class Idle(Record, frozen=True, kw_only=True):
 
 
 class WhatIfStep(Record, frozen=True, kw_only=True):
-    """Says how long the step would take if one thing were different: replayed, not subtracted."""
+    """Holds the time that a step would take if one thing were different, from a replay of the step."""
 
     name: str
     step_us: float
 
 
 class Replay(Record, frozen=True, kw_only=True):
-    """Holds measured and replayed time of a mean step; `error` = replayed / measured - 1."""
+    """Holds the measured and the replayed time of the mean step; `error` = replayed / measured - 1."""
 
     measured_us: float
     replayed_us: float
@@ -195,7 +195,7 @@ class Replay(Record, frozen=True, kw_only=True):
 
 
 class TimelineLane(Record, frozen=True, kw_only=True):
-    """Holds one row of the timeline picture: spans of one kind of one rank (µs, clock of `StepTime`)."""
+    """Holds one row of the timeline: the spans of one kind on one rank (µs, on the clock of `StepTime`)."""
 
     rank: int
     name: str  # compute | communication | wait | memcpy | host

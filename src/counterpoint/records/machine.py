@@ -1,4 +1,4 @@
-"""Hold what `doctor` answers: what was looked at and what it means for overlap. Contract `counterpoint.doctor/1`."""
+"""Define the records of `counterpoint doctor`: its checks of a machine. Their schema is `counterpoint.doctor/1`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CHECKUP_SCHEMA = "counterpoint.doctor/1"
 
 
 class Check(Record, frozen=True, kw_only=True):
-    """Describes one thing that was looked at."""
+    """Holds the result of one check of the machine."""
 
     name: str  # "peer_access"
     status: Literal["ok", "warning", "problem", "not_seen"]
     seen: str
-    means: str = ""  # for overlap
+    means: str = ""  # what that means for overlap
     fix: str = ""  # what to do, with the command or variable
     values: dict[str, int | float | str | None] = msgspec.field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Hold what `measure` answers: what was asked to run together, what it cost, what ran. Times µs, sizes bytes.
+"""Define the records of `counterpoint measure`: what was asked, its times, what ran. Times are µs, sizes bytes.
 
 `Measurement` is the contract `counterpoint.measurement/1` (docs/reference/measurement.md): keys may be added, never
 renamed.
@@ -29,7 +29,7 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True):
-    """Asks for one pair of operations by several mechanisms in several orders, all in the same rounds."""
+    """Asks for a workload and a collective to be measured by several mechanisms in several launch orders."""
 
     name: str  # unique within its suite
     workload: str  # a name of measurement/workloads.py: "gemm 8192x8192x8192"
@@ -41,7 +41,7 @@ class Scenario(Record, frozen=True, kw_only=True):
 
 
 class BlockRow(Record, frozen=True, kw_only=True):
-    """Holds the time of one building block alone: a collective by size and CTAs, a copy engine, or a GEMM by SMs."""
+    """Holds the time of one operation alone: a collective of one size and CTAs, a copy, or a GEMM on some SMs."""
 
     what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192"
     mechanism: str
@@ -55,7 +55,7 @@ class BlockRow(Record, frozen=True, kw_only=True):
 
 
 class Block(Record, frozen=True, kw_only=True):
-    """Asks for building blocks alone, in the same rounds: one operation by size, or by setting of a control."""
+    """Asks for one operation to be measured alone, at several sizes or with several settings of a control."""
 
     name: str  # unique within its suite
     what: str  # a collective, or a workload's name
@@ -64,7 +64,7 @@ class Block(Record, frozen=True, kw_only=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Holds what the parent asks of its workers: one JSON file that every rank reads, so that no two can differ."""
+    """Holds what the parent process asks of its workers, in one JSON file that every rank reads."""
 
     suite: str
     device: Literal["cuda", "cpu"]
@@ -80,12 +80,12 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Scenario | Block, ...]:
-        """Return the subjects of the lines of results, in the order in which they are measured."""
+        """Return all scenarios and blocks in the order in which they are measured; each gives one line of results."""
         return (*self.scenarios, *self.blocks)
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """Holds one line of progress: a finished scenario, or building blocks."""
+    """Holds one line of the results file: the rows of a finished scenario or block."""
 
     scenario: str
     rows: tuple[Row, ...] = ()
@@ -104,7 +104,7 @@ class RankFailure(Record, frozen=True, kw_only=True):
 
 
 class Usage(Record, frozen=True, kw_only=True):
-    """Counts blocks and SMs of each side, as seen in the profiler; `null` where nobody could look (CPU)."""
+    """Counts thread blocks and SMs of the computation and the collective, as the profiler saw them; `null` on a CPU."""
 
     compute_blocks: int | None = None  # of its longest kernel
     compute_blocks_per_sm: int | None = None
@@ -115,7 +115,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class DeviceState(Record, frozen=True, kw_only=True):
-    """Holds what NVML said right after a scenario, extremes over ranks."""
+    """Holds the extremes over ranks of what NVML reported right after a scenario."""
 
     sm_mhz_min: int
     sm_mhz_max: int
@@ -125,7 +125,7 @@ class DeviceState(Record, frozen=True, kw_only=True):
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """Holds one scenario by one mechanism in one order; formulas: docs/reference/measurement.md."""
+    """Holds the result of one scenario by one mechanism in one order; formulas: docs/reference/measurement.md."""
 
     scenario: str
     workload: str
@@ -144,7 +144,7 @@ class Row(Record, frozen=True, kw_only=True):
     compute_together: Timing
     comm_together: Timing
     head_start_us: float  # measured; 0 for "together"
-    hidden: float
+    hidden: float  # share of the shorter side's time that overlap saves: pair/hidden.py
     ideal_fraction: float
     compute_kept: float
     comm_kept: float
@@ -160,17 +160,17 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def serial_us(self) -> float:
-        """Return the time of one after the other, T_g + T_c + head start, with which `hidden` and `speedup` compare."""
+        """Return the µs of running one after the other: T_g + T_c + head start. `hidden` and `speedup` use it."""
         return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
 
     @property
     def speedup(self) -> float:
-        """Return the speedup over one after the other: serial / T."""
+        """Return the speedup over running one after the other: serial / T."""
         return self.serial_us / self.together.us
 
 
 class Environment(Record, frozen=True, kw_only=True):
-    """Says where it was measured."""
+    """Describes the machine, versions and command of a measurement."""
 
     device: str  # cuda | cpu
     gpu: str | None
@@ -221,7 +221,7 @@ class Launched(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """Holds what ran of one pair with a control and without it: all that `Control.verify` may look at."""
+    """Holds what ran when a pair was launched with a control and without it; `Control.verify` judges by it alone."""
 
     compute: tuple[Launched, ...] = ()
     comm: tuple[Launched, ...] = ()

@@ -1,4 +1,4 @@
-"""Hold what `plan` answers: what a job is predicted to take. Contract `counterpoint.plan/1`. Times are µs."""
+"""Define the records of `counterpoint plan`: the prediction of a job. Schema `counterpoint.plan/1`. Times are µs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PREDICTION_SCHEMA = "counterpoint.plan/1"
 
 
 class TimePart(Record, frozen=True, kw_only=True):
-    """Holds the time of a named part of a whole; `means` says what it is."""
+    """Holds the time of one named part of a step; `means` explains the part."""
 
     name: str
     us: float
@@ -20,7 +20,7 @@ class TimePart(Record, frozen=True, kw_only=True):
 
 
 class Bar(Record, frozen=True, kw_only=True):
-    """Says what a stage runs from `start_us` to `end_us`: kind F, B or W, of one micro-batch and part of the model."""
+    """Describes a task of a pipeline stage: F(orward), B(ackward) or W(eight gradients) of one micro-batch and part."""
 
     stage: int
     kind: str
@@ -31,7 +31,7 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """Predicts the job with one value changed; `why_not` where it cannot be, and all else is null."""
+    """Predicts the job with one value changed; if that is impossible, `why_not` says why and all else is null."""
 
     value: str
     step_us: float | None = None
@@ -44,7 +44,7 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """Predicts the job over the values of one what-if or field."""
+    """Predicts the job for each of several values of one what-if or field."""
 
     name: str
     unit: str
@@ -52,15 +52,15 @@ class Curve(Record, frozen=True, kw_only=True):
 
 
 class Sensitivity(Record, frozen=True, kw_only=True):
-    """Says what the step would be if one thing were better."""
+    """Predicts the step time if one thing, such as a bandwidth, were better."""
 
     name: str
     step_us: float
-    change: float  # step_us over that of the job, - 1
+    change: float  # step_us / the job's own step_us - 1
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """Describes one way to divide the job: `settings` by field of the job's file."""
+    """Describes one way to divide the job; `settings` maps fields of the job's file to values."""
 
     settings: dict[str, int | str]
     step_us: float
@@ -79,7 +79,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
-    """Says what crosses one level of the network in a step, both ways; `time_us`: of its busiest GPU, null: unknown."""
+    """Counts the bytes that cross one network level in a step, both ways; `time_us` is that of its busiest GPU."""
 
     level: str
     num_bytes: float
@@ -88,7 +88,7 @@ class LevelLoad(Record, frozen=True, kw_only=True):
 
 
 class RankOrder(Record, frozen=True, kw_only=True):
-    """Describes one way to place the ranks: cost = distance · bytes, summed over its levels, inside out."""
+    """Describes one placement of the ranks; `cost` = distance · bytes, summed over `levels`, the innermost first."""
 
     name: str
     cost: float
@@ -97,9 +97,9 @@ class RankOrder(Record, frozen=True, kw_only=True):
 
 
 class PlacementResult(Record, frozen=True, kw_only=True):
-    """Holds the rank order found, first, and those it is compared with; `host_of` has the host of every rank.
+    """Holds the rank order that was found, then those it is compared with; `host_of` has the host of every rank.
 
-    `files`: name to how it is used, of what was or could be written for launchers.
+    `files` maps the name of each file for launchers, written or not, to how it is used.
     """
 
     orders: tuple[RankOrder, ...]
@@ -111,7 +111,7 @@ class PlacementResult(Record, frozen=True, kw_only=True):
 class Prediction(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `counterpoint plan`.
 
-    `parts` add up to `step_us`; communication in them is what is exposed. `comm` is communication alone, by axis
+    `parts` add up to `step_us`; of communication they count what is exposed. `comm` is communication alone, by axis
     (from a trace: by operation). What a trace does not say is null.
     """
 

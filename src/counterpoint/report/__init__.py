@@ -1,5 +1,5 @@
-"""Show results, one file per verb and medium, from records alone; nothing here computes what it shows.
+"""Show results, one file per subcommand and medium, from records alone; nothing here computes what it shows.
 
-formatting.py says how numbers look everywhere, safe_html.py writes pages on which no name of a trace is interpreted
+formatting.py says how numbers look everywhere, safe_html.py writes pages on which names from a trace stay plain text
 (templates and scripts are in page/), and files.py writes files that appear whole or not at all.
 """

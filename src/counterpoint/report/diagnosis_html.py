@@ -59,7 +59,7 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
 
 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return what the template shows, as numbers that it only formats; sums become means per step."""
+    """Return the values that the template formats and shows; sums over steps become means per step."""
     steps = say.steps_in(diagnosis)
     late = {straggler.rank for straggler in diagnosis.stragglers}
     bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS, late)
@@ -117,7 +117,7 @@ def _rank_map(diagnosis: Diagnosis) -> list[list[RankCell]]:
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
-    """Return the legend of the timeline: lane, colour, name; a lane of an unknown name is drawn as the host's."""
+    """Return the timeline's legend as (lane, colour, name); lanes of other names share the entry `host`."""
     kinds = [
         ("compute", "compute", "compute"),
         ("communication", "transfer", "communication"),
@@ -156,7 +156,7 @@ def _data(diagnosis: Diagnosis, packed: PackedTimeline) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneTotal:
-    """Holds what one lane contains, for the table that says the same as the picture."""
+    """Holds the number and times of one lane's spans, for the table below the timeline."""
 
     rank: int
     name: str
@@ -167,7 +167,7 @@ class LaneTotal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTimeline:
-    """Holds the `data` of the page's script; `notes` say what the caps left out."""
+    """Holds the timeline as `data` for the page's script; `notes` say what the limits on ranks and spans left out."""
 
     data: dict[str, Any]
     drawn: tuple[LaneTotal, ...]
@@ -208,7 +208,7 @@ def pack_timeline(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> Packed
 
 
 def _finite(lane: TimelineLane) -> tuple[F64, F64, npt.NDArray[np.int64]]:
-    """Return starts and ends in order of start, and their places in the lane, without spans of infinite times."""
+    """Return the starts, ends and indices of a lane's spans, sorted by start, without spans of infinite times."""
     start = np.asarray(lane.start_us, np.float64)
     end = start + np.asarray(lane.duration_us, np.float64)
     kept = np.flatnonzero(np.isfinite(start) & np.isfinite(end) & (end >= start))
@@ -217,7 +217,7 @@ def _finite(lane: TimelineLane) -> tuple[F64, F64, npt.NDArray[np.int64]]:
 
 
 def _window(diagnosis: Diagnosis, spans: Sequence[tuple[F64, F64]]) -> tuple[float, float]:
-    """Return where the picture begins and the length of a tick, µs, so that all spans and steps lie in it."""
+    """Return the start of the timeline and the length of a tick, in µs, so that all spans and steps fit."""
     begins = [float(start.min()) for start, _ in spans if len(start)] + [step.start_us for step in diagnosis.steps]
     ends = [float(end.max()) for _, end in spans if len(end)]
     ends += [step.start_us + step.duration_us for step in diagnosis.steps]

@@ -2,8 +2,8 @@
 
 Each rank is a process (pid = rank) and each of its streams a thread; the host's gaps are one more. Another process
 holds the findings and the counters of the whole job. On one thread of a trace slices have to follow or enclose one
-another: what would cut into another slice goes to a thread beside it. Times stay µs on the clock of `Step`; names are
-escaped, since they come from traces.
+another: what would cut into another slice goes to a thread beside it. Times stay µs on the clock of `StepTime`;
+names are escaped, since they come from traces.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _spans(lane: TimelineLane) -> Iterator[Event]:
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    """Yield per rank how many of compute and communication run, and what is exposed; per job the waiting ranks."""
+    """Yield counters: for a rank, how many of compute and communication run, and what is exposed; of all, who waits."""
     ranks = sorted({lane.rank for lane in lanes})
     waits: list[tuple[F64, I64]] = []
     for rank in ranks:
@@ -178,14 +178,14 @@ def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
 
 
 def _counter(name: str, pid: int, unit: str, time: F64, value: I64) -> Iterator[Event]:
-    """Yield an event for each change of value, not for each span."""
+    """Yield one counter event for each change of `value`, not for each span."""
     changed = np.diff(value, prepend=-1) != 0
     for at, now in zip(time[changed].tolist(), value[changed].tolist(), strict=True):
         yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": {unit: now}}
 
 
 def _running(lanes: Sequence[TimelineLane], rank: int, names: tuple[str, ...]) -> tuple[F64, I64]:
-    """Return instants at which a lane of `names` changes, `[n]`, and what runs from then on, `[names, n]`, 0 or 1."""
+    """Return the instants `[n]` at which lanes of `names` change, and what runs from then on, `[names, n]`, 0 or 1."""
     times, rows, deltas = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for lane in lanes:
         if lane.rank == rank and lane.name in names:

@@ -1,6 +1,6 @@
 """Print a diagnosis on a terminal: where the time goes, and at its end, where the eye is, the verdict and what to do.
 
-Names come from traces and are hostile: they are printed as `rich.text.Text`, never as markup, with control characters
+Names come from traces, maybe hostile: they are printed as `rich.text.Text`, never as markup, with control characters
 escaped. Everything is readable at 80 columns, without colour, and piped.
 """
 
@@ -86,7 +86,7 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
 
 
 def _bar(parts: dict[str, float], longest_us: float) -> Text:
-    """A bar of one glyph per part, so that it reads without colour; its length is the duration."""
+    """Return a bar with one glyph per part, so that it reads without colour; its length is the duration."""
     bar, drawn, reached = Text(), 0, 0.0
     for part in say.PARTS:
         reached += parts[part.key]

@@ -20,7 +20,7 @@ NAME_WIDTH = 19
 
 
 def verdict(checkup: Checkup) -> str:
-    """Return one line: how many checks found what."""
+    """Return one line that counts the problems and warnings."""
     count = {status: sum(check.status == status for check in checkup.checks) for status in MARKS}
     problems, warnings = count["problem"], count["warning"]
     if problems:
@@ -48,7 +48,7 @@ def render_checkup(checkup: Checkup, console: Console) -> None:
 
 
 def _advise(checks: Sequence[Check], console: Console) -> None:
-    """Print what was seen, what it means and what to do."""
+    """Print for each check what was seen, what it means and what to do."""
     for check in checks:
         _print(console, _mark(check), check.name, "bold")
         for value, style in ((check.seen, ""), (check.means, say.QUIET), ("→ " + check.fix, "")):
@@ -63,7 +63,7 @@ def _list(checks: Sequence[Check], console: Console) -> None:
 
 
 def _gather(checks: Sequence[Check], console: Console) -> None:
-    """Print one entry for all that could not be seen for the same reason."""
+    """Print the checks that could not be made, those with the same reason in one entry."""
     for reason in dict.fromkeys(check.seen for check in checks):
         _print(console, _mark(checks[0]), reason)
         _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), say.QUIET)

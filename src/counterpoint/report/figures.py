@@ -1,4 +1,4 @@
-"""Describe the figures of a page: panels with two axes and, in them, lines, points or bars; page/figures.js draws."""
+"""Describe the figures of a page: panels with axes and, in them, lines, points or bars; page/figures.js draws them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Holds what the marks of one name have in common, which is what the legend shows."""
+    """Holds the name, colour and dashes that several marks share; the legend has an entry for each look."""
 
     name: str
     colour: str  # of page.css, such as --compute

@@ -23,16 +23,16 @@ def is_stream(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the number of the open descriptor that `path` stands for, as of a shell's `>(...)`; None if of none."""
+    """Return the number of the open descriptor that `path` names, as a shell's `>(...)` does; None if it names none."""
     match = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", str(path))
     return int(match[1]) if match else _STANDARD.get(str(path))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends well; otherwise `path` stays as it was.
+    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was.
 
-    A link stays, and the file that it names is replaced. What `is_stream` is written to as it comes.
+    A link stays, and the file that it names is replaced. A path that `is_stream` is written to directly.
 
     Yields:
         The file, opened for bytes.

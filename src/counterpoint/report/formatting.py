@@ -1,7 +1,7 @@
 """Format numbers, causes and parts of an account, the same in the terminal and in HTML.
 
 Scaling happens here and nowhere else. Totals are shown **per step** (the mean over the analysed steps), because that
-is what a user notices; frames and JSON keep the sums.
+is what a user notices; data frames and JSON keep the sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from counterpoint.records.diagnosis import (
 )
 
 UNKNOWN = "–"
-QUIET = "bright_black"  # style of what explains
+QUIET = "bright_black"  # style of explanations
 CAUSES = {
     "host_stall": "host stall",
     "slow_kernels": "slower kernels",
@@ -86,7 +86,7 @@ def steps_in(diagnosis: Diagnosis) -> int:
 
 
 def budget(account: Account) -> dict[str, float]:
-    """Return the µs of each of `PARTS`, which add up to the account's duration: all other time is copies."""
+    """Return the µs of each of `PARTS`. They add up to the account's duration: what no other part takes is copies."""
     wait = min(account.exposed_wait_us or 0.0, account.exposed_comm_us)
     copies = account.duration_us - account.compute_us - account.exposed_comm_us - account.idle_us
     return {
@@ -132,7 +132,7 @@ def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective
 
 
 def milliseconds(us: float | None, digits: int = 2) -> str:
-    """Format `1234.5` as `1.23`, without the unit, grouped by thousands."""
+    """Format µs as milliseconds without the unit, grouped by thousands: `1234.5` as `1.23`."""
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 

@@ -18,7 +18,7 @@ COLOURS = 8  # --series-1 to --series-8 of page.css
 DASHES = ((), (9, 5), (2, 3), (9, 3, 2, 3))
 RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 MAX_ROWS = 1000  # of the table
-FLOOR = -1.0  # what hides less is drawn here, as a triangle: one bad mechanism must not flatten the others
+FLOOR = -1.0  # lower values are drawn here, as triangles: one bad mechanism must not flatten the others
 PANEL_PX = 260
 
 
@@ -52,7 +52,7 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
 def figure(rows: Sequence[Row]) -> Figure:
     """Return a row of panels for each collective and a column for each launch order, all with the same axes.
 
-    Points are rows, x measured; the line goes through the means of those that were asked for the same ratio.
+    Each point is a row at its measured ratio; the line joins the means of the rows that asked for the same ratio.
     """
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
     collectives = list(dict.fromkeys(row.collective for row in rows))
@@ -84,7 +84,7 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def _ratio_axis(rows: Sequence[Row]) -> Axis:
-    """Return the axis of T_c / T_g, with a fifth of room on both sides of what was measured."""
+    """Return the axis of T_c / T_g, extended by a fifth beyond what was measured on both sides."""
     x = [_x(row) for row in rows]
     ticks = [(ratio, f"{ratio:g}") for ratio in RATIOS]
     return Axis(label="T_c / T_g", low=min(x) / 1.2, high=max(x) * 1.2, log=True, ticks=ticks)
@@ -121,7 +121,7 @@ def _x(row: Row) -> float:
 
 
 def _text(row: Row) -> str:
-    """Return what the pointer shows below the mechanism's name."""
+    """Return the tooltip of a row, below the mechanism's name."""
     marked = f", MARKED: {row.marked}" if row.marked else ""
     hidden = f"hidden {row.hidden:.2f} at T_c/T_g {_x(row):.2f}"
     return clean(f"{hidden}: {row.workload} + {row.collective} {say.size(row.size_bytes)}{marked}", 240)

@@ -131,7 +131,7 @@ def _print_mechanisms(rows: Sequence[Row], console: Console) -> None:
 
 
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str], console: Console) -> None:
-    """Print the means of hidden, a column for each collective or order; nothing where there is one only."""
+    """Print the mean of hidden, with a column for each collective or order; print nothing if there is only one."""
     names = list(dict.fromkeys(of(row) for row in rows))
     if len(names) < 2:
         return
@@ -153,7 +153,7 @@ def _maybe(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismSummary:
-    """Holds what one mechanism reached over all its rows that are not marked; None without any."""
+    """Summarizes one mechanism over its rows that are not marked; figures are None if there are no such rows."""
 
     mechanism: str
     hidden: float | None  # mean
@@ -165,7 +165,7 @@ class MechanismSummary:
 
 
 def mechanism_summaries(rows: Sequence[Row]) -> list[MechanismSummary]:
-    """Return what every mechanism reached, the one that hides most first."""
+    """Return a summary of every mechanism, the one that hides most first."""
     by_mechanism: dict[str, list[Row]] = {}
     for row in rows:
         by_mechanism.setdefault(row.mechanism, []).append(row)
@@ -228,7 +228,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def markdown(measurement: Measurement) -> str:
-    """Return the page: where it was measured, every mechanism, every row, every building block."""
+    """Return the Markdown page: machine and command, every mechanism, every row, every building block."""
     parts = [f"# counterpoint measure {_cell(measurement.suite)}", _where(measurement)]
     if measurement.rows:
         means = [_mean_table(measurement, of) for of in (lambda row: row.collective, lambda row: row.order)]
@@ -332,7 +332,7 @@ def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) ->
 
 
 def _cell(value: object) -> str:
-    """Return text that stays in its cell and is not markup, wherever the page is shown."""
+    """Return a value as text with Markdown's characters escaped, so that it stays plain text in its cell."""
     text = say.UNKNOWN if value is None else printable(str(value))
     for character in "\\`*_<>[]|&#":
         text = text.replace(character, "\\" + character)

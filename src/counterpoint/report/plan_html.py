@@ -1,4 +1,4 @@
-"""Write a prediction as one page: where the step goes, the stages' timeline, scaling curves, sensitivity bars."""
+"""Write a prediction as one HTML page: parts of the step, pipeline timeline, scaling curves, sensitivity bars."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_plan_page(path: Path, found: Prediction) -> None:
 
 
 def timeline_figure(bars: Sequence[Bar]) -> Figure:
-    """Return a row for each stage, the first on top; a bar for each forward and backward of a micro-batch."""
+    """Return a figure with a row for each stage, the first on top, and a bar for each task of a micro-batch."""
     stages = sorted({bar.stage for bar in bars})
     drawn = {kind: [bar for bar in bars if bar.kind == kind] for kind in KINDS}
     drawn = {kind: of for kind, of in drawn.items() if of}
@@ -83,7 +83,7 @@ def timeline_figure(bars: Sequence[Bar]) -> Figure:
 
 
 def curves_figure(curve: Curve) -> Figure:
-    """Return step time, MFU and the exposed share, each in a panel of its own, over the values of the curve."""
+    """Return a figure with one panel each for step time, MFU and the exposed share, over the curve's values."""
     points = [point for point in curve.points if point.step_us is not None]
     names = [clean(point.value, 40) for point in points]
     x = Axis(label=clean(curve.name, 40), low=-0.3, high=len(points) - 0.7, ticks=list(enumerate(names)))

@@ -14,7 +14,7 @@ BAR = 24  # characters
 
 
 def headline(found: Prediction) -> str:
-    """Return one line: how long, how much of the machine it uses, what is exposed."""
+    """Return one line with the step time, the MFU and the share of exposed communication."""
     exposed = say.percent(found.exposed_comm_us / found.step_us)
     mfu = "" if found.mfu is None else f"MFU {say.percent(found.mfu, digits=1)}, "
     return (
@@ -114,7 +114,7 @@ def _search(search: SearchResult, console: Console) -> None:
 
 
 def _placement(placement: PlacementResult, console: Console) -> None:
-    """Print the cost of each order by level, and what would set the first one up."""
+    """Print the cost of each rank order by network level, and how to use the files that set up the first one."""
     best = placement.orders[0]
     _heading(console, "Where the ranks should be: distance · bytes, the order found first")
     columns = ("order", *(level.level for level in best.levels), "cost", "over found", "longest, ms")
@@ -131,7 +131,7 @@ def _placement(placement: PlacementResult, console: Console) -> None:
 
 
 def _varying(search: SearchResult) -> Sequence[str]:
-    """Return the fields that are not everywhere 1: the others would be columns of ones."""
+    """Return the fields that are not 1 in every choice: the others would be columns of ones."""
     fields = search.choices[0].settings
     return [name for name in fields if any(choice.settings[name] != 1 for choice in search.choices)]
 

@@ -1,4 +1,4 @@
-"""Write pages on which nothing of a trace or a result is interpreted; three locks keep a hostile name inert.
+"""Write pages on which nothing of a trace or a result is interpreted; three measures keep a hostile name from running.
 
 The template escapes everything, data for scripts is JSON without `<`, and the page's own Content-Security-Policy lets
 run only the scripts whose SHA-256 it names and forbids every request.
@@ -38,12 +38,12 @@ def write_page(
     """Fill in `page/NAME.html`; `path` appears whole or not at all.
 
     Args:
-        path: of the page, 0.1 MB and what `data` takes.
-        name: of the template.
+        path: the page, of 0.1 MB and what `data` takes.
+        name: the template's name.
         data: for the script, in the element `data`.
-        own: name of the script.
-        plot: there is something to draw: bring uPlot.
-        filters: of the template, besides `clean`.
+        own: the name of the page's own script.
+        plot: whether there is something to draw, which needs uPlot.
+        filters: Jinja filters of the template, besides `clean`.
         shown: what the template shows, by name.
 
     Raises:
@@ -72,12 +72,12 @@ def write_page(
 
 
 def _own_text(name: str) -> str:
-    """Return a file of `page/`."""
+    """Return the text of a file in `page/`."""
     return (PAGE / name).read_text("utf-8")
 
 
 def _environment() -> jinja2.Environment:
-    """Return templates that escape what they show and refuse names they do not know; filter `clean`."""
+    """Return a Jinja environment that escapes what it shows, refuses undefined names and has the filter `clean`."""
     import jinja2
 
     pages = jinja2.Environment(
@@ -92,7 +92,7 @@ def _environment() -> jinja2.Environment:
 
 
 def policy(scripts: Iterable[str]) -> str:
-    """Return the Content-Security-Policy: these scripts, inline styles, no request at all."""
+    """Return a Content-Security-Policy that allows these scripts and inline styles, and no request at all."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     return "; ".join(
         (

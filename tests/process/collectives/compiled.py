@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.reduce import launch_of, with_types
 from counterpoint.collectives.cuda.sum_kernel import combine
+from counterpoint.collectives.cuda.sums import launch_of, with_types
 from counterpoint.collectives.program.reductions import Reduction
 
 

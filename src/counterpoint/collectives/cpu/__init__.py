@@ -1,1 +1,1 @@
-"""Carries calls out on CPUs: `transport.py` holds the channels, `channel.py` their threads and the call under way."""
+"""Run calls on CPUs: `transport.py` holds the channels, `channel.py` their threads and the call under way."""

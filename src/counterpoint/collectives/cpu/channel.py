@@ -1,7 +1,7 @@
-"""One channel of a communicator on CPUs: two lanes, which are threads, and the calls that they carry out.
+"""Run one channel of a communicator on CPUs: two lanes, which are threads, and the calls that they run.
 
-What a GPU does with copy engines and stream memory operations is done here by `memmove`, by stores and by polling.
-Order and visibility are those of host/status.py.
+Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
+peers see stores is described in host/status.py.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from counterpoint.collectives.work import HostWork
 from counterpoint.errors import CounterpointError
 
 BeforeStep: TypeAlias = Callable[[Program, Step], None]
-"""Called in the lane's thread before every step; tests put delays and deaths here."""
-_DYING_S = 1.0  # from the moment when a process gives up its memory to that when it is seen to be dead
+"""Types a function that is called in the lane's thread before every step; tests use it to delay or kill a rank."""
+_DYING_S = 1.0  # seconds that a peer whose memory is gone may take until it is seen to be dead
 
 
 class Lane:
-    """Runs one thing after another in a thread of its own, for lane `COPY` or `REDUCE` of a channel."""
+    """Runs lane `COPY` or `REDUCE` of a channel's calls, one call after the other, in a thread of its own."""
 
     def __init__(self, channel: int, lane: int) -> None:
         self._lane = lane
@@ -57,11 +57,11 @@ class Lane:
         self._thread.start()
 
     def put(self, work: CpuCall) -> None:
-        """Let the thread run this lane of `work` after all that was put before."""
+        """Let the thread run this lane of the call `work` after all calls that were put before."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the thread after what was put before."""
+        """End the thread after the calls that were put before."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -73,7 +73,7 @@ class Lane:
 
 
 class Channel:
-    """Runs one call after another; has lanes, staging, and a landing for outputs that are not in symmetric memory."""
+    """Runs calls in order; holds lanes, staging, and a landing for outputs that are not in symmetric memory."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Channel:
 class CpuCall:
     """Represents one submission under way in the two threads of its channel.
 
-    With `handshake` it begins with telling the peers that its output is free. The tensors of `keep` live until it has
+    With `handshake` it first signals the peers that its output is free. The tensors of `keep` live until the call has
     been waited for.
     """
 
@@ -122,7 +122,7 @@ class CpuCall:
         self.reduced.set()
 
     def run_lane(self, lane: int) -> None:
-        """Do the part of a lane, in its thread: `COPY` does the whole call, and lets `REDUCE` do its part."""
+        """Run one lane of this call in that lane's thread; the `COPY` lane runs the call and starts `REDUCE`."""
         if lane == REDUCE:
             self._reduce_lane()
             return
@@ -136,7 +136,7 @@ class CpuCall:
             self.reduced.wait()  # until then the other lane uses the tensors
 
     def _do(self) -> None:
-        """Announce the call, plan it, run its lanes, and compare it with what the others did."""
+        """Announce the call, plan it, run its lanes, and compare it with the peers' calls."""
         submission, channel = self.submission, self.channel
         self.record = channel.announcer.announce(submission, self.current.number)
         self.program = self._program()
@@ -157,7 +157,7 @@ class CpuCall:
         self.record.step = self.record.steps
 
     def _program(self) -> Program:
-        """Return this rank's program; the ranks meet first if that is asked for, or if only all of them know it."""
+        """Return this rank's program; the ranks meet first in debug mode, or to exchange split sizes."""
         rows = self._met() if self.submission.meets else []
         if self.submission.program is not None:
             return self.submission.program
@@ -166,20 +166,20 @@ class CpuCall:
         return self.channel.programs.get(call, self.early is not None, self.submission.layout)
 
     def _met(self) -> list[list[int]]:
-        """Wait until every rank has announced this call; return their rows."""
+        """Wait until every rank has announced this call; return the bytes that each rank sends to each, by sender."""
         rows: list[list[int]] = [list(self.submission.row)] * self.memory.world_size
         for peer, record in self.channel.announcer.met(self.submission, self.current.number).items():
             rows[peer] = list(record.row)
         return rows
 
     def _compare(self, peer: int) -> None:
-        """Raise Misconfigured if `peer` has made another call; it may not have made any yet."""
+        """Raise Misconfigured if `peer` has made a different call under this number; it may not have made one yet."""
         same = self.watchdog.same(self.current, peer)
         if same is not None and same != self.current.text:
             raise mismatch(self.current, peer, same)
 
     def _place_output(self) -> None:
-        """Choose where peers write the output, which they have mapped: the tensor, or a landing that is copied from."""
+        """Show where peers write the output: the tensor if it is symmetric memory, else the landing."""
         submission = self.submission
         if not submission.output_bytes or not self.program.receives:
             return
@@ -192,7 +192,7 @@ class CpuCall:
         self.record.output_offset, self.record.output_region = at.offset, at.region
 
     def _grow_staging(self) -> None:
-        """Replace staging that is too small; all ranks do so at the same call, since they know what all need."""
+        """Replace staging that is too small; all ranks do so at the same call, as all compute the same size."""
         call, tuning, channel = self.program.call, self.program.tuning, self.channel
         if not call.reduces:
             return
@@ -250,7 +250,7 @@ class CpuCall:
         words[index] = 0
 
     def _word(self, rank: int, flag: Flag) -> tuple[Any, int]:
-        """Return where `flag` of `rank` is: an array, and the index in it."""
+        """Return the array of words that holds `flag` of `rank`, and the index in it."""
         board = self.memory.statuses[rank]
         if self.early is not None and flag.buffer == "output":
             return board.early[self.early.block.number], flag_word(flag, self.memory.world_size)
@@ -263,7 +263,7 @@ class CpuCall:
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return where the span of `peer` is mapped here. It was shown before the signal that it may be written."""
+        """Return the address of a span of `peer`, which has shown its place before it signalled `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:
@@ -276,26 +276,26 @@ class CpuCall:
             at = Location(record.output_region, record.output_offset)
         try:
             return self.memory.address(peer, at + span.offset, span.num_bytes)
-        except CounterpointError:  # who is dying or has given up has no memory any more: soon it can be told
+        except CounterpointError:  # a peer that is dying or has failed has no memory: wait for the better error
             soon = time.monotonic() + _DYING_S
             self.channel.waiter.wait_until(lambda: time.monotonic() > soon, self.current, peer)
             raise
 
     def _staging_of(self, peer: int) -> Location:
-        """Return the staging of `peer`, which may not have come to this call yet, and so not have replaced it."""
+        """Return where the staging of `peer` is, after waiting until it has replaced it as often as this rank."""
         board = self.memory.statuses[peer].channels[self.channel.index]
         self.channel.waiter.wait_until(lambda: board.staging >= self.channel.status.staging, self.current, peer)
         return Location(board.staging_region, 0)
 
     def _early_of(self, peer: int, early: EarlyUse) -> Location:
-        """Return where the block of `peer` is, which may not have come to this call yet, nor have made its region."""
+        """Return where the early-release output of `peer` is, after waiting until it has made the block's region."""
         regions, part = self.memory.statuses[peer].early_regions, early.block.part
         self.channel.waiter.wait_until(lambda: regions[part] >= 0, self.current, peer)
         return Location(regions[part], early.block.at.offset + early.offset)
 
 
 def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Reduction) -> None:
-    """Combine `num_bytes` at each of several addresses, in this order, to a target, which may be one of them."""
+    """Combine `num_bytes` at each source address, in this order, into the target, which may be one of the sources."""
     import torch
 
     count = num_bytes // reduction.item_bytes
@@ -309,7 +309,7 @@ def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Redu
 
 
 def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
-    """Combine tensors of one shape, in plain torch, as the kernel does: ascending order, the same accumulator."""
+    """Return tensors of one shape combined in plain torch as the GPU kernel does: same order, same accumulator."""
     import torch
 
     wide = [source.to(getattr(torch, reduction.accumulator)) for source in sources]

@@ -1,4 +1,4 @@
-"""Runs programs on CPUs: a thread for each lane of each channel, over memory that all processes of a group have mapped.
+"""Run programs on CPUs by a thread for each lane of each channel, over memory that all processes have mapped.
 
 A channel runs one call after another; channels run at the same time.
 """
@@ -22,7 +22,7 @@ from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured
 
-CHUNK_BYTES = 1 << 16  # smaller, and Python's time for each piece counts; larger, and less is added while more comes
+CHUNK_BYTES = 1 << 16  # smaller chunks cost Python time for each; larger ones overlap sums with copies less
 
 
 class CpuTransport:
@@ -53,7 +53,7 @@ class CpuTransport:
         ]
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return chunks of at least the size asked for, and no more of them than a channel has flags."""
+        """Return a tuning with chunks of `chunk_bytes`, or larger if a channel has no flags for so many."""
         return with_staging_slices(self._tuned, call, self._staging_bytes)
 
     def _tuned(self, call: Call) -> Tuning:
@@ -61,32 +61,32 @@ class CpuTransport:
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return nothing: ranks read in each other's status where outputs are."""
+        """Return "": outputs may be at different places, which ranks read from each other's status."""
         return ""
 
     @property
     def epoch(self) -> int:
-        """The number of regions that were made; after a new one an address may mean something else."""
+        """Return how many regions were made so far; after a new one an address may mean something else."""
         return self.memory.created
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return nothing: the output is shown when the call runs."""
+        """Return `NOWHERE`: the status shows the output's place when the call runs, not when it is announced."""
         return NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return nothing: a call has ended when it was waited for, and its tensors live until then."""
+        """Return (): a call's tensors live until it was waited for, so their reuse need not wait for it."""
         return ()
 
     def accept(self, submission: Submission) -> None:
-        """Take every submission."""
+        """Accept every submission; raise only if the communicator has failed."""
         self.check()
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork:
-        """Queue a call behind the others of its channel; raise why an earlier one failed. See `Transport.start`."""
+        """Queue a call behind the others of its channel; raise if an earlier one failed. See `Transport.start`."""
         self.check()
         self.early.collect()
         early = submission.early
@@ -99,7 +99,7 @@ class CpuTransport:
         return call.work
 
     def check(self) -> None:
-        """Raise what ended this communicator, if something did."""
+        """Raise the error that ended this communicator, if there was one."""
         self.failure.check()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
@@ -107,7 +107,7 @@ class CpuTransport:
         raise Misconfigured("record_stream on a CPU: what uses a tensor there has ended when the tensor dies")
 
     def close(self) -> None:
-        """End what still runs, then the threads; do nothing in a forked child, which has neither."""
+        """Fail the calls that still wait, then end threads and free memory; do nothing in a forked child."""
         if not self.watchdog.in_own_process():
             return
         self.failure.close()
@@ -122,7 +122,7 @@ class CpuTransport:
         return region
 
     def _release(self, block: EarlyBlock) -> bool:
-        """Tell the peers that the block is free. All loads of what was in it were before: its tensor has died."""
+        """Signal the peers that a block is free, and return True; its tensor has died, so no load of it can follow."""
         if block.ready or self.failure.error is not None:
             return True
         word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)

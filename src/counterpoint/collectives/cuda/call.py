@@ -1,4 +1,4 @@
-"""A call on a GPU: its driver calls, made once and issued often, and the work of each time that it was started."""
+"""Define a GPU call whose driver calls are made once and issued often, and the `Work` of each start of it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PAUSE_S = 1e-4
 
 
 class Prepared:
-    """Holds one program at its addresses, ready to be issued any number of times.
+    """Holds the driver calls of one program at fixed addresses, ready to be issued any number of times.
 
-    A graph is made (if `graphs` allows it) when it comes for the second time: that takes longer than to issue the
-    calls, and pays only for what comes again. In a capture of the caller's the calls are issued, and become part of
-    that graph. The program is kept so that its identity stays its own.
+    If `graphs` is set, the second start captures the calls in a CUDA graph, which later starts replay: to make it takes
+    longer than to issue the calls. In a graph capture of the caller the calls are issued, and become part of that
+    graph. The program is kept so that no other object can get its `id`, which keys use.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Prepared:
         self.captured = False
         self.evicted = False  # no longer in the cache, and will be closed
         self.last: StreamPoint | None = None
-        self.noted = (-1, 0)  # what the order of streams knows of its memory: in which epoch, on which stream
+        self.noted = (-1, 0)  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
-        """Issue everything on `stream`, which is in the capture of this number (0: none).
+        """Issue all driver calls on `stream`, which is in the graph capture with the id `capture` (0: none).
 
-        If the driver refuses, that is raised: the peers may then wait for what was not issued.
+        An error of the driver is raised; the peers may then wait for signals that were not issued.
         """
         if self._graph is not None and not capture:
             self._graph.launch(events.handle(stream))
@@ -66,7 +66,7 @@ class Prepared:
         self._begun = True
 
     def close(self) -> None:
-        """Give back what it holds, once its last issue has run."""
+        """Free its graph and events; only when the last issued calls have run."""
         for bound in self._bounds.values():
             bound.close()
         if self._graph is not None:
@@ -75,22 +75,22 @@ class Prepared:
 
 
 class PreparedCache:
-    """Keeps up to `most` of what was prepared and may come again; what was not used for the longest time goes first."""
+    """Caches up to `most` prepared calls, and evicts the least recently used one when it is full."""
 
     def __init__(self, events: EventPool, *, most: int = 512) -> None:
         self._events, self._most = events, most
         self._kept: dict[Hashable, Prepared] = {}
-        self._leaving: list[Prepared] = []  # until their last issue has run; for ever, if that is in a graph
+        self._leaving: list[Prepared] = []  # evicted, to be closed when their last issue has run; never if captured
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, key: Hashable) -> Prepared | None:
-        """Return what was put for `key`, if it is still here."""
+        """Return the prepared call that was put under `key`; None if there is none, or it was evicted."""
         return self._kept.get(key)
 
     def put(self, key: Hashable, prepared: Prepared) -> None:
-        """Keep it for `key`; if there is no room, the one that was used longest ago is evicted."""
+        """Cache `prepared` under `key`; if the cache is full, evict the least recently used one."""
         if len(self._kept) >= self._most:
             oldest = min(self._kept, key=lambda kept: _last_used(self._kept[kept]))
             evicted = self._kept.pop(oldest)
@@ -100,7 +100,7 @@ class PreparedCache:
         self._kept[key] = prepared
 
     def close(self) -> None:
-        """Close all of them; only when everything has run."""
+        """Close all prepared calls, evicted ones included; only when all calls have run."""
         for prepared in (*self._kept.values(), *self._leaving):
             prepared.close()
         self._kept.clear()
@@ -111,7 +111,7 @@ class PreparedCache:
             if not prepared.captured and (prepared.last is None or self._events.passed(prepared.last)):
                 prepared.close()
                 self._leaving.remove(prepared)
-                return  # one comes, one goes
+                return  # one is closed for each that is put
 
 
 def _last_used(prepared: Prepared) -> int:
@@ -119,11 +119,12 @@ def _last_used(prepared: Prepared) -> int:
 
 
 class CudaWork:
-    """Represents a collective on a GPU that was started; see `Work`.
+    """Represents a collective that was started on a GPU; see `Work`.
 
-    It ends with the point `ended` of a stream; when `began` has passed, its stream has come to it, and all calls before
-    it on its channel have ended. If it was captured, it is for the capture alone: `wait` joins it. The tensors of
-    `keep` live until the end; `record` shows the call in this rank's status.
+    It has begun when its stream has passed the point `began`, by which all earlier calls of its channel have ended, and
+    has ended at the point `ended`. In a graph capture, `wait` joins it to the captured stream, and nothing else is
+    known of it. This object keeps the tensors of `keep` alive until `wait`; `record` shows the call in this rank's
+    status.
     """
 
     path: Literal["zero_sm", "torch"] = "zero_sm"
@@ -142,21 +143,21 @@ class CudaWork:
         self._context, self._submission = context, submission
         self.number, self.record, self.calls = number, record, calls
         self.began, self.ended, self.keep = began, ended, keep
-        self.begun_s: float | None = None  # since when it has been seen to have begun
+        self.begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
 
     @property
     def current(self) -> CurrentCall:
-        """The call and its number."""
+        """Return the name and number of the call, for errors and the watchdog."""
         return self._submission.current(self.number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait; the host does not, unless there is a `timeout_s`, in seconds.
+        """Let the current stream wait for the end; the host waits only with `timeout_s`, for up to that many seconds.
 
         Returns:
             True.
 
         Raises:
-            PeerTimeout: `timeout_s` has passed; or, as of any error that is known now, a rank died or did not come.
+            PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.
         """
         context, ended = self._context, self.ended
         context.failure.check()
@@ -170,13 +171,13 @@ class CudaWork:
         stream = context.gpu.current_stream()
         if stream != ended.stream:
             context.events.wait(stream, ended)
-        self.keep = ()  # whatever uses their memory next on this stream comes after the end
+        self.keep = ()  # this stream now waits for the end, so later users of the memory on it do, too
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not; never of one that was captured."""
+        """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
         return not self.ended.capture and self._context.events.passed(self.ended)
 
     def exception(self) -> BaseException | None:
-        """Return why the communicator failed; None if it did not."""
+        """Return the error that ended the communicator; None if there is none."""
         return self._context.failure.error

@@ -1,18 +1,18 @@
-"""One channel of a communicator on a GPU: it shows a call, compares it with the peers', and issues its driver calls.
+"""Run one channel of a GPU communicator: announce a call, compare it with the peers', and issue its driver calls.
 
-*Where peers write.* A peer's output is assumed to have the same region and offset as the own one: pools give the same
-places on all ranks that make and drop their tensors in the same order. That is not trusted but compared, since the
-place is part of what a call is announced as (`CudaTransport.place`): a rank announces its call, then looks at the calls
-of the others (host/announce.py), and only then queues anything. So of two ranks that mean different places the one that
-announces last raises before it has queued its call, and none of its bytes and signals go out. The other one could not
-know yet and has queued its call, but writes nothing at a wrong place: the checker proves that no program writes into an
-output before its owner has begun the call and said so by a signal (`ready`, or in an all_reduce the arrival of slices),
-and this owner never does. The watchdog ends its wait; by then both have failed, and all buffers of the communicator are
-rubbish, since a stream that is let go does what it was told. With an early release that signal was made before; then
-the block is compared, and a rank that means another one may find its block overwritten before it learns of that.
+*Where peers write.* We assume that each peer's output has the same region and offset as ours: pools give the same
+places on all ranks that make and drop their tensors in the same order. We verify it, since the place is part of the
+announced text (`CudaTransport.place`): a rank announces its call, then looks at the calls of the others
+(host/announce.py), and only then queues work. So of two ranks with different places, the one that announces last raises
+before it has queued its call, and none of its bytes and signals go out. The other one could not know yet and has queued
+its call, but writes nothing at a wrong place: the checker proves that no program writes into an output before its owner
+has begun the call and said so by a signal (`ready`, or in an all_reduce the arrival of slices), and this owner never
+does. The watchdog ends its wait; by then both ranks have failed, and all buffers of the communicator are invalid, since
+a released stream runs the rest of its queue. With an early release that signal was sent before the call; then the block
+is compared, and a rank that uses another block may find it overwritten before it gets the error.
 
 gather, send_recv, and all_to_all with split sizes have outputs of different sizes, or on some ranks only: there the
-ranks meet on the host first, and read from each other's boards where outputs are.
+ranks meet on the host first, and read from each other's statuses where outputs are.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from counterpoint.collectives.program.steps import COPY, Copy, Program
 from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
 from counterpoint.errors import Misconfigured
 
-LANDING = Location(-2, 0)  # of an output that peers cannot write: it is copied from the channel's landing
-_MOST_KNOWN = 4096  # programs whose needs, and submissions whose calls are remembered
+LANDING = Location(-2, 0)  # stands for an output that peers cannot write: they write the landing, which is copied
+_MOST_KNOWN = 4096  # entries of each cache: needs by program, prepared calls by submission
 
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Says what a program needs before it can be lowered: the same on all ranks, but for the last."""
+    """Holds what a program needs before it is lowered; all fields but `program` and `writes` are equal on all ranks."""
 
     program: Program
     staging_bytes: int
     landing_bytes: int
-    meets: bool  # to learn where outputs are
-    writes: bool  # this rank writes into theirs
+    meets: bool  # ranks must meet first to learn where the others' outputs are
+    writes: bool  # this rank writes into peers' outputs
 
 
 class CudaChannel:
-    """Runs calls one after the other, on whatever streams they are made."""
+    """Issues this channel's calls in order, each on the stream that was current when it was made, or on its own."""
 
     def __init__(self, context: CudaContext, index: int) -> None:
         self.context, self.index = context, index
@@ -62,23 +62,23 @@ class CudaChannel:
             GrowableRegion(partial(context.growth.create, f"{what} of channel {index}"))
             for what in ("staging", "landing")
         )
-        self.last: dict[int, StreamPoint] = {}  # end of the latest call, of each capture under way, and (0) of none
+        self.last: dict[int, StreamPoint] = {}  # end of the latest call by graph capture; 0: outside of captures
         self.under_way: deque[CudaWork] = deque()
         self._cache = PreparedCache(context.events)
-        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # of calls that meet nobody, by their handshake
-        self._epoch = 0  # of `_latest`
+        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # by handshake; only calls that need no meeting
+        self._epoch = 0  # epoch of memory in which `_latest` is valid
         self._needs: dict[int, _Needs] = {}
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
-        """Queue a call on the current stream, or with `async_op` behind it on the channel's own.
+        """Queue a call on the current stream, or with `async_op` on the channel's own stream after the current one.
 
-        The tensors of `keep` live until a call with `async_op` has ended: of others the current stream is behind.
+        With `async_op` the call's work keeps the tensors of `keep` alive; others need not, as they run in stream order.
 
         Returns:
-            Its work, and the number of the capture that it became part of; 0: none.
+            The call's work, and the id of the graph capture that it became part of; 0: none.
 
         Raises:
-            Misconfigured: it cannot be done in a capture.
+            Misconfigured: the stream is in a graph capture, and the output is one of an early release.
         """
         context = self.context
         current = context.gpu.current_stream()
@@ -94,14 +94,14 @@ class CudaChannel:
             return self._queue(submission, number, keep, current, capture), capture
 
     def close(self) -> None:
-        """Give everything back; only when everything has run."""
+        """Free graphs, events and streams; only when all calls have run."""
         self._cache.close()
         self.executor.close()
 
     def _queue(
         self, submission: Submission, number: int, keep: tuple[Any, ...], current: int, capture: int
     ) -> CudaWork:
-        """Show the call, then compare it, and only then issue it."""
+        """Announce the call, compare it with the peers' calls, and only then issue it."""
         try:
             record = self.announcer.announce(submission, number)
             self.announcer.compare(submission, number)
@@ -124,12 +124,12 @@ class CudaChannel:
     def _issue(
         self, submission: Submission, prepared: Prepared, current: int, capture: int
     ) -> tuple[StreamPoint, StreamPoint]:
-        """Queue it after the last call of the channel, and note what it uses; return its begin and its end."""
+        """Queue the call after the last one of the channel, and record its memory; return its begin and its end."""
         events = self.context.events
         stream = self.stream if submission.async_op else current
         last, begin = self.last.get(capture), None
         if stream != current:
-            begin = events.record(current, capture)  # of the call, too: its own stream runs nothing but calls
+            begin = events.record(current, capture)  # counts as the call's begin: its own stream runs only calls
             events.wait(stream, begin)
         if last is not None and last.stream != stream:
             events.wait(stream, last)
@@ -142,7 +142,7 @@ class CudaChannel:
         return begin, end
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
-        """Tell the order of streams which memory is used; once, as long as none has been taken back."""
+        """Record in `StreamOrder` which memory the call uses; repeated calls do so only after memory was freed."""
         order = self.context.order
         now = order.epoch, stream
         if now == prepared.noted and not capture:
@@ -154,7 +154,7 @@ class CudaChannel:
             prepared.noted = now
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return its driver calls: those of the last time, if nothing has changed that they depend on."""
+        """Return the call's driver calls: cached ones, unless an address or size that they depend on has changed."""
         handshake = submission.early is None or submission.early.handshake
         if self._epoch != self.context.growth.epoch or len(self._latest) > _MOST_KNOWN:
             self._latest.clear()  # staging or landing may have been replaced
@@ -181,7 +181,7 @@ class CudaChannel:
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Meet the other ranks if something can only be known or made together; return what they say of outputs."""
+        """Return a call's needs, and where peers' outputs are; meet the ranks first to allocate or to learn these."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -212,7 +212,7 @@ class CudaChannel:
         return needs, where if told else {}
 
     def _needed(self, program: Program) -> _Needs:
-        """Return what a program needs, worked out once for each."""
+        """Return the cached needs of a program."""
         found = self._needs.get(id(program))
         if found is None or found.program is not program:
             if len(self._needs) >= _MOST_KNOWN:
@@ -221,7 +221,7 @@ class CudaChannel:
         return found
 
     def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
-        """Put addresses in the place of roles, and add the copy out of the landing."""
+        """Lower the program to driver calls at real addresses, and add the copy from the landing if there is one."""
         addresses = self._addresses(submission, needs, met)
         steps = needs.program.cycle(early_release=not handshake)
         calls: tuple[DriverCall, ...] = lower(needs.program, addresses, steps)
@@ -234,7 +234,7 @@ class CudaChannel:
         return Prepared(needs.program, calls, self.executor, reduction, graphs=options.graphs is not False)
 
     def _addresses(self, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> Addresses:
-        """Return where this rank has everything mapped; nothing for outputs that it does not write to."""
+        """Return the addresses of all buffers and flags of a call; 0 for outputs that this rank does not write."""
         memory, flags, block = self.context.memory, self.context.flags, None
         if submission.early is not None:
             block = submission.early.block
@@ -255,7 +255,7 @@ class CudaChannel:
         return tuple(memory.address(rank, at, num_bytes) for rank in range(memory.world_size))
 
     def _output_of(self, rank: int, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> int:
-        """Return where this rank has the output of `rank` mapped; 0 if there is none."""
+        """Return the address at which this rank has the output of `rank` mapped; 0 if `rank` has no output."""
         memory = self.context.memory
         if rank == memory.rank and not (submission.at is None and needs.program.receives):
             return submission.output

@@ -1,4 +1,4 @@
-"""What all parts of one communicator on a GPU share, and how its symmetric memory grows."""
+"""Define what all parts of one GPU communicator share, and how its symmetric memory grows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import Misconfigured, Unsupported
 
-STEPS = 2  # of a call's record on the board: announced is step 0 of them, begun 1, ended 2
+STEPS = 2  # steps of a GPU call in the status: 0 announced, 1 begun, 2 ended
 
 
 class Growth:
-    """Makes regions of symmetric memory, all ranks together: they meet first, so that one that does not come is named.
+    """Makes regions of symmetric memory together with all ranks, which meet first so that errors name a missing rank.
 
-    They meet on a channel of the board that is for nothing else, and `announcer` is that channel's. A rank may take up
-    to `max_bytes`; None: what there is.
+    They meet on `channel` of the status, which serves nothing else and whose calls `announcer` announces. A rank may
+    take up to `max_bytes`; None: no limit.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Growth:
         self._announcer, self._channel = announcer, channel
         self._max_bytes, self._bytes, self._count = max_bytes, 0, 0
         self.epoch = 0
-        """Counts the regions: after a new one an address may mean something else."""
+        """Counts the regions made: after a new one an address may mean something else."""
 
     def create(self, what: str, num_bytes: int) -> int:
-        """Return a new region, which all ranks make together; raise if one does not come or wants something else.
+        """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
 
-        `what` is what it is for, in the same words on all ranks.
+        `what` says what the region is for, in the same words on all ranks.
 
         Raises:
-            Misconfigured: in a capture.
-            Unsupported: more than `max_bytes`.
+            Misconfigured: the current stream is in a graph capture.
+            Unsupported: this rank would have more than `max_bytes`.
         """
         if self._gpu.capture_of(self._events.handle(self._gpu.current_stream())):
             raise Misconfigured(f"{what}: {num_bytes} bytes more cannot be made in a capture; make them before it")
@@ -71,16 +71,16 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaContext:
-    """Holds what the channels, the watch and the calls of one communicator share."""
+    """Holds the objects that the channels, the watch and the calls of one communicator share."""
 
-    gpu: Any  # of this rank
+    gpu: Any  # this rank's `Gpu`, or a stand-in
     memory: SymmetricMemory  # symmetric memory of the group
-    events: EventPool  # of the device
-    order: StreamOrder  # which streams use which memory
-    flags: FlagLayout  # where the words of flags lie
-    watchdog: Watchdog  # of the ranks' processes and boards
-    waiter: PeerWaiter  # how the host waits for them
-    failure: Failure  # of this communicator
-    growth: Growth  # makes regions
-    programs: Programs  # of this rank
-    options: CommunicatorOptions  # what was asked for
+    events: EventPool  # events of the device
+    order: StreamOrder  # records which streams use which memory
+    flags: FlagLayout  # says where the flag words lie
+    watchdog: Watchdog  # looks at the ranks' processes and statuses
+    waiter: PeerWaiter  # lets the host wait for peers
+    failure: Failure  # holds the error that ended this communicator
+    growth: Growth  # makes regions of symmetric memory
+    programs: Programs  # plans this rank's programs
+    options: CommunicatorOptions  # options of the communicator

@@ -1,4 +1,4 @@
-"""One GPU as a communicator uses it: what it needs of torch and of the driver, so that something else can stand in."""
+"""Define `Gpu`: all that a communicator needs of torch and of the driver, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
-from counterpoint.collectives.cuda.reduce import bind
+from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
@@ -17,7 +17,7 @@ from counterpoint.errors import Unsupported
 
 
 class Gpu:
-    """Represents this process's GPU; `device` without an index is the current one.
+    """Represents this process's GPU; a `device` without an index is the current one.
 
     `Unsupported` is raised if there is no CUDA in this torch, no GPU, or no cuda-bindings.
     """
@@ -42,7 +42,7 @@ class Gpu:
         return why_not(gather_values(group, CudaCard.of(self.device.index)))
 
     def memory(self, group: Any) -> SymmetricMemory:
-        """Return the symmetric memory of this GPU and those of the group."""
+        """Return the symmetric memory that this GPU shares with the GPUs of the group."""
         import torch.distributed as dist
 
         return CudaMemory(dist.group.WORLD if group is None else group, self.device.index)
@@ -57,7 +57,7 @@ class Gpu:
         return int(torch.cuda.current_stream(index).cuda_stream)
 
     def capture_of(self, stream: Any) -> int:
-        """Return the number of the capture that a `CUstream` is in, 0 if it is in none; raise if the driver refuses."""
+        """Return the id of the graph capture that a `CUstream` is in, 0 if in none; raise if the driver refuses."""
         error, status = self.driver.cuStreamIsCapturing(stream)
         if error or not status:
             return 0
@@ -67,22 +67,22 @@ class Gpu:
         return int(number)
 
     def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
-        """Return what launches `call` on the stream with this handle."""
+        """Return a function that launches the reduction `call` on the stream with this handle."""
         return bind(call, reduction, stream=stream, device_sms=self._sms)
 
     def enter_thread(self) -> None:
-        """Prepare a thread of our own: it gets this GPU's context, and takes no part in captures of other threads.
+        """Give the calling thread this GPU's context, and let it query events while other threads capture graphs.
 
-        During these the driver otherwise forbids even to ask for events.
+        Without the relaxed capture mode the driver refuses to query events during a capture of another thread.
         """
         self.driver.cuCtxSetCurrent(self._context)
         self._exchange(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Allow in a capture what the driver forbids there by default, without making it part of the capture.
+        """Allow calls that the driver by default refuses in a graph capture, such as event queries and kernel loading.
 
-        So events of other streams are asked, and kernels are loaded.
+        These calls do not become part of the graph.
         """
         before = self._exchange(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
@@ -95,7 +95,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU's context the current one, and put back the one that the thread had."""
+        """Make this GPU's context the current one, and restore the thread's earlier context at the end."""
         self.driver.cuCtxPushCurrent(self._context)
         try:
             yield

@@ -1,8 +1,8 @@
-"""Issues lowered calls through the CUDA driver: copy engines, stream memory operations, events; kernels only to reduce.
+"""Issue lowered calls through the CUDA driver: copy engines, stream memory operations, events; kernels only to reduce.
 
-Everything that can be made before is made in `bind`: handles, addresses, arrays of parameters. What is left per call is
-a loop over (function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21); the rest is the
-driver's. A `Graph` makes it one call.
+`Executor.bind` makes handles, addresses and arrays of parameters once. What is left for each issue is a loop over
+(function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21), and the driver's own time. A
+`Graph` replaces the loop by one driver call.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
 class _ReducingDevice(Protocol):
     def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
-        """Return what launches a reduction on the stream with this handle."""
+        """Return a function that launches a reduction on the stream with this handle."""
 
 
 @dataclass(frozen=True)
 class ReductionLauncher:
-    """Binds the reductions of one call to streams."""
+    """Binds the sum kernels of one call to streams."""
 
     device: _ReducingDevice
     reduction: Reduction
 
     def bind(self, call: ReduceLaunch, stream: int) -> Callable[[], object]:
-        """Return what launches `call` on the stream with this handle."""
+        """Return a function that launches `call` on the stream with this handle."""
         return self.device.bind_reduction(call, stream, self.reduction)
 
 
 class Executor:
-    """Holds what the programs of one device share: streams of their own and a pool of events.
+    """Holds the streams and the pool of events with which programs run on one device.
 
-    Lane `COPY` is the stream that `bind` is given, as a rule the caller's; lane `REDUCE` is a stream of the highest
-    priority: when a GEMM gives up SMs, the reduction gets them before the next GEMM does.
+    Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
+    priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
-    Call it in the thread, and with the device current, in which torch works; it is not for several threads at once.
-    `driver` is the module `cuda.bindings.driver`, or what stands in for it. `Unsupported` is raised if there are no
-    cuda-bindings or no driver, or if the driver refused.
+    Use it in the thread in which torch works, with this device current; it is not thread-safe. `driver` is the module
+    `cuda.bindings.driver`, or a stand-in. `Unsupported` is raised if there are no cuda-bindings or no driver, or if the
+    driver refused.
     """
 
     def __init__(self, *, driver: Any = None) -> None:
@@ -68,7 +68,7 @@ class Executor:
         return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:
-        """Return calls that are ready to be issued any number of times, eagerly or in a capture.
+        """Return calls that are ready to be issued any number of times, eagerly or in a graph capture.
 
         `stream` is the handle for lane `COPY`; `reduction` launches sums, and is needed if the calls reduce.
         """
@@ -78,10 +78,10 @@ class Executor:
         return Bound(made, tuple(events.values()), self)
 
     def graph(self, calls: Sequence[DriverCall], *, reduction: ReductionLauncher | None = None) -> Graph:
-        """Return a graph of these calls: one call to the driver for all of them, on any stream. See `bind`.
+        """Return a CUDA graph of these calls, which one driver call replays on any stream. See `bind`.
 
-        Replays are in order with each other (CUDA runs no graph at the same time as itself). In a capture of the
-        caller's, issue the `Bound` calls instead.
+        Replays run one after the other (CUDA runs no graph at the same time as itself). In a graph capture of the
+        caller, issue the `Bound` calls instead.
         """
         bound = self.bind(calls, int(self.side_stream), reduction=reduction)
         # relaxed: another thread of this process may allocate meanwhile, which a stricter mode turns into an error
@@ -97,15 +97,15 @@ class Executor:
         return Graph(executable, bound, self)
 
     def let_go(self, calls: Sequence[DriverCall]) -> None:
-        """Set every word that `calls` wait for, so that streams stuck in them run on: for a watchdog that gives up.
+        """Set every flag that `calls` wait for, so that streams stuck in them run on; for a watchdog that gives up.
 
-        What they do from then on is wrong, here and at the peers: the group is over, and its buffers are rubbish.
+        From then on the streams copy and sum wrong data, here and at peers: the group and its buffers are unusable.
         """
         for address in awaited(calls):
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Give back streams and events; what was bound must not be issued any more."""
+        """Destroy streams and events; bound calls must not be issued any more."""
         for event in self._taken_events:
             self.call("cuEventDestroy", event)
         for stream in self._streams:
@@ -113,10 +113,10 @@ class Executor:
         self._taken_events, self._free_events, self._streams = [], [], []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Return what the driver's function `name` returns after its error code: None, one value, or a tuple.
+        """Return the result of the driver's function `name` without its error code: None, one value, or a tuple.
 
         Raises:
-            Unsupported: it failed.
+            Unsupported: the function failed.
         """
         error, *values = getattr(self.driver, name)(*arguments)
         if error:
@@ -126,7 +126,7 @@ class Executor:
         return values[0] if len(values) == 1 else tuple(values) or None
 
     def reuse(self, events: tuple[Any, ...]) -> None:
-        """Take back events of calls that will not be issued any more."""
+        """Put the events of calls that will not be issued any more back into the pool."""
         self._free_events.extend(events)
 
     def _event(self) -> Any:
@@ -143,7 +143,7 @@ class Executor:
         events: Mapping[int, Any],
         reduction: ReductionLauncher | None,
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function that does `call`, and its arguments, made once."""
+        """Return the driver function that issues `call`, and its converted arguments."""
         driver, stream = self.driver, streams[call.lane]
         match call:
             case CopyAsync(target, source, num_bytes):
@@ -162,7 +162,7 @@ class Executor:
 
 
 class Bound:
-    """Holds calls with everything made that can be made before; the arrays that the driver reads live as long."""
+    """Holds driver functions with their converted arguments, and keeps the arrays alive that the driver reads."""
 
     def __init__(
         self, steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...], events: tuple[Any, ...], executor: Executor
@@ -173,7 +173,7 @@ class Bound:
         """Issue all calls, in order; return before any of them has run.
 
         Raises:
-            CounterpointError: the driver refused one. The peers may wait for what was not issued: the group is over.
+            CounterpointError: the driver refused one. Peers may wait for signals not issued: the group is unusable.
         """
         for function, arguments in self._steps:
             result = function(*arguments)
@@ -184,20 +184,20 @@ class Bound:
                 )
 
     def close(self) -> None:
-        """Give its events back to the pool; only when its last issue has run, and it is in no graph."""
+        """Give its events back to the pool; only when its last issue has run, and no graph contains it."""
         self._steps = ()
         self._executor.reuse(self._events)
 
 
 class Graph:
-    """Holds captured calls, which `launch` replays."""
+    """Holds a CUDA graph of bound calls, which `launch` replays."""
 
     def __init__(self, executable: Any, bound: Bound, executor: Executor) -> None:
         self._executable, self._bound, self._executor = executable, bound, executor
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls on a `CUstream` (made once: an integer is converted at every call) or a handle.
+        """Replay the calls on a `CUstream`, or on an integer handle, which is slower as it is converted every time.
 
         Raises:
             CounterpointError: the driver refused.
@@ -215,9 +215,9 @@ class Graph:
 
 
 def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
-    """Return the array of one `cuStreamBatchMemOp`.
+    """Return the parameters of one `cuStreamBatchMemOp`.
 
-    Flags are 0: a write with its fence, a wait for greater or equal.
+    Their flags are 0: writes have a memory fence, waits are for greater or equal.
     """
     kinds = driver.CUstreamBatchMemOpType
     made = []

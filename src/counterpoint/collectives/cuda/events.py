@@ -1,4 +1,4 @@
-"""Points of streams, marked by events that are used again, and the order in which streams use memory."""
+"""Mark points of streams by pooled CUDA events, and decide when freed memory may be reused (`StreamOrder`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError
 
 _PAUSE_S = 1e-4
-_IN_A_GRAPH = -1  # instead of a stream: the memory is used at every replay
+_IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 class StreamPoint:
-    """Marks a point of a stream: the end of all that was queued there before.
+    """Marks a point of a stream: the end of all work that was queued there before.
 
-    Its event goes back to `free` with this object, in whatever thread that dies, without the driver. `serial` is larger
-    than that of every earlier point; `capture` 0: it is part of no graph, and will pass.
+    When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
+    than that of every earlier point. `capture` is the id of the graph capture that holds it; 0: none, so it will pass.
     """
 
     __slots__ = ("_free", "capture", "event", "serial", "stream")
@@ -33,7 +33,7 @@ class StreamPoint:
 
 
 class EventPool:
-    """Records points of streams by events that are used again, and knows streams as the driver wants them."""
+    """Records points of streams by pooled events, and keeps the `CUstream` object of each stream handle."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -44,14 +44,14 @@ class EventPool:
         self._record, self._query, self._wait = driver.cuEventRecord, driver.cuEventQuery, driver.cuStreamWaitEvent
 
     def handle(self, stream: int) -> Any:
-        """Return the stream as a `CUstream`, made once: an integer is converted at every call."""
+        """Return the cached `CUstream` of a stream's handle: the driver would convert an integer at every call."""
         handle = self._handles.get(stream)
         if handle is None:
             handle = self._handles[stream] = self._driver.CUstream(stream)
         return handle
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return the present point of a stream that is in this capture (0: in none); raise if the driver refuses."""
+        """Return the present end of a stream, which is in this capture (0: in none); raise if the driver refuses."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -62,13 +62,13 @@ class EventPool:
         return StreamPoint(event, stream, next(self._serials), capture, self._free)
 
     def wait(self, stream: int, point: StreamPoint) -> None:
-        """Let what is queued on a stream from now on run after a point of any stream; raise if the driver refuses."""
+        """Let all later work of a stream wait for a point of any stream; raise if the driver refuses."""
         (error,) = self._wait(self.handle(stream), point.event, 0)
         if error:
             raise CounterpointError(_refused("cuStreamWaitEvent", error))
 
     def passed(self, point: StreamPoint) -> bool:
-        """Return whether a stream has come to a point; raise if an earlier call on this device failed."""
+        """Return whether the work before a point has ended; raise if an earlier call on this device failed."""
         (error,) = self._query(point.event)
         if not error:
             return True
@@ -91,20 +91,20 @@ class EventPool:
 
 
 class StreamOrder:
-    """Notes which streams have used which bytes since they were given out.
+    """Records which streams use which tensors, so that freed memory is reused only after that work: a `ReusePolicy`.
 
-    A tensor dies on the host, with work on it still queued. When its memory is taken back, the end of what is queued
-    then on each of its streams is marked; the next user of the memory waits for these points on another stream.
+    A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
+    stream that used it is recorded; the stream that uses the memory next waits for these points.
     """
 
     def __init__(self, events: EventPool, gpu: Any) -> None:
         self._events, self._gpu = events, gpu
         self._uses: dict[Location, set[int]] = {}
-        self.epoch = 0  # changes when something is taken back: until then what was told need not be told again
+        self.epoch = 0  # changes when memory is freed: until then a repeated call need not record its uses again
         self._lock = threading.Lock()
 
     def used(self, at: Location, stream: int, capture: int = 0) -> None:
-        """Note that what begins at `at` is used on `stream`; in a capture: for ever."""
+        """Record that `stream` uses the tensor at `at`; in a graph capture, mark the memory as never reusable."""
         use = _IN_A_GRAPH if capture else stream
         with self._lock:
             streams = self._uses.get(at)
@@ -113,10 +113,10 @@ class StreamOrder:
             streams.add(use)
 
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | None:
-        """Return the points that have to pass before these bytes, which are taken back, are used again.
+        """Return the points of streams that have to pass before these freed bytes are reused.
 
-        None: a graph may use them at any time, or one of their streams is in a capture now, whose points cannot be
-        waited for from outside.
+        Return None if they cannot be reused: a graph may use them at any replay, or one of their streams is now in a
+        capture, whose points cannot be waited for from outside.
         """
         end = at + num_bytes
         with self._lock:
@@ -130,7 +130,7 @@ class StreamOrder:
         return tuple(self._events.record(stream) for stream in sorted(streams))
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the current stream wait for the points in `after`, and note it as the first that uses these bytes."""
+        """Let the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
         stream = self._gpu.current_stream()
         capture = self._gpu.capture_of(self._events.handle(stream))
         if capture and after:  # a graph cannot wait for what is outside of it
@@ -144,7 +144,7 @@ class StreamOrder:
         self.used(at, stream, capture)
 
     def merged(self, one: tuple[StreamPoint, ...], other: tuple[StreamPoint, ...]) -> tuple[StreamPoint, ...]:
-        """Return the latest point of each stream."""
+        """Return the latest point of each stream in the two tuples."""
         latest: dict[int, StreamPoint] = {}
         for point in (*one, *other):
             known = latest.get(point.stream)

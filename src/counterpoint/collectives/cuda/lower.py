@@ -1,4 +1,4 @@
-"""A program made concrete: addresses instead of roles, driver calls instead of steps. Still data; no device.
+"""Lower a program to driver calls: addresses instead of buffer names. The calls are data; no device is needed.
 
 What the driver guarantees, and the programs rely on (CUDA driver API, "Stream Memory Operations"):
 
@@ -8,7 +8,7 @@ What the driver guarantees, and the programs rely on (CUDA driver API, "Stream M
   the v2 API.)
 - `CU_STREAM_WAIT_VALUE_FLUSH` is about writes of third parties that the receiving GPU may reorder. Peers' copies are
   fenced by their writer, so it is not used; NCCL's copy-engine collectives do not use it either (2.28).
-- A wait is for `>= 1`, not `== 1`: a watchdog that gives up may write anything positive to let the stream go.
+- A wait is for `>= 1`, not `== 1`: a watchdog that gives up may write any positive value to release the stream.
 - Order made by these operations is invisible to CUDA, which may put two streams on one hardware queue. So calls are
   issued in the order of the program's list, in which every rank could also run on one queue without a deadlock.
 """
@@ -45,18 +45,18 @@ WORD_BYTES = 4  # of a flag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Says where one rank has the buffers of a call and their flags mapped: an address for each rank, itself included.
+    """Holds the addresses at which one rank has the buffers and flags of a call mapped: one for each rank of the group.
 
     Raises:
-        Misconfigured: flags that are not aligned as the driver wants them.
+        Misconfigured: the address of flags is no multiple of 4 bytes.
     """
 
-    input: int = 0  # of this rank; not needed where the call is in place
-    output: tuple[int, ...] = ()  # of every rank; 0 for a rank that this one does not write to
-    staging: tuple[int, ...] = ()  # of every rank, for calls that reduce
-    output_flags: tuple[int, ...] = ()  # of the words of `output`'s flags
-    staging_flags: tuple[int, ...] = ()  # of the words of `staging`'s flags
-    local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)  # of own buffers that are several tensors
+    input: int = 0  # this rank's only; not needed if the call is in place
+    output: tuple[int, ...] = ()  # by rank; 0 for a rank that this one does not write to
+    staging: tuple[int, ...] = ()  # by rank, for calls that reduce
+    output_flags: tuple[int, ...] = ()  # by rank, flag words of `output`
+    staging_flags: tuple[int, ...] = ()  # by rank, flag words of `staging`
+    local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)  # own buffers that are several tensors
 
     def __post_init__(self) -> None:
         odd = [address for address in (*self.output_flags, *self.staging_flags) if address % WORD_BYTES]
@@ -64,7 +64,7 @@ class Addresses:
             raise Misconfigured(f"flags at {odd[0]:#x}: stream memory operations need multiples of {WORD_BYTES} bytes")
 
     def span(self, rank: int, span: Span, me: int) -> int:
-        """Return where `span` of `rank` begins; `me` is this rank."""
+        """Return the address of `span` of `rank`; `me` is this rank."""
         if rank == me and span.buffer in self.local:
             return self.local[span.buffer].at(span.offset)
         if span.buffer == "input":
@@ -75,7 +75,7 @@ class Addresses:
         return _base(bases, rank, span.buffer) + span.offset
 
     def word(self, rank: int, flag: Flag, world_size: int) -> int:
-        """Return where `flag` of `rank` is."""
+        """Return the address of `flag` of `rank`."""
         bases = self.output_flags if flag.buffer == "output" else self.staging_flags
         return _base(bases, rank, f"the flags of {flag.buffer}") + WORD_BYTES * flag_word(flag, world_size)
 
@@ -88,7 +88,7 @@ def _base(bases: Sequence[int], rank: int, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CopyAsync:
-    """Stands for `cuMemcpyDtoDAsync`. `local`: within this device, the one copy that needs an SM."""
+    """Stands for one `cuMemcpyDtoDAsync`; with `local` it is within this device, the only copy that needs an SM."""
 
     target: int
     source: int
@@ -126,7 +126,7 @@ class ReduceLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Stands for `cuEventRecord`."""
+    """Stands for one `cuEventRecord`."""
 
     event: int
     lane: int
@@ -134,7 +134,7 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """Stands for `cuStreamWaitEvent`."""
+    """Stands for one `cuStreamWaitEvent`."""
 
     event: int
     lane: int
@@ -144,18 +144,18 @@ DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecor
 
 
 def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
-    """Return the driver calls of a program, in the order to issue them: one call for each step.
+    """Return the driver calls of a program, in the order to issue them.
 
-    `steps` are only these; None: the whole cycle. `program.release` alone serves an early release, single waits of
-    `program.finish` a consumer that starts on the first shard. `Misconfigured` is raised for a buffer without an
-    address, or a program that goes beyond one host (`flatten`).
+    `steps` limits them to some steps of it (None: the whole cycle): `program.release` alone for an early release, or
+    single waits of `program.finish` for a consumer that starts on the first shard. `Misconfigured` is raised for a
+    buffer without an address, or a program that goes beyond one host (`flatten`).
     """
     chosen = program.cycle() if steps is None else steps
     return tuple(call for step in chosen for call in _calls(step, program, addresses))
 
 
 def awaited(calls: Iterable[DriverCall]) -> tuple[int, ...]:
-    """Return the own words that these calls wait for, ascending: a watchdog sets them to let the streams go."""
+    """Return the addresses of the flags that these calls wait for, ascending; setting them releases stuck streams."""
     batches = (call.operations for call in calls if isinstance(call, MemoryOperations))
     waits = [operation for batch in batches for operation in batch if operation.kind == "wait"]
     return tuple(sorted({wait.address for wait in waits}))
@@ -189,9 +189,9 @@ def _calls(step: Step, program: Program, addresses: Addresses) -> Iterator[Drive
 def _operations(
     operations: Sequence[Signal | Wait], program: Program, addresses: Addresses
 ) -> Iterator[MemoryOperation]:
-    """Yield the operations of a batch in its order, each wait with its reset.
+    """Yield the memory operations of a batch in its order; each wait is followed by the reset of its flag to 0.
 
-    No peer's next signal can meet the reset, since the peer learns from a later signal that it may send it.
+    The reset cannot erase the peer's next signal, since the peer sends that only after a later signal from this rank.
 
     Yields:
         Operations of `cuStreamBatchMemOp`.

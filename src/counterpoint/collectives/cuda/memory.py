@@ -1,7 +1,7 @@
-"""Symmetric memory of GPUs: torch allocates it and exchanges it between processes; here it is numbered and addressed.
+"""Number and address the symmetric memory of GPUs, which torch allocates and maps in all processes of the host.
 
-Through `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: memory made with `cuMemCreate`, file
-descriptors passed between the processes of one host, every peer's memory mapped here. Multicast is never asked for.
+We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
+passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 
 _ENVIRONMENT = {  # torch reads them at every rendezvous
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # it compares indices, equal where each rank sees its GPU alone
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch compares indices, equal if each rank sees only its GPU
 }
 _WORD_BYTES, _LINE_BYTES = 4, 128
 _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some of it multicast
@@ -29,12 +29,12 @@ _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaCard:
-    """Describes a rank's GPU to the others, through their process group, before they share memory."""
+    """Describes a rank's GPU; the ranks exchange cards through their process group before they share memory."""
 
-    host: str  # changes with every start of the kernel
+    host: str  # boot id of the host, or its name
     gpu: str  # UUID
     no_access: tuple[str, ...] = ()  # UUIDs of visible GPUs that this one cannot reach
-    lacks: str | None = None  # what this process lacks, whatever its peers have
+    lacks: str | None = None  # why this process has no symmetric memory, whatever its peers have; None: it has
 
     @classmethod
     def of(cls, device: int) -> CudaCard:
@@ -53,7 +53,7 @@ class CudaCard:
 
 
 def why_not(cards: Sequence[CudaCard]) -> str | None:
-    """Return why these ranks cannot share GPU memory, equal on every rank; None if they can, as far as is known."""
+    """Return why these ranks cannot share GPU memory, the same on all; None if the cards show no obstacle."""
     for rank, card in enumerate(cards):
         if card.lacks is not None:
             return f"rank {rank}: {card.lacks}"
@@ -74,7 +74,7 @@ def _uuid(device: int) -> str:
 
 
 def _lacking(device: int) -> str | None:
-    """Return what torch lacks here; None: nothing."""
+    """Return why torch has no usable symmetric memory here; None if it has."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError:
@@ -90,16 +90,16 @@ def _lacking(device: int) -> str | None:
 
 
 def _use_cuda_backend(device: int) -> None:
-    """Make CUDA the backend of symmetric memory of this process: torch prefers NVSHMEM where that is installed.
+    """Make CUDA the backend of this process's symmetric memory; torch prefers NVSHMEM if that is installed.
 
     Raises:
-        Unsupported: the process has memory of another backend already.
+        Unsupported: the process already has symmetric memory of another backend.
     """
     import torch
     from torch._C._distributed_c10d import _SymmetricMemory
 
     if not hasattr(_SymmetricMemory, "set_backend"):
-        return  # there is no other
+        return  # this torch has no other backend
     current = _SymmetricMemory.get_backend(torch.device("cuda", device))
     if current == _BACKEND:
         return
@@ -114,7 +114,7 @@ def _use_cuda_backend(device: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Forbid multicast, and let `why_not` tell GPUs apart; what the process had is put back."""
+    """Set `_ENVIRONMENT`: no multicast, and no check of device indices (`why_not` compares UUIDs); restore it after."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:
@@ -129,7 +129,7 @@ def _environment() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Region:
-    """Holds one allocation: own tensor, torch's handle that keeps the peers' memory mapped, every rank's address."""
+    """Holds one allocation: this rank's tensor, torch's handle that keeps peers' memory mapped, each rank's address."""
 
     owner: Any
     handle: Any
@@ -151,7 +151,7 @@ class CudaMemory:
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros. All ranks call it together, with the same size.
 
-        It takes some ms, waits for the current stream, and rounds up to 2 MiB of device memory.
+        It takes some ms, waits for the current stream, and takes a multiple of 2 MiB of device memory.
 
         Raises:
             Unsupported: torch could not allocate, exchange or map it.
@@ -164,7 +164,7 @@ class CudaMemory:
             device = torch.device("cuda", self.device)
             owner = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             owner.zero_()
-            torch.cuda.current_stream(device).synchronize()  # zeros before any peer has it mapped
+            torch.cuda.current_stream(device).synchronize()  # it is zero before any peer has it mapped
             with _environment():
                 handle = rendezvous(owner, self.group)
         except RuntimeError as error:
@@ -178,7 +178,7 @@ class CudaMemory:
         return region
 
     def release(self, region: int) -> None:
-        """Drop a region; its memory goes when no tensor and no peer uses it. Waits for the device (torch does)."""
+        """Drop a region; its memory is freed when no tensor and no peer uses it. Torch waits for the device then."""
         del self._regions[region]
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class CudaMemory:
             self.release(region)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where bytes of a rank are mapped here; raise if they do not lie within a region of that rank."""
+        """Return the address here of bytes of a rank; raise if they do not lie within a region of that rank."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -198,7 +198,7 @@ class CudaMemory:
         return region.addresses[rank] + at.offset
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return where own bytes are; None if they are not in a region."""
+        """Return the location of this rank's bytes at `address`; None if they are not in a region."""
         for number, region in self._regions.items():
             offset = address - region.addresses[self.rank]
             if offset >= 0 and offset + num_bytes <= region.num_bytes:
@@ -206,19 +206,19 @@ class CudaMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage, and all that views it, is gone.
+        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage and all views of it are gone.
 
-        What streams still do with them when the tensor dies is the caller's to wait for: nothing is recorded on them.
+        Streams may still use the bytes then: the caller has to wait for that work, as no events are recorded here.
         """
         import torch
 
         bytes_ = _Bytes(self.address(self.rank, at, num_bytes), num_bytes, self._regions[at.region])
-        weakref.finalize(bytes_, freed).atexit = False  # the storage holds it, and nothing else does
+        weakref.finalize(bytes_, freed).atexit = False  # only the storage keeps `bytes_` alive
         return torch.as_tensor(bytes_, device=torch.device("cuda", self.device))
 
 
 class _Bytes:
-    """Describes device memory as numba and CuPy do, which torch wraps without a copy."""
+    """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy."""
 
     def __init__(self, address: int, num_bytes: int, region: _Region) -> None:
         self._region = region  # alive as long as a tensor is
@@ -232,12 +232,12 @@ class _Bytes:
 
 
 def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
-    """Return where every rank's region begins, given where its allocation is mapped, and where the own region lies.
+    """Return the address of each rank's region, given those of the allocations (`bases`) and of this rank's region.
 
-    Torch may put something before a region: as much on every rank.
+    Torch may put data before a region, of the same size on every rank.
 
     Raises:
-        Unsupported: a peer's memory is not mapped, or the own region is not where torch says.
+        Unsupported: a peer's memory is not mapped, or this rank's region lies before its allocation.
     """
     offset = own - bases[rank]
     if offset < 0 or not all(bases):
@@ -251,11 +251,11 @@ def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
 
 
 class FlagLayout:
-    """Says where the words of a GPU's flags lie: in one region, laid out alike on every rank.
+    """Says where the flag words of a GPU lie: in one region, with the same layout on every rank.
 
-    For every channel there are those of output and of staging, then those of each early-release block. At rest `ready`
-    of staging and of blocks is 1, everything else 0. All ranks make theirs together; a peer may write there when all
-    have.
+    First come the flags of output and of staging for each channel, then those of each early-release block. Between
+    calls `ready` of staging and of free blocks is 1, all other flags are 0. All ranks make this together; a peer may
+    write flags only when all ranks have made theirs.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int) -> None:
@@ -283,7 +283,7 @@ class FlagLayout:
 
     @property
     def channels_bytes(self) -> int:
-        """The size of all words that belong to no block: the first of the region."""
+        """Return the bytes of the flags of all channels, with which the region begins."""
         return 2 * self._channels * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:

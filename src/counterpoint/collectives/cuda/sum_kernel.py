@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""The Triton kernel of reductions. Importing it needs Triton; `reduce.py` does so when the first one is launched."""
+"""Define the Triton kernel of reductions. It needs Triton, so `sums.py` imports it at the first launch."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ FULL_WIDTH = tl.constexpr(16)  # bytes of the widest load
 
 @triton.jit
 def _pointer(address, start, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a pointer to element `start`; that it is aligned cannot be seen from an integer, so it is stated."""
+    """Return a pointer to element `start`, marked as aligned if `ALIGNED`: Triton cannot infer it from an integer."""
     pointer = (address + start * ITEM_BYTES).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, FULL_WIDTH) if ALIGNED else pointer
 
@@ -17,10 +17,10 @@ def _pointer(address, start, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIG
 @triton.jit
 def _read(address, start, left, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYTES: tl.constexpr,
           ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Return one block, widened to `ACC`. It is not read again, so it may be the first to leave the cache."""
+    """Return one block of a source, widened to `ACC`. It is read once, so the cache may evict it first."""
     lanes = tl.arange(0, BLOCK)
     pointers = _pointer(address, start, DTYPE, ITEM_BYTES, ALIGNED) + lanes
-    if TAIL:  # a mask that cuts anywhere would make every load an element wide, so that only the last block has one
+    if TAIL:  # only the last block has a mask: a mask of any length makes every load one element wide
         return tl.load(pointers, mask=lanes < left, other=0, eviction_policy="evict_first").to(ACC)
     return tl.load(pointers, eviction_policy="evict_first").to(ACC)
 
@@ -66,9 +66,9 @@ def combine(own: tl.int64, staged: tl.int64, stride: tl.int64, target: tl.int64,
             TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Compute `target[i] = source_0[i] op source_1[i] op ...` for `numel` elements, with any number of programs.
 
-    Source `OWN` is at address `own`, the others in slots `stride` bytes apart from `staged` on, in order. `factor_bits`
-    is a float64 (an argument of Triton would be rounded to float32). Addresses are integers: peers' memory is no torch
-    tensor.
+    Source `OWN` is at address `own`; the others follow in order, `stride` bytes apart, from address `staged` on.
+    `factor_bits` are the bits of a float64 (Triton would round a float argument to float32). Addresses are integers,
+    since peers' memory is no torch tensor.
     """
     factor = factor_bits.to(tl.float64, bitcast=True).to(ACC) if OP == "premul_sum" else 0
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Collectives of one process group on GPUs: copy engines and stream memory operations, watched from the host.
+"""Run the collectives of one process group on GPUs by copy engines and stream memory operations; the host watches.
 
-Calls are shown and compared on boards in the memory of the host, as on CPUs; data and flags are in symmetric memory of
-the GPUs. A call runs on the caller's current stream, or with `async_op=True` on the channel's own, of high priority.
+Calls are announced and compared in statuses in host memory, as on CPUs; data and flags are in symmetric memory of the
+GPUs. A call runs on the caller's current stream, or with `async_op=True` on the channel's own, of high priority.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from counterpoint.machine.profile import Profile
 class CudaTransport:
     """Runs all channels of one communicator. All ranks of the group make it together.
 
-    `gpu` is a `Gpu`, or what stands in for one; `boards` are on the host, with one channel more than
-    `options.channels`. `Unsupported` is raised if the driver or GPU lacks something.
+    `gpu` is a `Gpu` or a stand-in; `boards` holds the ranks' statuses on the host, with one channel more than
+    `options.channels`. `Unsupported` is raised if the driver or GPU lacks a feature.
     """
 
     def __init__(
@@ -85,14 +85,15 @@ class CudaTransport:
 
     @property
     def epoch(self) -> int:
-        """The number of regions that were made; after a new one an address may mean something else."""
+        """Return how many regions were made so far; after a new one an address may mean something else."""
         return self.context.growth.epoch
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the fastest tuning on the clock (`program/clock.py`), for calls whose sizes tend to come again.
+        """Return the tuning that is fastest in simulation (`program/clock.py`), or by `chunk_bytes` if that was set.
 
-        All others get one signal for each peer. With an early release every rank has to send to every other, which is
-        the direct way. Where no handshake keeps the ranks in step, large chunks are pushed in turns.
+        Calls with an early release, of varied sizes, or of operations that torch cannot take get one chunk, with one
+        arrival signal for each peer. Calls that have no handshake (early release, reductions) push large chunks in
+        turns.
         """
         found = with_staging_slices(partial(self._tuned, early_release=early_release), call, self._staging_bytes)
         return with_link_turns(found) if early_release or call.reduces else found
@@ -107,28 +108,28 @@ class CudaTransport:
         return Tuning(chunk_bytes=chunk_bytes, arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
         return self.context.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return where peers write, for calls that have equal outputs on all ranks: that has to be the same place."""
+        """Return in words where peers write the output, if that has to be the same place on all ranks; else ""."""
         if call is None or not has_equal_outputs(call) or not num_bytes:
             return ""
         return " into the landing" if at is None else f" into region {at.region} + {at.offset}"
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return where peers may write an output: there, or in the landing of the channel."""
+        """Return where peers may write an output: at `at`, or in the channel's landing if that is None."""
         if at is not None:
             return at
         return LANDING if num_bytes else NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return where the tensors of an input lie in own symmetric memory: streams go on reading there."""
+        """Return where the tensors of an input lie in this rank's symmetric memory, which streams may read later."""
         found = [self.locate(tensor) for tensor in tensors_of(input)]
         return tuple(at for at in found if at is not None)
 
     def accept(self, submission: Submission) -> None:
-        """Look at a new submission before it is started for the first time; raise if it cannot be done on GPUs."""
+        """Check a new submission before its first start; raise if GPUs cannot run it."""
         self.check()
         if submission.line < self.context.memory.world_size and submission.output_bytes and submission.at is None:
             raise Misconfigured(
@@ -145,11 +146,11 @@ class CudaTransport:
         return work if submission.async_op else None
 
     def check(self) -> None:
-        """Raise what ended this communicator, if something did."""
+        """Raise the error that ended this communicator, if there was one."""
         self.context.failure.check()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Let what is queued on `stream` until a tensor of `empty` dies end before its memory is used again."""
+        """Record that `stream` uses a tensor of `empty`: its memory is reused after the work queued when it dies."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -158,14 +159,14 @@ class CudaTransport:
         context.order.used(at, handle, gpu.capture_of(context.events.handle(handle)))
 
     def close(self) -> None:
-        """Wait for what is under way, which ends or fails; then give everything back. Nothing in a forked child."""
+        """Wait until the calls under way end or fail, then free streams and memory. Do nothing in a forked child."""
         context = self.context
         if not context.watchdog.in_own_process():
             return
         drained = self.watch.drain()
         context.failure.close()
         self.watch.close()
-        if drained:  # else streams are stuck, and to destroy anything would wait for them
+        if drained:  # else streams are stuck, and destroying anything would wait for them
             with context.gpu.current():
                 self._give_back()
         context.watchdog.close()
@@ -181,19 +182,19 @@ class CudaTransport:
         self.context.memory.close()
 
     def _taken(self, block: EarlyBlock) -> None:
-        """Let the current stream wait for what the last tensor of the block was used for here."""
+        """Let the current stream wait for this rank's work on the block's previous tensor."""
         gpu = self.context.gpu
         if gpu.capture_of(self.context.events.handle(gpu.current_stream())):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
         self.context.order.taken(block.at, block.uses or ())
 
     def _release(self, block: EarlyBlock) -> bool:
-        """Tell the peers, behind all that was queued with it, that a block is free: its tensor has died.
+        """Signal the peers that a block, whose tensor has died, is free, after all work queued on the tensor.
 
-        Runs in a thread that uses the communicator, never in a finalizer.
+        This runs in a thread that uses the communicator, never in a finalizer.
 
         Returns:
-            False while one of its streams is in a capture.
+            Whether the block is free; False while a graph capture is under way on one of its streams.
         """
         context = self.context
         if context.failure.error is not None:

@@ -1,9 +1,9 @@
-"""Looks at the calls under way on a GPU: notes which have ended, sees which will not, and lets their streams go.
+"""Watch the calls under way on a GPU: record which have ended, find those that will not, and release their streams.
 
-A wait on a GPU never ends by itself. A thread of the host asks the events of each call whether it has begun and ended,
-shows that on the board, and judges a call that has begun and does not end. A call that has not begun waits for its own
-stream and is nobody's fault yet. After a failure it sets every word that is waited for, again and again until all
-streams have come to their ends, so that the process can end; what they do from then on is rubbish.
+A wait on a GPU has no timeout. So a host thread queries the events of each call for its begin and end, shows them in
+the status, and looks for the reason if a call has begun and does not end. A call that has not begun waits for its own
+stream, which is no error of a peer. After a failure the thread sets every flag that is waited for, again and again
+until all streams have reached their ends, so that the process can exit; their outputs are invalid from then on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from counterpoint.collectives.host.watchdog import CurrentCall
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError, PeerTimeout
 
-GRACE_S = 0.25  # of a call that has begun: the part of a rank that has died or left meanwhile may be done
-_LOOK_S, _CLOSING_S = 0.05, 0.002
-_MOST_S = 10.0  # until streams that were let go have to be at their ends
+GRACE_S = 0.25  # seconds after a call's begin without checks: a peer that died or left may have done its part
+_LOOK_S, _CLOSING_S = 0.05, 0.002  # seconds between looks, normally and while closing
+_MOST_S = 10.0  # seconds that released streams may take to reach their ends
 
 
 class Watch:
     """Runs the thread that watches one communicator.
 
-    `under_way` are the calls that were issued, of each channel in their order; those that have ended are taken out. The
-    streams of `side` never wait for a peer: it sets the words that stuck calls wait for.
+    `under_way` has a queue of issued calls for each channel; this removes those that have ended. `side` sets the flags
+    that stuck calls wait for; its streams never wait for a peer.
     """
 
     def __init__(self, context: CudaContext, under_way: Sequence[deque[CudaWork]], side: Executor) -> None:
@@ -39,12 +39,12 @@ class Watch:
         self._under_way, self._wake = under_way, threading.Event()
         self._pause_s = _LOOK_S
         self._stopped = False
-        self.captured = False  # calls are in graphs of the caller's, which are replayed unseen
+        self.captured = False  # calls are in graphs of the caller, whose replays the watch cannot see
         self._thread = threading.Thread(target=self._serve, name="counterpoint watch", daemon=True)
         self._thread.start()
 
     def drain(self, timeout_s: float = _MOST_S) -> bool:
-        """Wait until no call is under way: without a failure as long as that takes, after one for `timeout_s`."""
+        """Wait until no call is under way, after a failure for at most `timeout_s`; return whether that was reached."""
         self._pause_s = _CLOSING_S
         self._wake.set()
         deadline = None
@@ -84,7 +84,7 @@ class Watch:
             self._let_go(going)
 
     def _ended(self, call: CudaWork) -> bool:
-        """Return whether the first call of a channel has ended, and bring up to date what the status shows of it."""
+        """Return whether the first call of a channel has ended, and update its step in the status."""
         step = 2 if self._events.passed(call.ended) else int(self._events.passed(call.began))
         if step and call.begun_s is None:
             call.begun_s = time.monotonic()
@@ -93,7 +93,7 @@ class Watch:
         return step == STEPS
 
     def _judge_all(self, first: list[CudaWork]) -> None:
-        """Look at the first call of each channel; those behind it wait for it."""
+        """Check the first call of each channel, for which those behind it wait; fail if one will not end."""
         for call in first:
             error = self._judge(call)
             if error is not None and not self._events.passed(call.ended):
@@ -105,7 +105,7 @@ class Watch:
             self._failure.set(PeerTimeout(text, ranks=dead))
 
     def _judge(self, call: CudaWork) -> CounterpointError | None:
-        """Return why a call will not end; None while it may."""
+        """Return the error of a call that will not end; None while it may still end."""
         waited_s = 0.0 if call.begun_s is None else time.monotonic() - call.begun_s
         if waited_s < GRACE_S:
             return None
@@ -125,14 +125,14 @@ class Watch:
         return None
 
     def _progress(self, current: CurrentCall, peer: int) -> int:
-        """Return the step that `peer` shows; -1: it has not announced the call."""
+        """Return the step of the call that `peer` shows in its status; -1 if it has not announced the call."""
         if self._watchdog.latest(current, peer) < current.number:
             return -1
         record = self._watchdog.record(current, peer)
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the words that these calls wait for; if there are graphs, those of all channels."""
+        """Set the flags that these calls wait for; if calls are in the caller's graphs, those of all channels."""
         for call in going:
             self._side.let_go(call.calls)
         if self.captured:

@@ -1,6 +1,6 @@
-"""What the ranks of one host share besides data: how they meet, what they show each other, and how they fail.
+"""Let the ranks of one host meet, compare their calls, and notice each other's failures; CPU and GPU calls use it all.
 
-`group.py` the torch process group; `shared_memory.py` memory that all ranks map; `status.py` a rank's status in it;
-`announce.py` compares the calls of the ranks; `watchdog.py` waits for peers, and says why one does not come. Both
-executors use all of it.
+`group.py` uses the torch process group; `shared_memory.py` makes memory that all ranks map; `status.py` lays out a
+rank's status in it; `announce.py` compares the calls of the ranks; `watchdog.py` waits for peers, and finds out why one
+does not come.
 """

@@ -1,9 +1,9 @@
-"""Calls shown in a rank's status before they begin, and compared with those of the peers.
+"""Announce calls in a rank's status before they begin, and compare them with those of the peers.
 
-*Who compares.* A rank announces its call first and looks at the peers' statuses then. Of two ranks the last one to
-announce sees the other's call, so at least one of them sees a difference before it has done anything. That needs the
-store of the own announcement to be done before the loads of the others', which is the one order that x86-64 does not
-keep by itself: between them a lock is taken, whose atomic instruction is a full fence.
+*Who compares.* A rank announces its call first, then looks at the peers' statuses. Of two ranks the last one to
+announce sees the other's call, so at least one of them sees a difference before it has done anything. For that, the
+store of a rank's own announcement must come before its loads of the others', the one order that x86-64 does not keep by
+itself: between them we take a lock, whose atomic instruction is a full fence.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from counterpoint.collectives.submit.submission import Submission
 
 @dataclass(kw_only=True, slots=True)
 class _CallLine:
-    """Holds the calls of this rank with the same peers, and where each of these shows its side."""
+    """Holds this rank's records of its calls with the same peers, and those of these peers."""
 
     own: RankStatus
     records: list[Any]
     peers: list[tuple[int, RankStatus, list[Any]]]  # rank, its line, its records
-    free_below: int = 0  # no peer reads the slot of a call below this number
+    free_below: int = 0  # calls below this number may take their slot: no peer reads what was in it
 
 
 class Announcer:
-    """Announces the calls of one channel of this rank, whose records count so many steps."""
+    """Announces the calls of one channel of this rank; a call has `steps` steps in its record."""
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
@@ -39,7 +39,7 @@ class Announcer:
         self._fence = threading.Lock()
 
     def announce(self, submission: Submission, number: int) -> RankStatus:
-        """Show the call, once no peer reads the slot that it takes; return its record, in which steps are counted."""
+        """Show the call in this rank's status, once no peer reads its slot; return its record, which counts steps."""
         line = self._lines.get(submission.line) or self._line(submission.line)
         if number >= line.free_below:
             for peer, theirs, _ in line.peers:
@@ -58,7 +58,7 @@ class Announcer:
             return record
 
     def compare(self, submission: Submission, number: int) -> None:
-        """Raise if a peer has announced another call than this rank under this number."""
+        """Raise if a peer has announced a different call under this number."""
         words, slot = submission.words, number % DEPTH
         for peer, theirs, records in self._lines[submission.line].peers:
             # what is at or above number is below number + DEPTH, as long as this rank has not gone on

@@ -1,4 +1,4 @@
-"""A torch process group: what its ranks tell each other, and collectives that torch itself carries out.
+"""Use a torch process group: exchange values between its ranks, agree on errors, and run collectives by torch.
 
 Every function is called by all ranks of the group.
 """
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class PeerFailed(Unsupported):
-    """Is raised on a rank that cannot go on because another one raised; the cause is there."""
+    """Is raised on a rank that cannot go on because another rank raised; the message has that rank's error."""
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group, and the number of ranks; raise if it has none, or there is no group."""
+    """Return this process's rank in the group, and the number of ranks; raise if it is not in it, or there is none."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -32,7 +32,7 @@ def membership(group: Any) -> tuple[int, int]:
 
 
 def gather_values(group: Any, value: T) -> list[T]:
-    """Return the values of all ranks, in their order."""
+    """Return the values that all ranks passed, in the order of ranks."""
     import torch.distributed as dist
 
     values: list[Any] = [None] * membership(group)[1]
@@ -51,7 +51,7 @@ def check_agreement(group: Any, options: dict[str, object]) -> None:
 
 
 def raise_together(group: Any, action: Callable[[], T]) -> T:
-    """Return what `action` returns; if it raises on any rank, every rank raises, so that nobody waits for ever.
+    """Return the result of `action`; if it raises on any rank, every rank raises, so that none waits for ever.
 
     Raises:
         PeerFailed: it raised on another rank only.
@@ -71,7 +71,7 @@ def raise_together(group: Any, action: Callable[[], T]) -> T:
 
 
 def torch_function(operation: str) -> Any:
-    """Return torch's function for a collective that it has: by its newest name, as the older ones warn."""
+    """Return torch's function for a collective, by its newest name that this torch has: older names warn."""
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in find_operation(operation).torch_names if hasattr(dist, name))
@@ -80,20 +80,20 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Start `call` by torch.distributed; all works that it returns have to be waited for.
+    """Start `call` by torch.distributed; the caller has to wait for all works that it returns.
 
     A collective for which torch has no function is sent block by block, in one batch.
 
     Args:
-        call: over the group's ranks.
-        output: flat and contiguous.
-        input: likewise; None where the collective has one tensor.
+        call: collective among the group's ranks.
+        output: flat, contiguous tensor.
+        input: flat, contiguous tensor; None if the collective has one tensor.
         group: torch process group.
-        op: of reductions: sum, avg, max or min.
-        async_op: False: carry it out (on CUDA: on the current stream), and return no works.
+        op: how values are combined, if the call reduces: sum, avg, max or min.
+        async_op: False: run it (on CUDA: on the current stream) before this returns.
 
     Returns:
-        Torch's works, in any number; empty without `async_op`.
+        Torch's works, any number of them; empty without `async_op`.
     """
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def start_by_torch(
 
 
 def _start_blocks(call: Call, output: Any, input: Any, group: Any, async_op: bool) -> list[Any]:
-    """Send every block straight from where it is to where it belongs."""
+    """Send every block by torch's point-to-point operations, straight from the input to its place in the output."""
     import torch.distributed as dist
 
     me, peers = dist.get_rank(group), [rank for rank in range(call.world_size) if rank != dist.get_rank(group)]

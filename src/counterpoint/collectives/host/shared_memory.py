@@ -1,9 +1,9 @@
-"""Symmetric memory of CPUs: files that live in memory and have no name, mapped by every process of the group.
+"""Make the symmetric memory of CPUs: anonymous files in memory, mapped by every process of the group.
 
 A region is a `memfd`: nothing appears in a file system, so nothing is left behind, however the processes end. Peers
-open it through `/proc/<pid>/fd/<fd>`, which the kernel allows to processes of the same user alone, and learn pid and
-descriptor from the process group and from statuses that were opened that way; a name that only the group learns shows
-that it is the right file. Sizes are sealed: no peer can cut a mapping short under another's feet.
+open it through `/proc/<pid>/fd/<fd>`, which the kernel allows only to processes of the same user. They learn pid and
+descriptor from the process group, and from statuses opened that way; a secret name that only the group knows proves
+that it is the right file. Sizes are sealed, so no process can shrink a file that another has mapped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from counterpoint.errors import Misconfigured, Unsupported
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessCard:
-    """Holds what ranks tell each other through their process group before they share memory."""
+    """Describes a process; the ranks exchange cards through their process group before they share memory."""
 
     system: str
     machine: str
-    host: str  # changes with every start of the kernel
+    host: str  # boot id, which is new with every boot
     pid_namespace: str
     user: int
     pid: int
     status_fd: int = -1
-    name: str = ""  # of its files
+    name: str = ""  # secret name of its memory files
 
     @classmethod
     def of_this_process(cls, status_fd: int = -1, name: str = "") -> ProcessCard:
@@ -72,7 +72,7 @@ def why_not(cards: Sequence[ProcessCard]) -> str | None:
 
 
 class _Mapping:
-    """Maps a file here, for as long as anything refers to it."""
+    """Maps a file into this process for as long as this object or a view of its buffer lives."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.buffer = mmap.mmap(fd, num_bytes)
@@ -81,7 +81,7 @@ class _Mapping:
 
 
 class SharedMemory:
-    """Holds the regions of this process, up to `max_bytes` together, and those of its peers as they are needed."""
+    """Holds the regions of this process, up to `max_bytes` together, and maps those of its peers when needed."""
 
     def __init__(self, *, world_size: int, rank: int, channels: int, max_bytes: int) -> None:
         self.world_size, self.rank, self.max_bytes = world_size, rank, max_bytes
@@ -111,7 +111,7 @@ class SharedMemory:
             self.statuses[rank] = self._type.from_buffer(mapping.buffer)
 
     def create(self, num_bytes: int) -> int:
-        """Return a new region of zeros, all of it backed by memory; `Unsupported` is raised if there is not enough."""
+        """Return a new region of zeros, backed by memory at once; raise `Unsupported` if there is not enough."""
         with self._lock:
             return self._create(num_bytes)
 
@@ -132,14 +132,14 @@ class SharedMemory:
         return region
 
     def release(self, region: int) -> None:
-        """Take the region off the status. Its memory goes when no process refers to it any more."""
+        """Remove a region from the status; its memory is freed when no process maps it any more."""
         with self._lock:
             self.statuses[self.rank].regions[region].serial = 0
             fd, _ = self._own.pop(region)
             os.close(fd)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where bytes of `rank` are mapped here; raise if they do not lie within a region of that rank."""
+        """Return the address here of bytes of `rank`; raise if they do not lie within a region of that rank."""
         mapping = self._mapping(rank, at.region)
         if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
             raise Misconfigured(
@@ -164,7 +164,7 @@ class SharedMemory:
             return known[1]
 
     def _open(self, rank: int, fd: int, num_bytes: int) -> _Mapping:
-        """Return a mapping of a peer's file; raise if it is not its file, is too small, or may not be opened."""
+        """Return a mapping of a peer's file; raise if the file is another one, is too small, or may not be opened."""
         pid = self._pids[rank]
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:
@@ -182,7 +182,7 @@ class SharedMemory:
             os.close(mine)
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return where own bytes are; None if they are not in a region."""
+        """Return the location of this rank's bytes at `address`; None if they are not in a region."""
         for region, (_, mapping) in list(self._own.items()):
             if mapping.address <= address and address + num_bytes <= mapping.address + mapping.num_bytes:
                 return Location(region, address - mapping.address)
@@ -197,7 +197,7 @@ class SharedMemory:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close every descriptor; what tensors still use stays mapped until they die."""
+        """Close every descriptor; memory that tensors still use stays mapped until they die."""
         for region in list(self._own):
             self.release(region)
         self._peers.clear()
@@ -221,7 +221,7 @@ def _new_file(name: str, num_bytes: int) -> tuple[int, _Mapping]:
 
 
 def available_bytes() -> int:
-    """Return the memory that is free: of the machine, and of this container."""
+    """Return the free bytes of memory: the smaller of those of the machine and of this container (cgroup)."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))

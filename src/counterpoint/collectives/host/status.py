@@ -1,6 +1,6 @@
-"""The status of a rank, in memory that all peers map: flags, the call it is in, its regions, and whether it gave up.
+"""Lay out a rank's status in memory that all peers map: flags, its current call, its regions, and its failure if any.
 
-*Who writes.* A status is written by its owner, except for its flags: word (kind, p) is written by rank p, and set back
+*Who writes.* Only its owner writes a status, except for its flags: word (kind, p) is set to 1 by rank p, and reset to 0
 by the owner.
 
 *Order.* Everything here relies on x86-64's total store order: stores of one core are seen by the others in the order in
@@ -18,31 +18,31 @@ from typing import Any, Literal
 
 from counterpoint.collectives.program.steps import Flag, flag_word, flag_words
 
-RUNNING, CLOSED, FAILED = 0, 1, 2  # states
-DEPTH = 64  # calls that one rank may be ahead of another: so long stays readable what each of them was
-MAX_CHUNKS = 16  # arrivals of one block
+RUNNING, CLOSED, FAILED = 0, 1, 2  # states of a communicator on one rank
+DEPTH = 64  # records kept of each line's latest calls; so many calls may a rank be ahead of another
+MAX_CHUNKS = 16  # most chunks of one block, each with an `arrived` flag
 MAX_REGIONS = 256
-MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS = 256, 32  # of outputs with an early release
+MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS = 256, 32  # most blocks and regions of outputs with an early release
 _TEXT_BYTES, _REASON_BYTES = 160, 384
 
 RankStatus = Any
-"""An instance of `status_type`, or a part of one; ctypes makes the class, so no type checker knows its fields."""
+"""Types an instance of `status_type`, or a part of one; ctypes makes the class, so type checkers see no fields."""
 
 
 class SharedRegion(ctypes.Structure):
-    """Describes a file in memory, as its owner has it open. `serial` is written last, and 0 if there is none."""
+    """Describes a region's memory file: its owner's descriptor and size. `serial` is written last; 0: no region."""
 
     _fields_ = (("fd", ctypes.c_int32), ("num_bytes", ctypes.c_uint64), ("serial", ctypes.c_uint64))
 
 
 @lru_cache(maxsize=64)
 def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
-    """Return the layout of a status.
+    """Return the ctypes class of a status.
 
-    `channels[c].lines[p]` are the calls that the owner made with rank p alone, `lines[world_size]` those with everyone;
-    each has the number of the latest one, and the last `DEPTH` of them. `staging` counts how often the channel's
-    staging was replaced. `early[b]` are the words of output block b with an early release, `early_regions[k]` is the
-    k-th region of such blocks, -1 before there is one.
+    `channels[c].lines[p]` counts the calls that the owner made with rank p alone, `lines[world_size]` those of all; a
+    line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
+    staging was replaced. `early[b]` are the flag words of early-release block b, `early_regions[k]` is the k-th region
+    of such blocks, -1 before there is one.
     """
     half = flag_words(world_size, max_chunks=MAX_CHUNKS)
 
@@ -53,7 +53,7 @@ def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
             ("steps", ctypes.c_uint32),  # step == steps: it has ended
             ("output_offset", ctypes.c_uint64),
             ("output_region", ctypes.c_int32),
-            ("text", ctypes.c_char * _TEXT_BYTES),  # equal on all ranks, or their calls do not belong together
+            ("text", ctypes.c_char * _TEXT_BYTES),  # the call in words; if ranks differ, their calls do not match
             ("row", ctypes.c_uint64 * world_size),  # bytes for each rank, where they differ
         )
 
@@ -65,14 +65,14 @@ def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
             ("words", ctypes.c_uint32 * (2 * half)),
             ("staging_region", ctypes.c_int32),
             ("staging", ctypes.c_uint32),
-            ("line", ctypes.c_uint32),  # of the call that runs, or ran last
+            ("line", ctypes.c_uint32),  # index of the line of the call that runs, or ran last
             ("lines", Line * (world_size + 1)),
         )
 
     class Whole(ctypes.Structure):
         _fields_ = (
             ("state", ctypes.c_uint32),
-            ("culprits", ctypes.c_uint8 * world_size),  # why it gave up
+            ("culprits", ctypes.c_uint8 * world_size),  # 1 for each rank because of which it failed
             ("reason", ctypes.c_char * _REASON_BYTES),
             ("regions", SharedRegion * MAX_REGIONS),
             ("channels", ChannelStatus * channels),
@@ -90,9 +90,9 @@ def flag_index(flag: Flag, world_size: int) -> int:
 
 
 def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
-    """Return a status in fresh memory, with every flag at rest.
+    """Return a status in fresh memory, with every flag as it is between calls.
 
-    Nothing is in staging, nor in outputs with an early release, so every peer may push there.
+    Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
     """
     status: RankStatus = kind.from_buffer(buffer)
     for peer in range(world_size):

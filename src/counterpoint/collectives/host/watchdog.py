@@ -1,4 +1,4 @@
-"""Waits on the host, and why they do not end: a rank died, gave up, made another call, or did not come in time."""
+"""Wait on the host for peers, and say why a wait will not end: a rank died, failed, made a different call or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 MISMATCH_AFTER_S = 2.0
 """Seconds after which two ranks that wait for each other in different calls get an error that says so."""
-_forks = 0  # that lie between this process and the one that was started
+_forks = 0  # number of forks between the process that was started and this one
 
 
 def _note_fork() -> None:
@@ -23,7 +23,7 @@ def _note_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(after_in_child=_note_fork)  # a call looks at a number, and need not ask the kernel who it is
+os.register_at_fork(after_in_child=_note_fork)  # so that a call compares a number instead of asking for its pid
 
 _SPINS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 30, 20e-6, 1e-3, 0.05
 
@@ -43,12 +43,12 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records what a peer shows."""
+    """Records what a peer's status and process show about one call."""
 
     rank: int  # of the peer
     latest: int = 0  # number of its latest call on the line in question
     same: str | None = None  # its call with the number in question; None if it has not made it
-    now: str = "no call"  # the call that it is in, or that it did last, as a text
+    now: str = "no call"  # the call that it is in, or was in last, in words
     crossed: bool = False  # it is in a call on the same channel which this rank has not made
     alive: bool = True  # its process has not ended
     state: int = 0  # RUNNING, CLOSED or FAILED
@@ -63,9 +63,9 @@ def verdict(
 
     Args:
         current: the call of this rank.
-        peers: all ranks of that call, but this one.
-        waiting_for: the rank whose flag is waited for.
-        waited_s: seconds so far.
+        peers: statuses of all ranks of that call except this one.
+        waiting_for: the rank whose flag this rank waits for.
+        waited_s: seconds waited so far.
         timeout_s: seconds allowed.
     """
     for peer in peers:
@@ -97,7 +97,7 @@ def _where(peer: PeerStatus, current: CurrentCall) -> str:
 
 
 def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
-    """Return the error of two calls that do not belong together."""
+    """Return the error for two ranks that made different calls: `current` here, and `other` on `rank`."""
     return Misconfigured(
         f"the ranks do not match: this one is in {current}, rank {rank} in {other}; make the same calls in the same "
         "order, with the same sizes and dtypes, on every rank, and make and drop buffers in the same order"
@@ -105,7 +105,7 @@ def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
 
 
 class Watchdog:
-    """Looks at the statuses and processes of the peers, and knows how long a wait may take."""
+    """Reads the statuses of the peers and checks that their processes live; holds the timeout of waits."""
 
     def __init__(self, statuses: Sequence[RankStatus], *, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self.statuses, self.rank, self.timeout_s = statuses, rank, timeout_s
@@ -113,7 +113,7 @@ class Watchdog:
         self._processes = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     def peers(self, line: int) -> tuple[int, ...]:
-        """Return the other ranks of a line of this rank's status."""
+        """Return the peers whose calls with this rank `line` of its status counts: one rank, or all others."""
         if line < len(self.statuses):
             return (line,)
         return tuple(rank for rank in range(len(self.statuses)) if rank != self.rank)
@@ -128,16 +128,16 @@ class Watchdog:
         return tuple(peer for peer, process in self._processes.items() if _is_ready(process))
 
     def latest(self, current: CurrentCall, peer: int) -> int:
-        """Return the number of the latest call of `peer` on the line."""
+        """Return the number of the latest call of `peer` on the line of `current`."""
         return int(self._line(current, peer).latest)
 
     def same(self, current: CurrentCall, peer: int) -> str | None:
-        """Return the call of `peer` that has the number of `current`; None if it has not made it."""
+        """Return the text of the call of `peer` with the number of `current`; None if it has not made one."""
         record = self.record(current, peer)
         return _text(record.text) if self.latest(current, peer) >= current.number == record.number else None
 
     def record(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return where `peer` shows its call with the number of `current`, once it has made it."""
+        """Return the record in which `peer` shows its call with the number of `current`, once it has made it."""
         return self._line(current, peer).records[current.number % DEPTH]
 
     def in_own_process(self) -> bool:
@@ -156,7 +156,7 @@ class Watchdog:
         )
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the peers that this rank goes no further, and why."""
+        """Show the peers that this rank has failed with `error`, and which ranks are to blame."""
         status = self.statuses[self.rank]
         status.reason = str(error).encode()[:380]
         for rank in getattr(error, "ranks", ()):
@@ -165,7 +165,7 @@ class Watchdog:
             status.state = FAILED
 
     def leave(self) -> None:
-        """Tell the peers that this rank has ended its calls and makes no more."""
+        """Show the peers that this rank has closed its communicator and makes no more calls."""
         self.statuses[self.rank].state = CLOSED
 
     def close(self) -> None:
@@ -174,12 +174,12 @@ class Watchdog:
             os.close(self._processes.popitem()[1])
 
     def _line(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the line of `peer` that has its side of the calls on this rank's line."""
+        """Return the line in the status of `peer` that counts the same calls as the line of `current` here."""
         line = self.rank if current.line < len(self.statuses) else current.line
         return self.statuses[peer].channels[current.channel].lines[line]
 
     def shown(self, channel: int, peer: int) -> str:
-        """Return the call that `peer` is in on that channel, or that it did last."""
+        """Return in words the call that `peer` is in on that channel, or was in last."""
         status = self.statuses[peer].channels[channel]
         latest = status.lines[status.line].latest
         record = status.lines[status.line].records[latest % DEPTH]
@@ -201,7 +201,7 @@ class Watchdog:
         )
 
     def _is_in_a_call_unknown_here(self, channel: int, peer: int) -> bool:
-        """Return whether this rank has not made the call that `peer` is in, although it has a part in it."""
+        """Return whether `peer` is in a call that this rank takes part in but has not made yet."""
         theirs, everyone = self.statuses[peer].channels[channel], len(self.statuses)
         latest = theirs.lines[theirs.line].latest
         record = theirs.lines[theirs.line].records[latest % DEPTH]
@@ -212,7 +212,7 @@ class Watchdog:
 
 
 def _is_ready(fd: int) -> bool:
-    """Return whether a process has ended, reaped or not: its descriptor can be read then."""
+    """Return whether a process has ended, reaped or not: its pidfd is readable then."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
@@ -223,7 +223,7 @@ def _text(raw: bytes) -> str:
 
 
 class Failure:
-    """Holds the error that ended this rank's communicator, if one did. Any thread may set it; the peers are told.
+    """Holds the error that ended this rank's communicator, if any. Any thread may set it, which also tells the peers.
 
     With `prints` it is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
     """
@@ -234,14 +234,14 @@ class Failure:
         self.error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise what ended this communicator, if something did, or if this process was forked from the rank's."""
+        """Raise the error that ended this communicator, if any, or an error if this is a fork of the rank's process."""
         if not self._watchdog.in_own_process():
             raise self._watchdog.wrong_process()
         if self.error is not None:
             raise self.error.with_traceback(None)
 
     def set(self, error: BaseException) -> BaseException:
-        """End this communicator with `error`, unless an earlier error already has; return the one that counts."""
+        """End this communicator with `error`, unless an earlier error already has; return the first error."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -259,15 +259,15 @@ class Failure:
 
 
 class PeerWaiter:
-    """Waits for ranks that a watchdog looks at."""
+    """Waits for conditions that peers fulfil, and raises when the watchdog finds that they will not."""
 
     def __init__(self, watchdog: Watchdog, failure: Failure) -> None:
         self.watchdog, self._failure = watchdog, failure
 
     def wait_until(self, condition: Callable[[], bool], current: CurrentCall, waiting_for: int | None) -> None:
-        """Return as soon as `condition()`: look often at first, then every millisecond, and ask why from time to time.
+        """Poll `condition` until it is true: often at first, then every millisecond.
 
-        If it will not come, or this rank has given up, the reason is raised.
+        Every 50 ms the watchdog checks the peers. The reason is raised if the wait will not end, or this rank failed.
         """
         for _ in range(_SPINS):
             if condition():

@@ -1,5 +1,5 @@
-"""Symmetric memory as tensors, on any device.
+"""Make tensors in symmetric memory, on any device: `pool.py` those of `empty`, `early_release.py` those released early.
 
-`pool.py` tensors whose memory is free again when the next call says so; `early_release.py` tensors whose peers are told
-as soon as they die: it decides what happens when symmetric memory is freed while peers may write.
+Symmetric memory freed while peers may still write to it: `ReusePolicy` in `pool.py` says when it may be used again (CPU
+at once; GPU `StreamOrder.freed` in `cuda/events.py`), `early_release.py` when peers are told that they may write it.
 """

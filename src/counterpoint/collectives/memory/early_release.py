@@ -1,12 +1,12 @@
-"""Outputs that are released early: the ready signals go out when a tensor dies, not when the next call begins.
+"""Release outputs early: the ready signals go out when a tensor dies, not when the next call begins.
 
-A block has words of its own: `ready` of a peer rests at 1, "its block of this number may be written". A call with such
-an output does not begin with the handshake, so all ranks have to mean the same block, which they compare by its number,
-and each has to push into each other (`Program.pushers`): the checker has proved it for these calls alone. From the call
-until the tensor dies its words rest at 0, as without an early release; a second call on the same tensor begins with the
-handshake.
+Each block has its own flag words. While a block is free, `ready` of each peer is 1: "the block of this number may be
+written there". A call with such an output begins without a handshake. So all ranks must use the same block, which they
+compare by its number, and every rank must push into every other (`Program.pushers`): only these calls are proved. From
+that call until the tensor dies, `ready` is 0, as without early release, and a second call on the same tensor begins
+with the handshake.
 
-A block is never split or joined with others: a peer may have been told that it is free at any time since.
+A block is never split or joined with others: a peer that was told that it is free may write to it at any time.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS, MAX_EARLY_REG
 from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, SymmetricMemory, next_region_bytes
 from counterpoint.errors import Unsupported
 
-_MOST_WASTE = 2  # a free block may be so many times as large as what it is used for
+_MOST_WASTE = 2  # a free block may be at most this many times as large as the tensor that takes it
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class EarlyBlock:
-    """Represents memory of one output after another."""
+    """Represents a block of symmetric memory of fixed size, which holds one output at a time."""
 
-    number: int  # selects its words; the same on all ranks
+    number: int  # selects its flag words; the same on all ranks
     part: int  # index of its region among those of the pool
-    at: Location  # where that is
+    at: Location  # where it begins
     num_bytes: int  # its size
     ready: bool = True  # peers have been told that it is free; no call has used it since
-    uses: Any = None  # what has to end before it is used again, in the transport's own words
+    uses: Any = None  # work that must end before it is used again; the transport sets it (GPU: `StreamPoint`s)
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyUse:
-    """Represents an output in a block."""
+    """Names an early-release block, and the offset in bytes at which an output begins in it."""
 
     block: EarlyBlock
     offset: int
 
     @property
     def handshake(self) -> bool:
-        """Whether a call has used the block since it was released: the next one says first that it is free."""
+        """Return whether the next call needs a handshake, since a call has used the block after its last release."""
         return not self.block.ready
 
     def __str__(self) -> str:
-        """Return what has to be equal on all ranks."""
+        """Return the block and offset in words, which have to be equal on all ranks."""
         return f" into early-release block {self.block.number} + {self.offset}"
 
 
 class EarlyPool:
-    """Makes tensors whose memory peers may write as soon as they die.
+    """Makes tensors whose memory peers may write as soon as the tensors die.
 
     `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further ones grow as those of
-    `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`: it
-    signals the peers, or returns False: not now. `taken` is called with a block that a new tensor takes.
+    `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`; it
+    signals the peers, or returns False if that has to wait. `taken` is called with a block that a new tensor takes.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class EarlyPool:
         self._free: list[EarlyBlock] = []
         self._count = 0
         self._lock = threading.RLock()
-        self._dropped: deque[EarlyBlock] = deque()  # storages die in any thread: nothing else is done there
+        self._dropped: deque[EarlyBlock] = deque()  # storages die in any thread, which only appends here
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor of one element or more; without a block for it `Unsupported` is raised."""
+        """Return an uninitialised tensor of one element or more; raise `Unsupported` if there is no block for it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             self.collect()
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-        freed = partial(self._dropped.append, block)  # what it refers to lives as long as the tensor
+        freed = partial(self._dropped.append, block)  # the tensor keeps this alive, so it does not refer to the pool
         storage = self._memory.tensor(block.at, num_bytes, freed)
         self._taken(block)
         return storage.view(dtype).view(shape)
 
     def use(self, at: Location | None) -> EarlyUse | None:
-        """Return how an output at `at` is released; None if it does not lie in this pool."""
+        """Return the block and offset of an output at `at`; None if it does not lie in this pool."""
         found = None if at is None else self._blocks.get(at.region)
         if at is None or found is None:
             return None
@@ -105,7 +105,7 @@ class EarlyPool:
         return EarlyUse(block, at.offset - block.at.offset)
 
     def collect(self) -> None:
-        """Tell the peers about every tensor that has died; called before each call and each `empty`."""
+        """Release the block of every tensor that has died; called before each call and each `empty`."""
         if not self._dropped:
             return
         with self._lock:

@@ -1,7 +1,7 @@
-"""Symmetric memory: bytes of this rank that its peers have mapped, too; and a pool that makes tensors of it.
+"""Define symmetric memory, which is this rank's memory that peers have mapped, too, and a pool of tensors in it.
 
-Programs name memory by role and offset. A `Location` says where in a rank's symmetric memory a role begins; it means
-the same to every rank, while an address has a meaning in one process only.
+Programs name memory by buffer and offset. A `Location` says where in a rank's symmetric memory a buffer begins; it
+means the same to every rank, while an address is valid in one process only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-_SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # of a growable region
-_MOST_BYTES = 1 << 28  # of a region that nobody asked for
-BLOCK_BYTES = 512  # of a block's size and place: no two tensors share a cache line or a copy engine's burst
+_SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # smallest size of a `GrowableRegion`, and its step when large
+_MOST_BYTES = 1 << 28  # largest region that a pool makes if no single tensor needs more
+BLOCK_BYTES = 512  # multiple of blocks' sizes and offsets: no two tensors share a cache line or copy engine's burst
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +32,7 @@ class Location:
 
 
 class SymmetricMemory(Protocol):
-    """Makes regions on a device: each is one piece of memory of this rank that every peer can write."""
+    """Makes regions on a device; a region is one allocation of this rank that every peer can write."""
 
     rank: int
     world_size: int
@@ -41,42 +41,42 @@ class SymmetricMemory(Protocol):
         """Make a region of zeros, and return its number."""
 
     def release(self, region: int) -> None:
-        """Give up a region that this rank no longer uses; its number may come again."""
+        """Free a region that this rank no longer uses; a later region may get its number."""
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return where bytes of `rank` are mapped here; raise `Misconfigured` if they are not within a region of it."""
+        """Return the address here of bytes of `rank`; raise `Misconfigured` if they are not within its region."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return where own bytes are; None if they are not in symmetric memory."""
+        """Return the location of this rank's bytes at `address`; None if they are not in symmetric memory."""
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
         """Return own bytes as a flat uint8 tensor; `freed` is called, in any thread, when its storage dies."""
 
     def close(self) -> None:
-        """Give all regions back; what tensors still use stays until they die."""
+        """Free all regions; memory that tensors still use is freed when they die."""
 
 
 class ReusePolicy(Protocol):
-    """Says when memory that was given back may be used again, on a device that is behind the host."""
+    """Decides when the memory of a dead tensor may be used again, on a device whose streams run behind the host."""
 
     def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
-        """Return what has to end before these bytes are used again; None: that is never known, so keep them."""
+        """Return the work that must end before these freed bytes are reused; None: never reuse them."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the next user of bytes at `at` wait for `after`."""
+        """Let the next user of the bytes at `at` wait for the work in `after`."""
 
     def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what has to end before the bytes of both are used again."""
+        """Return the work that must end before a block joined from two free blocks is reused."""
 
 
 class _ReuseAtOnce:
-    """Serves CPUs, where all that uses a tensor has ended when it dies."""
+    """Reuses memory at once, for CPUs: all work on a tensor has ended when it dies."""
 
     def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
         return ()
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no work to wait for."""
 
     def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
         return ()
@@ -90,12 +90,12 @@ class _Block:
 
 
 class Pool:
-    """Makes tensors in symmetric memory, at the lowest free place; it is free again when their last view has died.
+    """Makes tensors in symmetric memory, at the lowest free place; their memory is free when the last view has died.
 
-    The place of a tensor depends on which are alive and on nothing else, so ranks that make and drop theirs in the same
-    order have them at the same offsets. Regions are added as needed and kept: the first one of `region_bytes`; further
-    ones grow, but not with what is asked for (`next_region_bytes`). `create` makes one (None: `memory.create` does);
-    `reuse` says when memory may be used again (None: at once).
+    A tensor's place depends only on which others are alive, so ranks that make and drop tensors in the same order have
+    them at the same offsets. Regions are added as needed and kept: the first has `region_bytes`, further ones are
+    larger (`next_region_bytes`). `create` makes one (None: `memory.create` does); `reuse` decides when freed memory may
+    be used again (None: at once).
     """
 
     def __init__(
@@ -111,26 +111,26 @@ class Pool:
         self._next_bytes = region_bytes
         self._free: list[_Block] = []  # ascending, no two adjacent
         self._lock = threading.Lock()
-        self._dropped: deque[_Block] = deque()  # storages die in any thread, between any two lines of `_take`
+        self._dropped: deque[_Block] = deque()  # storages die in any thread, even between two lines of `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor; none of its sizes is 0, or there would be nothing to map."""
+        """Return an uninitialised tensor of one element or more."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             self._reuse.taken(block.at, block.after)
-        freed = partial(self._dropped.append, block)  # what it refers to lives as long as the tensor
+        freed = partial(self._dropped.append, block)  # the tensor keeps this alive, so it does not refer to the pool
         storage = self._memory.tensor(block.at, num_bytes, freed)
         return storage.view(dtype).view(shape)
 
     def reserve(self) -> None:
-        """Make the first region now; all ranks do, where regions are made together."""
+        """Make the first region now; on a GPU all ranks call this together."""
         with self._lock:
             self._grow(0)
 
     @property
     def free_bytes(self) -> int:
-        """The bytes in regions of this pool that are not in use."""
+        """Return the bytes in regions of this pool that are not in use."""
         with self._lock:
             self._collect()
             return sum(block.num_bytes for block in self._free)
@@ -153,7 +153,7 @@ class Pool:
         insort(self._free, _Block(Location(region, 0), size // BLOCK_BYTES * BLOCK_BYTES))
 
     def _collect(self) -> None:
-        """Put what was dropped back among the free blocks, joined with its neighbours."""
+        """Put the blocks of dead tensors back among the free ones, and join neighbours."""
         if not self._dropped:
             return
         while self._dropped:
@@ -173,18 +173,18 @@ class Pool:
 
 
 def next_region_bytes(last: int) -> int:
-    """Return twice the last size up to 256 MiB, or the last one.
+    """Return the size of the next region: double the last one, up to 256 MiB, and never smaller than it.
 
-    A tensor that is larger has a region of its own size: were the next one twice as large as that, a model's largest
-    layer would cost three times its memory.
+    A larger tensor gets a region of its own size, which does not count as the last one here: if it did, a model's
+    largest layer would cost three times its memory.
     """
     return max(last, min(2 * last, _MOST_BYTES))
 
 
 class GrowableRegion:
-    """Holds a region that grows: a new one takes the place of the last when that is too small.
+    """Holds one region, and replaces it by a larger one when it is too small.
 
-    `release` gives the last one back; None: it stays, since something may hold its addresses.
+    `release` frees the old region; None: it is kept, since a graph or a prepared call may hold its addresses.
     """
 
     def __init__(self, create: Callable[[int], int], release: Callable[[int], None] | None = None) -> None:
@@ -193,11 +193,11 @@ class GrowableRegion:
         self.num_bytes = 0
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether there is room for `num_bytes`."""
+        """Return whether the region has at least `num_bytes`."""
         return num_bytes <= self.num_bytes
 
     def grow_to(self, num_bytes: int) -> bool:
-        """Make room for `num_bytes`; return whether that took a new region, which follows from the sizes alone."""
+        """Make the region at least `num_bytes` large; return whether that took a new one (the same on all ranks)."""
         if self.fits(num_bytes):
             return False
         if self.region >= 0 and self._release is not None:
@@ -208,7 +208,7 @@ class GrowableRegion:
 
 
 def _grown(num_bytes: int) -> int:
-    """Return a power of two while that is small, else a multiple of a step."""
+    """Return the size of a region for `num_bytes`: a power of two up to 64 MiB, then a multiple of 64 MiB."""
     if num_bytes <= _STEP_BYTES:
         return max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
     return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES

@@ -1,4 +1,4 @@
-"""Collectives over several hosts: a `Communicator` inside each host, a torch process group between them.
+"""Run collectives over several hosts: a `Communicator` inside each host, a torch process group between them.
 
     mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("hosts", "local"))
     communicator = HierarchicalCommunicator.of_mesh(mesh)
@@ -7,12 +7,12 @@
 It runs the phases of `phases.py`. Rules that hold for every operation:
 
 - All ranks make the same calls in the same order. Calls run one after the other. Rank = host * local ranks + index.
-- Between hosts the process group is used, by nobody else while a call runs, and as it fails so does the call: a rank
-  that waits for another host waits until that rank's process ends, or for the group's timeout. What differs between
-  hosts (operation, size) is not compared.
+- Nothing else may use the process group between hosts while a call runs, and a call fails if the group does: a rank
+  waits for one of another host until that rank's process ends, or for the group's timeout. Differences between hosts
+  (operation, size) are not detected.
 - Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
   the order of the group's library. All ranks get the same bits.
-- A communicator that has failed once raises that error for ever, and lets go of the ranks of its host.
+- A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
 
 **Not run on GPUs, nor on more than one host, yet**: proved and simulated, and run on CPUs as groups of one host.
 """
@@ -42,13 +42,13 @@ class HierarchicalCommunicator:
     """Runs collectives among all ranks of several hosts. All ranks make it together.
 
     Args:
-        inside: communicator of the ranks of this host, for nothing else from now on; closed with this one.
+        inside: communicator of the ranks of this host, which nothing else may use from now on; closed with this one.
         between: torch process group of the ranks that have the same rank in their host's communicator.
         slice_bytes: all_reduce and broadcast work on slices of about this size, so that inside and between run at the
             same time.
 
     Raises:
-        Misconfigured: the groups are no grid, this process is in none of them, or `slice_bytes` is not positive.
+        Misconfigured: the groups are no grid, this process is not in them, or `slice_bytes` is not positive.
     """
 
     def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int = 128 << 20) -> None:
@@ -65,19 +65,19 @@ class HierarchicalCommunicator:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         if self.device.type == "cpu":
             threading.Thread(target=_serve, args=(self._queue,), name="hierarchical", daemon=True).start()
-            weakref.finalize(self, self._queue.put, None)  # which ends the thread
+            weakref.finalize(self, self._queue.put, None)  # None ends the thread
 
     @classmethod
     def of_mesh(cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int = 128 << 20) -> HierarchicalCommunicator:
-        """Make one from a torch DeviceMesh of two axes, the hosts first.
+        """Make a communicator from a torch DeviceMesh of two axes, the hosts first.
 
-        A rank waits `timeout_s` for another of its host before it gives up; `slice_bytes` as above.
+        A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
 
         Returns:
             The communicator of this rank.
 
         Raises:
-            Misconfigured: the mesh has not two axes.
+            Misconfigured: the mesh does not have two axes.
         """
         if mesh.ndim != 2:
             raise Misconfigured(f"a mesh of {mesh.ndim} axes: give one of two, hosts and ranks of a host")
@@ -90,7 +90,7 @@ class HierarchicalCommunicator:
         self.close()
 
     def close(self) -> None:
-        """End what still runs inside this host, and its communicator. Tensors stay valid."""
+        """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid."""
         self._failed = self._failed or CounterpointError("this communicator is closed: make a new one")
         self._queue.put(None)
         self.inside.close()
@@ -102,53 +102,53 @@ class HierarchicalCommunicator:
     def all_gather(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
         """Gather every rank's input: output[r] = input of rank r.
 
-        In place if input is this rank's block of output: nothing is copied then.
+        In place, and without a copy, if input is this rank's block of output.
 
-        Sends input.nbytes to each other host, and as much for every host to each other rank of this one.
+        Sends input.nbytes to each other host, and input.nbytes for each host to each other rank of this one.
 
         Returns:
-            Its work, with `async_op`; else None, when output may be read.
+            The call's `Work` with `async_op`; else None, when output may be read.
         """
         return self._submit(request.all_gather, output, input, async_op)
 
     def reduce_scatter(
         self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
     ) -> Work | None:
-        """Combine the ranks' input[rank] into output. Keeps output.nbytes for each host meanwhile.
+        """Combine the ranks' input[rank] into output. Needs a temporary buffer of output.nbytes for each host.
 
-        `op` and `factor` as of `Communicator.reduce_scatter`; avg multiplies by 1 / n first.
+        `op` and `factor` are as in `Communicator.reduce_scatter`; avg multiplies each value by 1 / n before the sum.
 
         Returns:
-            Its work, with `async_op`; else None, when output may be read.
+            The call's `Work` with `async_op`; else None, when output may be read.
         """
         return self._submit(request.reduce_scatter, output, input, async_op, op, factor)
 
     def all_reduce(self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False) -> Work | None:
-        """Combine the ranks' tensors into tensor: the same bits on all of them."""
+        """Combine the ranks' tensors in place, with bitwise equal results on all ranks."""
         return self._submit(request.all_reduce, tensor, tensor, async_op, op, factor)
 
     def all_to_all(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
-        """Send block r of input to rank r; blocks have one size. Keeps what is for other hosts a second time meanwhile.
+        """Send block r of input to rank r; blocks have one size. Needs a temporary buffer for data to other hosts.
 
         `Misconfigured` is raised for rows that cannot be divided by the number of ranks, and if output overlaps input.
 
         Returns:
-            Its work, with `async_op`; else None, when output may be read.
+            The call's `Work` with `async_op`; else None, when output may be read.
         """
         return self._submit(request.all_to_all, output, input, async_op, False)
 
     def broadcast(self, tensor: Any, src: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copy tensor of rank `src` to that of every rank; every rank of its host sends a part to the other hosts."""
+        """Copy the tensor of rank `src` to every rank; each rank of its host sends a part to the other hosts."""
         return self._submit(request.broadcast, tensor, tensor, async_op, src)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Wait until every rank has come to it."""
+        """Wait until every rank has made this call."""
         return self._submit(request.barrier, None, None, async_op)
 
     def _submit(
         self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
     ) -> Work | None:
-        """Check and start a call: on CPUs one by one in a thread, on GPUs in the order of the current stream."""
+        """Check and start a call: on CPUs calls run one by one in a thread, on GPUs on the current stream."""
         sent = sendable(input)
         asked = build(self._ranks, output, sent, *options)
         if asked.overlaps:
@@ -175,7 +175,7 @@ class HierarchicalCommunicator:
         return None
 
     def _carry_out(self, text: str, run: Callable[[], None]) -> BaseException | None:
-        """Run a call, if nothing has failed before, and return what has failed."""
+        """Run a call unless an earlier one failed; return the error of this communicator, or None."""
         try:
             if self._failed is None:
                 run()
@@ -186,7 +186,7 @@ class HierarchicalCommunicator:
                 f"{text} failed between hosts: {error}; a rank of another host may be gone: see what its host says"
             )
         if self._failed is not None:
-            self.inside.close()  # the ranks of this host learn of it, instead of waiting for this one
+            self.inside.close()  # ranks of this host that wait for this one get an error
         return self._failed
 
 
@@ -201,7 +201,7 @@ class _PhaseRun:
     reduction: Reduction | None
 
     def __call__(self) -> None:
-        """Start each phase when those before it have ended; return when all have."""
+        """Start each phase when those that it depends on have ended; return when all phases have ended."""
         import torch
 
         dtype = torch.uint8 if self.reduction is None else self.output.dtype
@@ -219,7 +219,7 @@ class _PhaseRun:
             _wait(works)
 
     def start(self, phase: Phase) -> list[Any]:
-        """Start a phase, and return its works."""
+        """Start a phase; return the works to wait for."""
         output, input = (cut(self.buffers[span.buffer], span) for span in (phase.output, phase.input))
         if phase.level == "inside":
             return [self.start_inside(phase.call, output, input)]
@@ -236,7 +236,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of the phases inside, so that those between only have to add up."""
+        """Return the op and factor of the phases inside; they scale, so that phases between hosts need no factor."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
@@ -248,7 +248,7 @@ _SUMS = ("sum", "avg", "premul_sum")
 
 
 def _wait(works: list[Any]) -> None:
-    """Wait for each once: gloo's receives wait for a second message when they are waited for again."""
+    """Wait for each work once, and remove it: a gloo receive that is waited for again waits for a second message."""
     while works:
         work = works.pop(0)
         if work is not None:
@@ -258,11 +258,11 @@ def _wait(works: list[Any]) -> None:
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # it holds the communicator
+        del call  # it keeps the communicator alive
 
 
 def _check_grid(inside: Communicator, between: Any, host: int, hosts: int) -> None:
-    """Check that ranks of a host are the same host of their rails, and those of a rail the same rank of their hosts."""
+    """Raise unless the groups form a grid: all ranks of a host have one host number, all of a rail one local rank."""
     import torch
 
     rails = gather_values(between, (inside.rank, inside.world_size))

@@ -1,8 +1,8 @@
-"""The phases of a call over several hosts as one program for each rank, for the checker and the clock.
+"""Join the phases of a call over several hosts into one program for each rank, for the checker and the clock.
 
-What another library does between hosts is modelled as the program that this package would run, on lanes of its own: it
-begins when every rank of the rail has come, moves the data, and lets a rank go on when its part is there. All phases
-inside a host use the same flags and staging, one after the other, as they do on one channel of a communicator.
+A collective of another library between hosts is modelled as the program that this package would run, on lanes of its
+own: it begins when every rank of the rail has made the call, moves the data, and lets a rank go on when its part has
+arrived. All phases inside a host use the same flags and staging in turn, as on one channel of a communicator.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def flatten(
     """Return one program for each rank.
 
     Args:
-        call: of all ranks.
-        grid: where they are.
-        made: the phases of every rank, as `phases_all` gives them.
-        tuning: of the phases inside hosts.
+        call: the collective of all ranks.
+        grid: on which hosts the ranks are.
+        made: the phases of every rank, as `phases_all` returns them.
+        tuning: tuning of the phases inside hosts.
 
     Raises:
         Misconfigured: the ranks of a group do not make the same calls.
@@ -74,12 +74,12 @@ def _flat(call: Call, grid: Grid, rank: int, made: Sequence[Sequence[Phase]], tu
     return Program(call=call, tuning=tuning, rank=rank, steps=merge_batches(tuple(steps)), scratch_bytes=kept)
 
 
-_BEGUN, _ENDED = 0, 1  # events of the whole; phase k has those from _EVENTS * (k + 1) on, the first of them its end
+_BEGUN, _ENDED = 0, 1  # events of the whole program; phase k has those from _EVENTS * (k + 1) on, first its end
 _EVENTS = 1 << 16
 
 
 class _Translation:
-    """Translates one phase to ranks of the grid, buffers of the call, and events and lanes of its own."""
+    """Translates the program of one phase: to ranks of the grid, buffers of the whole call, own events and lanes."""
 
     def __init__(self, grid: Grid, rank: int, number: int, made: Sequence[Sequence[Phase]], tuning: Tuning) -> None:
         self.number, self.phase = number, made[rank][number]
@@ -93,7 +93,7 @@ class _Translation:
         self.awaited = any(number in phase.after for phase in made[rank])
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps after what they wait for; their end is marked if another phase waits for it."""
+        """Yield waits for earlier phases, the steps of this one, and an event at its end if another phase awaits it."""
         for number in self.phase.after:
             yield AwaitEvent(_EVENTS * (number + 1), self.first_lane)
         for step in self.program.cycle():
@@ -102,7 +102,7 @@ class _Translation:
             yield RecordEvent(_EVENTS * (self.number + 1), self.first_lane)
 
     def step(self, step: Step) -> Step:
-        """Return a step of the phase as a step of the whole."""
+        """Return a step of the phase as a step of the whole program."""
         lane = self.first_lane + step.lane
         match step:
             case Copy(peer, source, target):
@@ -117,17 +117,17 @@ class _Translation:
                 return replace(step, event=_EVENTS * (self.number + 1) + 1 + event, lane=lane)
 
     def operation(self, operation: Signal | Wait) -> Signal | Wait:
-        """Return a signal or wait of the phase as one of the whole."""
+        """Return a signal or wait of the phase as one of the whole program."""
         if isinstance(operation, Signal):
             return Signal(self.members[operation.peer], self.flag(operation.flag))
         return Wait(self.flag(operation.flag), None if operation.brings is None else self.span(operation.brings))
 
     def flag(self, flag: Flag) -> Flag:
-        """Return a flag of the phase as one of the whole."""
+        """Return a flag of the phase as one of the whole program."""
         return replace(flag, peer=self.members[flag.peer])
 
     def span(self, span: Span, phase: Phase | None = None) -> Span:
-        """Return where it lies in the buffers of the whole; `phase`: of the rank that owns it, None: of this one."""
+        """Return a span in the buffers of the whole call; `phase` is that of the rank that owns it, None: this rank."""
         if span.buffer == "staging":
             return span if self.first_lane == COPY else replace(span, buffer="network")
         phase = phase or self.phase

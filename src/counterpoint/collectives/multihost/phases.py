@@ -1,18 +1,18 @@
-"""Collectives over several hosts as data: zero-SM inside a host, another library (NCCL) between hosts.
+"""Describe collectives over several hosts as data: zero-SM inside a host, another library (NCCL) between hosts.
 
 A call of all ranks becomes a few phases for each rank, and every phase is an ordinary call of one of its two groups,
 on a piece of its buffers: `inside`, the ranks of its host, or `between`, the ranks of the same local index on all
 hosts (its rail: each has a network card of its own). Ranks count host by host.
 
-Every byte that has to leave a host does so once, split evenly over the rails. Phases are cut so that what one leaves
-is where the next one wants it: no phase copies anything from one place of a rank to another, but for own blocks in an
-all_to_all, and in an all_gather out of place. To gather blocks of all hosts in order would need a copy if one call
-brought them all; so the hosts exchange them pair by pair, straight to their places, and the blocks of each host are
-passed on inside while those of the next one come. What goes on while what:
+Every byte that has to leave a host does so once, split evenly over the rails. The output of a phase lies where the next
+phase reads it: no phase copies data within a rank, except for own blocks in an all_to_all and in an all_gather out of
+place. If one call gathered the blocks of all hosts, a copy would be needed to put them in order; so the hosts exchange
+them pair by pair, straight to their places, and the blocks of each host are passed on inside while those of the next
+one arrive. The phases, and which of them run at the same time:
 
 | operation | phases | at the same time |
 |---|---|---|
-| all_gather | between: own block to each host; inside: all_gather of each host's | both, by hosts |
+| all_gather | between: own block to each host; inside: all_gather of each host's blocks | both, by hosts |
 | reduce_scatter | inside: reduce_scatter for each host; between: reduce_scatter | nothing |
 | all_reduce | inside: reduce_scatter; between: all_reduce of the shard; inside: all_gather | all, by slices |
 | all_to_all | inside: to the rail of the target; between: to its host | both, by hosts |
@@ -51,11 +51,11 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """The number of all ranks."""
+        """Return the number of all ranks."""
         return self.hosts * self.local
 
     def members(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group of `rank` on this level, in its order."""
+        """Return the ranks of the group that `rank` belongs to on this level, in the order of the group."""
         host, index = divmod(rank, self.local)
         if level == "inside":
             return tuple(range(host * self.local, (host + 1) * self.local))
@@ -64,32 +64,31 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Describes one call of one group.
+    """Describes one call of a rank's group on one level: one part of a call over several hosts.
 
-    Phases of one level run one after the other anyway, in the order of the list, which is the same for all ranks of a
-    group.
+    Phases of one level run in the order of the list, which is the same for all ranks of a group.
     """
 
-    level: Level  # which group
-    call: Call  # of its ranks, counted within the group
-    input: Span  # where its input lies in the rank's buffers; of a call in place the same as `output`
+    level: Level  # which of the rank's two groups makes the call
+    call: Call  # the collective; its ranks are counted within the group
+    input: Span  # where its input lies in the rank's buffers; the same as `output` if the call is in place
     output: Span  # where its output lies
     after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
 
 
 @lru_cache(maxsize=1024)
 def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None) -> tuple[Phase, ...]:
-    """Return what `rank` does for `call`, of all ranks of the grid.
+    """Return the phases that `rank` runs for `call`, a collective of all ranks of the grid.
 
     Args:
         call: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier; blocks of equal sizes.
-        grid: where the ranks are.
-        rank: of all.
-        slice_bytes: all_reduce and broadcast work on slices of about this size, so that the levels run at the same
-            time; None: on the whole.
+        grid: on which hosts the ranks are.
+        rank: rank among all of the grid.
+        slice_bytes: all_reduce and broadcast work on slices of about this size, so that both levels run at the same
+            time; None: on the whole array.
 
     Raises:
-        Misconfigured: another operation, blocks that differ, or numbers that do not fit.
+        Misconfigured: another operation, blocks of different sizes, or a rank or grid that does not fit the call.
     """
     if call.world_size != grid.world_size or not 0 <= rank < grid.world_size:
         raise Misconfigured(
@@ -112,7 +111,7 @@ def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tup
 
 
 def scratch_bytes(found: Sequence[Phase]) -> int:
-    """Return the bytes that these phases keep between them."""
+    """Return the bytes of the scratch buffer in which these phases pass data to each other."""
     spans = [span for phase in found for span in (phase.input, phase.output) if span.buffer == "scratch"]
     return max((span.offset + span.num_bytes for span in spans), default=0)
 
@@ -145,18 +144,18 @@ class _PhaseList:
         return Span(buffer, host * self.local * block, self.local * block)
 
     def away(self) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each distance, the host to send to and the one to receive from. Nobody meets at a receiver."""
+        """Yield (distance, host to send to, host to receive from) for all other hosts; no two send to one at once."""
         for distance in range(1, self.hosts):
             yield distance, (self.host + distance) % self.hosts, (self.host - distance) % self.hosts
 
     def exchange(self, distance: int, num_bytes: int, source: Span, target: Span, *after: int) -> int:
-        """Let every host send to the one at this distance."""
+        """Add a phase in which every host sends `num_bytes` to the one at this distance; return its number."""
         hosts = range(self.hosts)
         sizes = [[num_bytes if to == (host + distance) % self.hosts else 0 for to in hosts] for host in hosts]
         return self.add("between", operations.send_recv(sizes), source, target, *after)
 
     def slices(self) -> tuple[list[Span], Span]:
-        """Return slices of the array, each an aligned block per local rank, and the rest, a few bytes."""
+        """Return slices of the array that divide into an aligned block per local rank, and the few bytes left over."""
         size = self.call.output_bytes(self.rank)
         unit = ALIGNMENT * self.local
         step = max(1, (self.slice_bytes or size) // unit) * unit
@@ -171,7 +170,7 @@ class _PhaseList:
 
 
 def _all_gather(plan: _PhaseList) -> None:
-    """Gather the own host's blocks first: they are there. Then those of each host, as they come."""
+    """Gather the blocks of this host first, which need no transfer, then those of each other host as they arrive."""
     block, local = plan.even_block(), plan.local
     own = plan.call.source_span(plan.rank, plan.rank)
     come = {}
@@ -186,7 +185,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Sum inside the own host for every host, one after the other; then reduce_scatter these sums."""
+    """Sum the blocks for each host inside this one, host by host; then reduce_scatter these sums between hosts."""
     block, hosts = plan.even_block(), plan.hosts
     inside = operations.reduce_scatter(plan.local, block)
     kept = Span("scratch" if hosts > 1 else "output", 0, hosts * block)
@@ -199,7 +198,7 @@ def _reduce_scatter(plan: _PhaseList) -> None:
 
 
 def _all_reduce(plan: _PhaseList) -> None:
-    """Sum all slices inside first, so that the rails never wait for what comes back."""
+    """Sum all slices inside first and gather them last, so that no sum between hosts waits for a gather inside."""
     source: Buffer = plan.call.source_span(plan.rank, 0).buffer
     slices, rest = plan.slices()
     summed = []
@@ -210,7 +209,7 @@ def _all_reduce(plan: _PhaseList) -> None:
         summed.append(_sum_between(plan, part, number))
     for whole, number in zip(slices, summed, strict=True):
         plan.add("inside", operations.all_gather(plan.local, whole.num_bytes // plan.local), whole, whole, number)
-    if rest.num_bytes:  # on one rail, and from there to all: the same bits everywhere
+    if rest.num_bytes:  # summed on one rail and broadcast from there: the same bits everywhere
         inside = operations.all_reduce(plan.local, rest.num_bytes, own=plan.call.own)
         number = plan.add("inside", inside, Span(source, rest.offset, rest.num_bytes), rest)
         if plan.hosts > 1:
@@ -225,7 +224,7 @@ def _sum_between(plan: _PhaseList, span: Span, number: int) -> int:
 
 
 def _all_to_all(plan: _PhaseList) -> None:
-    """Send blocks for a host to the local rank on whose rail their target is, and from there over the network."""
+    """Send each block to the local rank with its target's local index, and from there over that rail's network."""
     block, local = plan.even_block(), plan.local
     inside = operations.all_to_all([[block] * local] * local)
     for distance, to, giver in plan.away():
@@ -237,7 +236,7 @@ def _all_to_all(plan: _PhaseList) -> None:
 
 
 def _broadcast(plan: _PhaseList) -> None:
-    """Broadcast on the root's host; then each rank there sends its part of a slice to the hosts, which gather it."""
+    """Broadcast on the root's host; each rank there sends its part of a slice to the other hosts, which gather it."""
     assert plan.call.root is not None
     root_host, root_index = divmod(plan.call.root, plan.local)
     slices, rest = plan.slices()
@@ -261,7 +260,7 @@ def _broadcast(plan: _PhaseList) -> None:
 
 
 def _barrier(plan: _PhaseList) -> None:
-    """Meet inside, then between: after that every rank of every host has come."""
+    """Run a barrier inside each host, then one between hosts."""
     nothing = Span("output", 0, 0)
     number = plan.add("inside", operations.barrier(plan.local), nothing, nothing)
     if plan.hosts > 1:

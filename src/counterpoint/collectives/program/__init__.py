@@ -1,7 +1,6 @@
-"""A collective as data before it is action: no device, no torch.
+"""Describe collectives as data: a `Call`, and the `Program` of steps that each rank runs for it. No device, no torch.
 
-`calls.py` what is asked for; `operations.py` the collectives, a row each: a new one begins there, and the way from a
-call to its programs; `steps.py` what a program is made of; `direct.py`, `reductions.py` the programs, and how values
-are combined; `coalesced.py` programs on several tensors; `tuning.py` which chunks; `clock.py` how long a program
-takes. Other rooms may use all of it: everything is frozen.
+`calls.py` defines calls; `operations.py` has a row for each collective (add a new one there), and `plan`, which makes
+programs; `steps.py` defines their steps; `direct.py` and `reductions.py` build them; `coalesced.py` puts them on
+several tensors; `tuning.py` chooses chunks; `clock.py` simulates how long a program takes.
 """

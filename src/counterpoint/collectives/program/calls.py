@@ -1,4 +1,4 @@
-"""What is asked for, the same on every rank: a `Call`, and where its blocks lie in input and output.
+"""Define `Call`, a collective with its sizes, equal on every rank, and where its blocks lie in input and output.
 
 Sizes are bytes; ranks count within the group. Blocks lie one after the other by rank, as torch puts them.
 """
@@ -15,13 +15,13 @@ from counterpoint.errors import Misconfigured
 Buffer = Literal["input", "output", "staging", "scratch", "network"]
 Own = Literal["in_place", "copy", "consumer"]
 Sizes: TypeAlias = Sequence[Sequence[int]]
-"""`sizes[s][t]`, bytes that rank s contributes to the output of rank t (reductions: to shard t)."""
+"""Types `sizes[s][t]`, the bytes that rank s contributes to the output of rank t (reductions: to shard t)."""
 ALIGNMENT = 16  # bytes; no element of any dtype is cut, and reductions load whole vectors
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Represents bytes of one of a rank's buffers."""
+    """Names a range of bytes in one of a rank's buffers."""
 
     buffer: Buffer
     offset: int
@@ -30,37 +30,37 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockLayout:
-    """Says how the blocks of a collective lie, and who sends to whom.
+    """Says how a collective lays out blocks in input and output, and which ranks send to which.
 
-    The input is one `block` for every rank that it goes to, or `blocks`, one for each rank in their order. The output
-    is `blocks`, one of each rank; a `shard`, the own one, combined; or an `array`, all shards, combined.
+    The input is one `block`, which goes to every receiver, or `blocks`, one for each rank in their order. The output is
+    `blocks`, one from each rank; a `shard`, this rank's combined one; or an `array` of all combined shards.
     """
 
-    name: str  # of the collective, in PyTorch's words
+    name: str  # PyTorch's name of the collective
     input: Literal["block", "blocks"]
     output: Literal["blocks", "shard", "array"]
     own: tuple[Own, ...]  # what may happen to the block that a rank gives to itself, as in `Call`
-    all_send: bool = False  # every rank sends to every other, be it zero bytes; False: only where there are bytes
+    all_send: bool = False  # every rank signals every other, even for zero bytes; False: only if there are bytes
     has_data: bool = True  # False: a barrier, which moves nothing
 
     @property
     def reduces(self) -> bool:
-        """Whether blocks are combined."""
+        """Return whether the collective combines blocks, as an all_reduce does."""
         return self.output != "blocks"
 
     @property
     def writes_outputs(self) -> bool:
-        """Whether peers write into a rank's output."""
+        """Return whether peers write into a rank's output."""
         return self.has_data and self.output != "shard"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Represents what was asked for; equal on all ranks (which is what debug mode compares).
+    """Represents a collective with its sizes; equal on all ranks.
 
-    `own` says what happens to the block that a rank gives to itself. `in_place`: input is a view of output (or output
-    of input), it is there already; `copy`: one local copy, which needs an SM; `consumer`: it stays in input for the
-    reader of output.
+    `own` says how a rank's block for itself gets to its output. `in_place`: input is a view of output (or output of
+    input), so the block is there already; `copy`: by a local copy, which needs an SM; `consumer`: it stays in input,
+    where the reader of output has to look for it.
     """
 
     layout: BlockLayout
@@ -70,31 +70,31 @@ class Call:
 
     @property
     def operation(self) -> str:
-        """The name of the collective, a key of `OPERATIONS`."""
+        """Return the name of the collective, a key of `OPERATIONS`."""
         return self.layout.name
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.sizes)
 
     @property
     def reduces(self) -> bool:
-        """Whether blocks are combined."""
+        """Return whether the collective combines blocks, as an all_reduce does."""
         return self.layout.reduces
 
     def sends(self, source: int, target: int) -> bool:
         """Return whether `source` pushes into `target`.
 
-        Where all ranks take part they do so with zero bytes, too: then every call has the same `pushers`, and credits
-        of different calls can be told from each other by their order.
+        With `all_send` ranks count as pushing even zero bytes: so every such call has the same `Program.pushers`, and
+        the order of `ready` signals shows which call they belong to.
         """
         if source == target or (self.layout.has_data and not any(map(any, self.sizes))):
             return False
         return self.layout.all_send or self.sizes[source][target] > 0
 
     def input_span(self, rank: int) -> Span:
-        """Return where the whole input of `rank` lies: in place it is part of the output."""
+        """Return where the whole input of `rank` lies; in a call in place that is part of its output."""
         row = self.sizes[rank]
         if self.layout.input == "block":
             own = self.source_span(rank, rank)
@@ -102,7 +102,7 @@ class Call:
         return Span(self._input_buffer, 0, sum(row))
 
     def source_span(self, source: int, target: int) -> Span:
-        """Return where rank `source` has what it gives to `target`."""
+        """Return where rank `source` has its block for `target`."""
         size = self.sizes[source][target]
         if self.layout.input == "blocks":
             return Span(self._input_buffer, self.input_offset(source, target), size)
@@ -111,17 +111,17 @@ class Call:
         return Span("input", 0, size)
 
     def target_span(self, source: int, target: int) -> Span:
-        """Return where in the output of `target` it belongs; of reductions: the target's own combined shard."""
+        """Return where the block from `source` goes in the output of `target`; in reductions, the combined shard."""
         offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
         found = self._offset_in_output(source, target) if offset is None else offset
         return Span("output", found, self.sizes[source][target])
 
     def input_offset(self, source: int, target: int) -> int:
-        """Return how far into its input rank `source` has what it gives to `target`."""
+        """Return the offset in the input of rank `source` of its block for `target`."""
         return 0 if self.layout.input == "block" else sum(self.sizes[source][:target])
 
     def output_contents(self, rank: int) -> list[tuple[Span, tuple[int, ...], int]]:
-        """Return what the output of `rank` holds: (span, ranks it comes from, offset in their inputs) of each block."""
+        """Return the blocks in the output of `rank`, each as (span, ranks it comes from, offset in their inputs)."""
         everyone = tuple(range(self.world_size))
         if self.reduces:
             shards = everyone if self.layout.output == "array" else (rank,)
@@ -154,7 +154,7 @@ def make_call(layout: BlockLayout, sizes: Sizes, *, root: int | None = None, own
     """Return the call of these sizes.
 
     Raises:
-        Misconfigured: sizes of no rank or below 0, a root outside the group, or an `own` that the collective lacks.
+        Misconfigured: no ranks, a size below 0, a root outside the group, or an `own` that the collective lacks.
     """
     world_size, name = len(sizes), layout.name
     if world_size < 1 or any(len(row) != world_size for row in sizes):

@@ -1,9 +1,9 @@
-"""A clock runs the programs: how long a call takes on a machine of given rates.
+"""Simulate the programs of all ranks to predict how long a call takes on a machine of given rates.
 
-What costs time: the host issues one step after the other; a step of a lane begins when the one before has ended; a copy
-has a fixed part and its bytes, which share the receiver's link with other copies into it; a reduction or a local copy
-moves its bytes through device memory, and begins only when SMs are free. Other steps cost the latency of a flag.
-Between hosts (`HostNetwork`) bytes share the network cards, and every message needs SMs.
+The model: the host issues one step after the other; a step of a lane begins when the one before it has ended; a copy
+costs a fixed time and that of its bytes, which share the receiver's link with other copies into it; a reduction or a
+local copy moves its bytes through device memory, and begins only when SMs are free. Other steps cost the latency of a
+flag. Between hosts (`HostNetwork`) bytes share the network cards, and every message needs SMs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from counterpoint.machine.profile import Rates, default_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """Describes what is between hosts of `local` ranks: a network card per GPU, and a library that needs SMs.
+    """Describes the network between hosts of `local` ranks: a card per GPU, and a library that needs SMs.
 
     Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand.
     """
 
     local: int
-    nic_gb_per_s: float = 45.0  # in and out, each
-    message_us: float = 15.0  # a message besides its bytes
+    nic_gb_per_s: float = 45.0  # GB/s of a card in each direction
+    message_us: float = 15.0  # us of a message without its bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedStep:
-    """Records when a step of a rank ran. `start_us`: when its lane came to it."""
+    """Records when a step of a rank ran; `start_us` is when its lane reached it."""
 
     rank: int
     lane: int
@@ -56,14 +56,14 @@ class TimedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCall:
-    """Records when each rank has its output, from the moment the first rank began, and every step on the way."""
+    """Records when each rank had its output, on the time axis of `arrive_us`, and when every step ran."""
 
     rank_us: tuple[float, ...]
     steps: tuple[TimedStep, ...]
 
     @property
     def us(self) -> float:
-        """The time of the slowest rank."""
+        """Return the us at which the slowest rank had its output."""
         return max(self.rank_us)
 
 
@@ -76,22 +76,22 @@ def simulate(
     sms_free_us: float = 0.0,
     network: HostNetwork | None = None,
 ) -> SimulatedCall:
-    """Run the programs of all ranks once; if they deadlock, `CounterpointError` is raised, and `check` says why.
+    """Simulate the programs of all ranks once; raise `CounterpointError` if they deadlock (`check` says why).
 
     Args:
         programs: one for each rank.
-        rates: of the machine; None: of the default profile, H200.
-        early_release: output was released before the call, and no rank has to say so.
-        arrive_us: when each rank begins; all at 0 if empty.
+        rates: rates of the machine; None: those of the default profile, H200.
+        early_release: outputs were released before the call, which then has no handshake.
+        arrive_us: when each rank begins; empty: all at 0.
         sms_free_us: until then a resident GEMM holds every SM; reductions, local copies and messages to other hosts
             wait.
-        network: where ranks are on several hosts (`flatten`); None: all are on one.
+        network: network between hosts, for programs of `flatten`; None: all ranks are on one host.
 
     Returns:
-        When each rank has its output, and when every step ran.
+        The time at which each rank has its output, and when every step ran.
 
     Raises:
-        Misconfigured: `programs` or `arrive_us` are not one for each rank, or they make no whole hosts.
+        Misconfigured: `programs` or `arrive_us` do not have one entry for each rank, or the last host is not full.
     """
     arrive = tuple(arrive_us) or (0.0,) * len(programs)
     if not programs or len(programs) != programs[0].world_size or len(arrive) != len(programs):
@@ -134,7 +134,7 @@ _Lane: TypeAlias = Iterator[_Until | _For | _Flow]
 
 @dataclass(slots=True)
 class _Clock:
-    """Runs lanes, generators that yield what they wait for: a moment, a word or event, or the end of their bytes."""
+    """Runs lanes: generators that yield what they wait for (a time, a flag or event, or the end of a transfer)."""
 
     rates: Rates
     network: HostNetwork
@@ -149,7 +149,7 @@ class _Clock:
     tickets: int = 0
 
     def add(self, program: Program, early_release: bool) -> None:
-        """Start the lanes of one rank, with the moment at which the host has issued each step."""
+        """Start the lanes of one rank, with the time at which the host has issued each step."""
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
@@ -183,7 +183,7 @@ class _Clock:
             raise CounterpointError(f"ranks {ranks} wait for ever: let `check` say why")
 
     def flow_rates(self) -> list[float]:
-        """Return the bytes per µs of each flow: one engine sends it; flows to one GPU share its link, or its card."""
+        """Return the bytes per µs of each flow: at most one copy engine's; flows to a GPU share its link or card."""
         into = Counter((flow.target, flow.far) for flow in self.flows)
         near, link, card = self.rates.push_gb_per_s, self.rates.link_gb_per_s, self.network.nic_gb_per_s
         return [
@@ -204,7 +204,7 @@ class _Clock:
         heapq.heappush(self.alarms, (us, self.tickets, what))
 
     def resume(self, lane: _Lane) -> None:
-        """Let `lane` go on until it waits for something that has not come."""
+        """Let `lane` run until it waits for something that has not happened yet."""
         for wish in lane:
             if isinstance(wish, _Flow):
                 wish.lane = lane

@@ -1,9 +1,9 @@
-"""A program for one buffer, carried out on several tensors: where their blocks lie apart, each step becomes several.
+"""Run a program for one buffer on several tensors: a step on data that lies in several tensors becomes several steps.
 
 A call of several tensors (`all_gather_coalesced`) is planned, proved and timed as a call of one: a rank's block is its
 share of the first tensor, then its share of the second, and so on. `Parts` says where the shares really lie, and
-`place_on_tensors` puts these places into a finished program: no byte goes to another rank, at another moment or to
-another place of the sum; it only lies elsewhere. So nothing is copied together before, or apart afterwards.
+`place_on_tensors` replaces the addresses in a finished program. Peers, order and operands of a sum stay the same, so
+tensors need not be copied together before the call, or apart after it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Progr
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Describes tensors of which every rank has an equal share, one rank's after the other's; all in bytes."""
+    """Describes tensors of which every rank has an equal share, in the order of ranks; all values are bytes."""
 
-    starts: tuple[int, ...]  # from the beginning of the buffer
-    shares: tuple[int, ...]  # what one rank has
-    sizes: tuple[int, ...]  # shares are cut there, and nobody reads or writes the rest
-    width: int = 1  # bytes here for each of a block: 2 where sums are in a dtype twice as wide as what is sent
+    starts: tuple[int, ...]  # offset of each tensor in the buffer
+    shares: tuple[int, ...]  # one rank's share of each tensor
+    sizes: tuple[int, ...]  # size of each tensor: bytes of shares beyond it are neither read nor written
+    width: int = 1  # bytes here for each byte of a block: 2 if sums have a dtype twice as wide as the inputs
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """The end of each tensor's share within a block."""
+        """Return the end of each tensor's share within a block."""
         return tuple(accumulate(self.shares))
 
     def places(self, offset: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield, for these bytes of the one buffer, (offset in them, place, bytes) of each piece, ascending."""
+        """Yield (offset in the range, offset in the tensors' buffer, bytes) for each piece of a range of the block."""
         at, block_bytes = offset, self.ends[-1]
         while at < offset + num_bytes:
             rank, within = divmod(at, block_bytes)
@@ -49,29 +49,29 @@ class Parts:
 
 
 TensorLayout: TypeAlias = tuple[tuple[Buffer, Parts], ...]
-"""Which buffers of a call are several tensors, and which tensors; a key, as calls are."""
+"""Types the buffers of a call that are several tensors, each with its `Parts`; hashable, to be part of a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAddresses:
-    """Maps offsets in a buffer to the tensors that stand for it, which may lie anywhere in the memory of this rank.
+    """Maps offsets in a buffer to addresses of the tensors that form it, anywhere in the memory of this rank.
 
-    So a program of such tensors is planned once, and need not be placed again when they lie elsewhere.
+    So the program for such tensors stays valid when they are at other addresses.
     """
 
-    starts: tuple[int, ...]  # where each tensor begins in the buffer, as in `Parts`, ascending
-    addresses: tuple[int, ...]  # where each tensor lies
+    starts: tuple[int, ...]  # offset of each tensor in the buffer, as in `Parts`, ascending
+    addresses: tuple[int, ...]  # address of each tensor
 
     def at(self, offset: int) -> int:
-        """Return the address of what is at `offset` of the buffer."""
+        """Return the address of the byte at `offset` of the buffer."""
         index = bisect_right(self.starts, offset) - 1
         return self.addresses[index] + offset - self.starts[index]
 
 
 def place_on_tensors(program: Program, layout: TensorLayout) -> Program:
-    """Return `program`, which was planned for blocks in one piece, with the places of `layout`.
+    """Return `program`, which was planned for contiguous blocks, with its spans placed as `layout` says.
 
-    The `num_bytes` of a sum's target stay what one source has, whatever the target's width.
+    The `num_bytes` of a sum's target stay those of one source, even if the target's dtype is wider.
     """
     parts = dict(layout)
     placed = [
@@ -97,7 +97,7 @@ def _placed(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
 
 
 def _pieces(spans: tuple[Span, ...], layout: Mapping[Buffer, Parts]) -> Iterator[tuple[Span, ...]]:
-    """Yield spans of equal size, cut wherever one of them has to be; bytes that one of them lacks are left out."""
+    """Yield `spans` cut into placed pieces of equal size; bytes that one of the spans lacks are left out."""
     found = [_places(span, layout) for span in spans]
     cuts = sorted({cut for places in found for start, _, size in places for cut in (start, start + size)})
     for low, high in pairwise(cuts):

@@ -1,7 +1,7 @@
-"""Programs of the operations that only move data: every block is pushed once, straight to its place.
+"""Build programs of the operations that only move data: every block is pushed once, straight to its place.
 
-Rank r pushes to r + 1, r + 2, ...: at every moment the links carry a permutation, so no two copies meet at a receiver,
-while all ranks are in step. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
+Rank r pushes to r + 1, r + 2, ...: while all ranks are in step, the links carry a permutation at every moment, so no
+two copies go to one receiver. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-MIN_RELAYS = 3  # two would meet the root at every moment: slower than a direct broadcast
+MIN_RELAYS = 3  # two relays always push to the rank that the root pushes to: slower than a direct broadcast
 
 
 def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
@@ -45,7 +45,7 @@ def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def own_block(call: Call, rank: int) -> tuple[Step, ...]:
-    """Copy it after the pushes: a local copy may have to wait for a GEMM, and no peer should wait with it."""
+    """Return the local copy of the own block, if any; it follows the pushes, as it may have to wait for a GEMM."""
     if call.own != "copy" or call.sizes[rank][rank] == 0:
         return ()
     return (LocalCopy(call.source_span(rank, rank), call.target_span(rank, rank)),)
@@ -54,8 +54,8 @@ def own_block(call: Call, rank: int) -> tuple[Step, ...]:
 def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
     """Return a broadcast: the root pushes a small one to everyone, of a large one a part to each rank to pass on.
 
-    The root's link carries the message once instead of world_size - 1 times, and each chunk goes on while the next
-    comes. What the waits of `finish` do not bring, the rank's own part, is there before them.
+    The root's link carries the message once instead of world_size - 1 times, and each chunk is passed on while the next
+    arrives. `finish` does not wait for the rank's own part, which arrived before.
     """
     others, num_bytes = rotation(call.root or 0, call.world_size), call.output_bytes(rank)
     if len(others) < MIN_RELAYS or num_bytes < max(tuning.relay_bytes, 1):
@@ -77,7 +77,7 @@ def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> Program:
-    """Build what a rank that is not the root does: pass its part on, chunk by chunk, and receive the others' parts."""
+    """Build the program of a rank that is not the root: pass its part on by chunks, and receive the others' parts."""
     assert call.root is not None
     others = _relay_order(rank, call.root, call.world_size)
     senders = [peer for peer in others if peer in part]
@@ -99,12 +99,12 @@ def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> P
 
 
 def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
-    """Return the ranks to pass a part on to, in order: the second next of the relays, the fourth next, ...
+    """Return the ranks that a relay passes its part on to, in order: the second next relay, the fourth next, ...
 
-    The root serves relay t at moment t, so relay k begins after moment k. With an odd number of relays 2t - k are
-    different targets for all k at any moment t, none of them the root's: nobody meets at a receiver. With an even
-    number steps of two do not reach everyone; backwards they meet less often than forwards (a third to a half of the
-    time, on the clock), but they do meet.
+    The root pushes to relay t at moment t, so relay k begins after moment k. With an odd number of relays the targets
+    2t - k differ for all k at any moment t, and from the root's: no two copies go to one receiver. With an even number
+    steps of two do not reach every relay, so relays go backwards by one. Then some copies share a receiver, but fewer
+    than forwards (a third to a half of the time, in simulation).
     """
     relays = rotation(root, world_size)
     count, at = len(relays), relays.index(rank)
@@ -115,13 +115,13 @@ def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
 def barrier(call: Call, rank: int, tuning: Tuning) -> Program:
     """Return a barrier of two rounds of signals, in one batch.
 
-    One round is not enough: a fast rank's next signal could meet its last one before that was reset, and be lost.
+    With one round, a fast rank's next signal could be lost: its flag might still be set by the last one.
     """
     return exchange(call, rank, Tuning(arrivals="together"))
 
 
 def rotation(rank: int, world_size: int) -> list[int]:
-    """Return the other ranks, the next one first."""
+    """Return the other ranks in the order rank + 1, rank + 2, ... modulo world_size."""
     return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
@@ -134,17 +134,17 @@ def chunked(span: Span, tuning: Tuning) -> list[Span]:
 
 
 def signal_ready(buffer: Symmetric, rank: int, peers: list[int], lane: int = COPY) -> Batch:
-    """Tell `peers` that they may push into `buffer` of `rank`."""
+    """Return signals to `peers` that they may push into `buffer` of `rank`."""
     return Batch(tuple(Signal(peer, Flag(buffer, "ready", rank)) for peer in peers), lane)
 
 
 def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
-    """Wait until `buffer` of each of `peers` may be written."""
+    """Return waits until `buffer` of each of `peers` may be written."""
     return Batch(tuple(Wait(Flag(buffer, "ready", peer)) for peer in peers), lane)
 
 
 def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
-    """Wait for every chunk of what each rank pushes into output: `coming`, by rank."""
+    """Return waits for every chunk that peers push into output; `coming` has the span of each peer."""
     return Batch(
         tuple(
             Wait(Flag("output", "arrived", peer, chunk), span if span.num_bytes else None)
@@ -155,7 +155,7 @@ def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
 
 
 def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
-    """Push every (source, target) to its peer, chunk by chunk in the order of `moves`; signal and take turns."""
+    """Yield steps that push each peer's (source, target) of `moves` chunk by chunk, with arrival signals and turns."""
     cut = {
         peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
         for peer, (source, target) in moves.items()
@@ -181,40 +181,40 @@ def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning
 
 
 def arrival(peer: int, target: Span, rank: int, chunk: int) -> Signal:
-    """Tell `peer` that `chunk` is in its `target`."""
+    """Return the signal to `peer` that `chunk` has arrived in its `target`."""
     assert target.buffer in ("output", "staging"), "a copy pushes where its receiver has flags"
     return Signal(peer, Flag(target.buffer, "arrived", rank, chunk))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTurns:
-    """Says when a rank waits for a link and hands it on, while it pushes `rounds` times to everyone in rotation.
+    """Says when a rank waits for a link and passes it to the next, while it pushes to all others `rounds` times.
 
-    A rank that is one copy ahead meets its neighbour at every receiver from then on, both at half the rate, while other
-    links stand idle; and everybody waits for the late one. In training steps a quarter to a third of the copies met
-    (4 x H200, 2026-11-21). So the link into every receiver goes from hand to hand: p - 1 pushes first, then p - 2, and
-    so on, round after round. Each rank that has pushed signals the next, which costs the latency of a signal per copy.
+    Without turns, a rank that is one copy ahead shares every further receiver's link with its neighbour, both at half
+    the rate, while other links are idle; and all wait for the late one. In training steps a quarter to a third of the
+    copies shared a link (4 x H200, 2026-11-21). So ranks take turns on the link into receiver p: p - 1 pushes first,
+    then p - 2, and so on, in every round. A rank that has pushed signals the next: one signal's latency per copy.
 
-    One word for each receiver is enough. The one who gives a turn is itself held by later turns on other links, which
-    pass through the one that it gave to: it cannot give the same turn again before the first was taken. From call to
-    call the receivers' `ready` keeps them apart, and an all_reduce has words of its own for each half.
+    One flag for each receiver is enough. The rank that passes a turn on waits for later turns on other links, which
+    depend on the rank that it passed to: so it cannot pass the same turn again before the first was taken. Between
+    calls the receivers' `ready` separates turns, and an all_reduce has flags of its own for each half.
     """
 
-    rank: int  # this one
-    world_size: int  # ranks
-    buffer: Symmetric  # that is pushed to; the words lie with it
-    rounds: int  # in which it takes turns; later, smaller chunks take none
+    rank: int  # this rank
+    world_size: int  # number of ranks
+    buffer: Symmetric  # buffer that ranks push to; it has the flags of the turns
+    rounds: int  # number of chunks that are pushed in turns; later, smaller ones are not
 
     @classmethod
     def of(cls, call: Call, rank: int, tuning: Tuning, *, buffer: Symmetric, chunks: Sequence[Span]) -> LinkTurns:
-        """Return the turns that `tuning` asks for, if every rank pushes as much to every other one; two never meet.
+        """Return the turns that `tuning` asks for; none with two ranks, or if ranks push different sizes.
 
         Args:
-            call: of all ranks.
-            rank: this one.
-            tuning: with `turn_bytes`.
-            buffer: that is pushed to.
-            chunks: of what is pushed to each peer, none larger than the one before.
+            call: the collective.
+            rank: this rank.
+            tuning: gives `turn_bytes`.
+            buffer: buffer that ranks push to.
+            chunks: chunks that go to each peer, none larger than the one before.
         """
         sizes = {size for source, row in enumerate(call.sizes) for target, size in enumerate(row) if source != target}
         alike = len(sizes) == 1 and call.world_size > 2 and call.layout.all_send
@@ -223,16 +223,16 @@ class LinkTurns:
         return cls(rank=rank, world_size=call.world_size, buffer=buffer, rounds=rounds)
 
     def taken_in(self, round: int) -> bool:
-        """Return whether there are turns in this round."""
+        """Return whether ranks take turns in this round."""
         return round < self.rounds
 
     def before(self, peer: int, round: int) -> Batch:
-        """Wait until the link into `peer` is free."""
+        """Return the wait until the link into `peer` is free; empty if there is none."""
         first = round == 0 and self._distance(peer) == 1
         return Batch(() if first or not self.taken_in(round) else (Wait(self._word(peer)),))
 
     def after(self, peer: int, round: int) -> Batch:
-        """Signal the rank that pushes to `peer` next."""
+        """Return the signal to the rank that pushes to `peer` next; empty if there is none."""
         last = self._distance(peer) == self.world_size - 1
         if not self.taken_in(round) or (last and round == self.rounds - 1):
             return Batch(())

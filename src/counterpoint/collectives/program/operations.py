@@ -1,7 +1,7 @@
-"""The collectives: one row of `OPERATIONS` for each, the functions that make their calls, and `plan` for programs.
+"""Define the collectives: a row of `OPERATIONS` for each, functions that make their calls, and `plan` for programs.
 
-A new collective is a row here and a program (`direct.py`, `reductions.py`, or a file of its own). Proof, clock,
-tuning, executors, fallback, `Communicator.call` and `measure` read all that is particular to it from its row.
+A new collective needs a row here and a program (in `direct.py`, `reductions.py`, or a file of its own). Proof, clock,
+tuning, executors, fallback, `Communicator.call` and `measure` read everything specific to it from its row.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Means = Literal["torch", "programs", "nccl_copies"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """Holds everything that is particular to one collective."""
+    """Holds everything that is specific to one collective."""
 
-    layout: BlockLayout  # where blocks lie, and who sends to whom
-    program: ProgramBuilder  # builds what one rank does
-    sizes: EvenSizes  # of even blocks, from ranks, bytes of the full array and root
+    layout: BlockLayout  # where blocks lie, and which ranks send to which
+    program: ProgramBuilder  # builds the program of one rank
+    sizes: EvenSizes  # returns `Sizes` of even blocks, given the number of ranks, bytes of the full array and root
     tuning: frozenset[Literal["relay_bytes", "staging_bytes"]] = frozenset()
-    """Fields of `Tuning` that its program knows, besides chunks, arrivals and turns."""
-    same_output: bool = True  # all ranks have one, at the same place; False: they tell each other where
-    arguments: tuple[Argument, ...] = ("output", "input")  # with `Communicator.call` and torch
-    torch_names: tuple[str, ...] = ()  # of torch.distributed, the newest first; none: torch sends block by block
-    measured_by: frozenset[Means] = frozenset()  # torch, programs, and (on GPUs) NCCL's copy engines
+    """Names the fields of `Tuning` that its program uses, besides chunks, arrivals and turns."""
+    same_output: bool = True  # all ranks have an output at the same place; False: they tell each other where
+    arguments: tuple[Argument, ...] = ("output", "input")  # arguments of `Communicator.call` and torch's function
+    torch_names: tuple[str, ...] = ()  # functions of torch.distributed, newest first; none: torch sends by blocks
+    measured_by: frozenset[Means] = frozenset()  # how `measure` can run it: torch, programs, NCCL's copy engines
 
 
 def find_operation(name: str) -> Operation:
@@ -45,23 +45,23 @@ def find_operation(name: str) -> Operation:
 
 
 def has_equal_outputs(call: Call) -> bool:
-    """Return whether peers write into the outputs of this call, and assume them at the same place on every rank."""
+    """Return whether peers write into this call's outputs, which must be at the same place on every rank."""
     return call.layout.writes_outputs and OPERATIONS[call.operation].same_output
 
 
 def measured_by(means: Means) -> tuple[str, ...]:
-    """Return the collectives that `measure` runs by these means."""
+    """Return the names of the collectives that `measure` can run by `means`."""
     return tuple(name for name, row in OPERATIONS.items() if means in row.measured_by)
 
 
 def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own: Own | None = None) -> Call:
-    """Return the call of even blocks; `Misconfigured` is raised if there is none of that name and of these numbers.
+    """Return a call with even blocks; raise `Misconfigured` for an unknown name or invalid numbers.
 
     Args:
-        name: of the collective.
-        world_size: ranks.
-        num_bytes: of the full array, as nccl-tests counts: the largest tensor of a rank.
-        root: of collectives that have one.
+        name: name of the collective.
+        world_size: number of ranks.
+        num_bytes: bytes of the full array, as nccl-tests counts: the largest tensor of a rank.
+        root: rank of the root, in collectives that have one.
         own: as in `Call`; None: the first that the collective allows.
     """
     row = find_operation(name)
@@ -71,18 +71,18 @@ def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own:
 
 
 def all_gather(world_size: int, shard_bytes: int | Sequence[int], *, own: Own = "in_place") -> Call:
-    """Return the call that gives every rank's shard to every rank. In place, input is its block of output."""
+    """Return the call that sends every rank's shard to every rank. In place, input is its block of output."""
     shards = _per_rank(world_size, shard_bytes)
     return make_call(OPERATIONS["all_gather"].layout, [[shard] * world_size for shard in shards], own=own)
 
 
 def all_to_all(splits: Sizes, *, own: Own = "copy") -> Call:
-    """Return the call that gives `splits[s][t]` bytes of rank s to rank t: even, uneven, or none."""
+    """Return the call that sends `splits[s][t]` bytes of rank s to rank t: even, uneven, or none."""
     return make_call(OPERATIONS["all_to_all"].layout, splits, own=own)
 
 
 def reduce_scatter(world_size: int, shard_bytes: int | Sequence[int]) -> Call:
-    """Return the call that combines shard t of every rank's input on rank t, which reads its own where it is."""
+    """Return the call that combines shard t of every rank's input on rank t, without copying rank t's own shard."""
     shards = _per_rank(world_size, shard_bytes)
     return make_call(OPERATIONS["reduce_scatter"].layout, [shards] * world_size, own="consumer")
 
@@ -90,7 +90,7 @@ def reduce_scatter(world_size: int, shard_bytes: int | Sequence[int]) -> Call:
 def all_reduce(world_size: int, num_bytes: int, *, own: Own = "in_place") -> Call:
     """Return the call that combines every rank's input on every rank: a reduce_scatter of shards and an all_gather.
 
-    `own` says where input is: `in_place` in output, else in a buffer of its own; there is no own block to copy.
+    `own` says where input is: `in_place` in output, else in a buffer of its own; no own block is ever copied.
     """
     where: Own = "in_place" if own == "in_place" else "consumer"
     return make_call(OPERATIONS["all_reduce"].layout, _shards_to_all(world_size, num_bytes, 0), own=where)
@@ -104,26 +104,26 @@ def broadcast(world_size: int, num_bytes: int, *, root: int = 0) -> Call:
 
 
 def scatter(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
-    """Return the call that gives block t of the root's input to rank t. In place, its output is its block of input."""
+    """Return the call that sends block t of the root's input to rank t. In place, the root's output is in its input."""
     shards, nothing = _per_rank(world_size, shard_bytes), [0] * world_size
     sizes = [shards if source == root else nothing for source in range(world_size)]
     return make_call(OPERATIONS["scatter"].layout, sizes, root=root, own=own)
 
 
 def gather(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
-    """Return the call that gives every rank's shard to `root`. In place, the root's input is its block of output."""
+    """Return the call that sends every rank's shard to `root`. In place, the root's input is its block of output."""
     shards = _per_rank(world_size, shard_bytes)
     sizes = [[shard if target == root else 0 for target in range(world_size)] for shard in shards]
     return make_call(OPERATIONS["gather"].layout, sizes, root=root, own=own)
 
 
 def send_recv(splits: Sizes, *, own: Own = "copy") -> Call:
-    """Return a batch of sends, `splits[s][t]` bytes of rank s to rank t, in which only their ranks take part."""
+    """Return a call that sends `splits[s][t]` bytes of rank s to rank t; ranks without bytes take no part."""
     return make_call(OPERATIONS["send_recv"].layout, splits, own=own)
 
 
 def barrier(world_size: int) -> Call:
-    """Return the call that no rank passes before every rank has come."""
+    """Return the call that ends on a rank only after every rank has begun it."""
     return make_call(OPERATIONS["barrier"].layout, _nothing(world_size, 0, 0), own="in_place")
 
 
@@ -244,17 +244,17 @@ _ROWS = (
     ),
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.layout.name: row for row in _ROWS}
-"""The collectives by their names."""
+"""Maps the names of collectives to their rows."""
 
 DEFAULT = Tuning()
 
 
 @lru_cache(maxsize=4096)
 def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
-    """Return what `rank` does for `call`. Cached: the same arguments give the same object.
+    """Return the program of `rank` for `call`. Cached: the same arguments give the same object.
 
     Raises:
-        Misconfigured: `rank` is not in the group, or the operation has no slices.
+        Misconfigured: `rank` is not in the group, or `staging_bytes` is set for an operation without slices.
     """
     if not 0 <= rank < call.world_size:
         raise Misconfigured(f"rank {rank} of a group of {call.world_size}: allowed are 0 to {call.world_size - 1}")
@@ -276,7 +276,7 @@ def plan_all(call: Call, tuning: Tuning = DEFAULT) -> tuple[Program, ...]:
 
 @lru_cache(maxsize=1024)
 def most_staging_bytes(call: Call, tuning: Tuning) -> int:
-    """Return the staging of the rank that needs most. Of a call in slices one is planned for that, not all of them."""
+    """Return the bytes of staging of the rank that needs most; of a call in slices, only the first one is planned."""
     if tuning.staging_bytes is not None and call.world_size > 1:
         call, tuning = reductions.slice_of(call, tuning.staging_bytes), replace(tuning, staging_bytes=None)
     return max(program.staging_bytes for program in plan_all(call, tuning)) if call.reduces else 0

@@ -1,10 +1,10 @@
-"""Reductions: how values are combined, as data, and the programs of the operations that combine.
+"""Define how reductions combine values, and build the programs of the operations that reduce.
 
 Sums are made in ascending rank order, in float32 for bfloat16 and float16 and in the dtype itself otherwise, and
 rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
 
-Slices are pushed into staging, and added up there as they arrive.
-A chunk is reduced as soon as it has come from every rank, on a lane of its own, while the next chunk is on the links.
+Shards are pushed into staging chunk by chunk, and added up from there as they arrive.
+A chunk is reduced as soon as every rank's has arrived, on a lane of its own, while the next chunk is on the links.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """Says how values are combined; `Misconfigured` is raised for what has no meaning.
+    """Says how values are combined; raises `Misconfigured` if op, dtype and factor do not fit each other.
 
     `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are for
     floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
@@ -66,9 +66,9 @@ class Reduction:
 
     op: ReductionOp
     dtype: str  # torch's name without `torch.`
-    factor: float = 1.0  # of `premul_sum`
-    num_sms: int | None = None  # run on so many SMs, one large block each; None: on the whole GPU
-    result: str = ""  # dtype of what is combined: `dtype`, or what it is added up in, which is then not rounded at all
+    factor: float = 1.0  # factor of `premul_sum`
+    num_sms: int | None = None  # most SMs that the kernel uses, with one large block each; None: the whole GPU
+    result: str = ""  # dtype of the result: `dtype` (or ""), or `accumulator`, which avoids rounding
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -87,17 +87,17 @@ class Reduction:
 
     @property
     def item_bytes(self) -> int:
-        """The bytes of one value."""
+        """Return the bytes of one value."""
         return DTYPES[self.dtype][0]
 
     @property
     def result_dtype(self) -> str:
-        """The dtype of what is combined."""
+        """Return the dtype of the result."""
         return self.result or self.dtype
 
     @property
     def accumulator(self) -> str:
-        """The dtype in which values are combined."""
+        """Return the dtype in which values are combined."""
         return DTYPES[self.dtype][1]
 
 
@@ -166,7 +166,7 @@ def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Names bytes of every shard; shards that end before have fewer, or none."""
+    """Names the same range of bytes in every shard; shorter shards have fewer of them, or none."""
 
     offset: int = 0
     num_bytes: int | None = None
@@ -181,7 +181,7 @@ _WHOLE = _Slice()
 
 
 def _slices(call: Call, tuning: Tuning) -> list[_Slice]:
-    """Return the slices of shards that fit into staging one after the other."""
+    """Return the slices of shards, each of which fits into `tuning.staging_bytes`."""
     if tuning.staging_bytes is None:
         return [_WHOLE]
     size = slice_bytes(call.world_size, tuning.staging_bytes)
@@ -189,12 +189,12 @@ def _slices(call: Call, tuning: Tuning) -> list[_Slice]:
 
 
 def slice_bytes(world_size: int, staging_bytes: int) -> int:
-    """Return the bytes of a shard in a slice that needs no more staging than that: a multiple of 16, at least 16."""
+    """Return the bytes of a slice of a shard with at most `staging_bytes` of staging: a multiple of 16, at least 16."""
     return max(1, staging_bytes // (world_size - 1) // ALIGNMENT) * ALIGNMENT
 
 
 def slice_of(call: Call, staging_bytes: int) -> Call:
-    """Return the first slice of a reduce_scatter, which no other is larger than, as a call of its own."""
+    """Return the first slice of a reduce_scatter, which is the largest, as a call of its own."""
     size = slice_bytes(call.world_size, staging_bytes)
     return make_call(call.layout, [[min(size, shard) for shard in row] for row in call.sizes], own=call.own)
 
@@ -220,7 +220,7 @@ def _scatter(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> It
 
 
 def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part: _Slice = _WHOLE) -> list[Step]:
-    """Wait until `chunk` of the own shard is here from every rank, and combine it, ranks ascending."""
+    """Return the steps that wait for `chunk` of the own shard from every rank, and combine it, ranks ascending."""
     ranks = range(call.world_size)
     spans = {peer: _staged(call, peer, rank, part) for peer in ranks} | {rank: part.of(call.source_span(rank, rank))}
     sources = tuple(chunked(spans[peer], tuning)[chunk] for peer in ranks)
@@ -230,10 +230,10 @@ def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part:
 
 
 def _fork(lane: int) -> list[Step]:
-    """Let `lane` begin after what the caller's stream did before the call."""
+    """Return the steps that let `lane` begin after the work queued on the caller's stream before the call."""
     return [] if lane == COPY else [RecordEvent(_BEGUN, COPY), AwaitEvent(_BEGUN, lane)]
 
 
 def _after(event: int, lane: int) -> list[Step]:
-    """Let `COPY` go on when `lane` is here."""
+    """Return the steps that let lane `COPY` wait until `lane` has reached this point."""
     return [] if lane == COPY else [RecordEvent(event, lane), AwaitEvent(event, COPY)]

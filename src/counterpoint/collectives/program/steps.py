@@ -43,7 +43,7 @@ BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hos
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Says how to do it; equal on all ranks, too.
+    """Says how a program cuts and signals its copies; equal on all ranks.
 
     Args:
         chunk_bytes: a shard is sent in pieces of this size, each with its own arrival; None: in one. Multiple of 16.
@@ -161,7 +161,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Marks this point of the lane as `event`."""
+    """Records `event` at this point of the lane."""
 
     event: int
     lane: int
@@ -169,7 +169,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """Goes on when the lane that recorded `event` has passed it."""
+    """Waits until the lane that recorded `event` has passed it."""
 
     event: int
     lane: int
@@ -196,7 +196,7 @@ class Program:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.call.world_size
 
     def cycle(self, *, early_release: bool = False) -> tuple[Step, ...]:
@@ -205,12 +205,12 @@ class Program:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """The bytes of staging that peers write and this rank reads."""
+        """Return the bytes of staging that peers write and this rank reads."""
         return self._reduced_bytes("staging")
 
     @cached_property
     def network_bytes(self) -> int:
-        """The bytes of staging of what is done between hosts."""
+        """Return the bytes of the staging (`network`) of collectives between hosts."""
         return self._reduced_bytes("network")
 
     def _reduced_bytes(self, buffer: Buffer) -> int:
@@ -222,18 +222,18 @@ class Program:
 
     @cached_property
     def pushers(self) -> frozenset[int]:
-        """The ranks that need this one's `release` before they write into its output."""
+        """Return the ranks that wait for this rank's `release` before they write into its output."""
         return frozenset(op.peer for op in _operations(self.release) if isinstance(op, Signal))
 
     @cached_property
     def receives(self) -> bool:
-        """Whether peers write into this rank's output."""
+        """Return whether peers write into this rank's output."""
         flags = [op.flag for op in _operations(self.cycle()) if isinstance(op, Wait)]
         return any((flag.buffer, flag.kind) == ("output", "arrived") for flag in flags)
 
     @cached_property
     def num_flags(self) -> dict[str, int]:
-        """How many words each symmetric buffer of every rank must have for this program."""
+        """Return by symmetric buffer how many flag words every rank must have for this program."""
         words: dict[str, int] = {}
         for op in _operations(self.cycle()):
             need = flag_word(op.flag, self.world_size) + 1
@@ -242,12 +242,12 @@ class Program:
 
     @cached_property
     def symmetric(self) -> frozenset[Buffer]:
-        """The buffers that peers write, on any rank: they must be symmetric memory."""
+        """Return the buffers that peers write, on any rank: they must be symmetric memory."""
         return frozenset(op.flag.buffer for op in _operations(self.cycle()))
 
     @cached_property
     def lanes(self) -> tuple[int, ...]:
-        """The lanes in use, ascending."""
+        """Return the lanes in use, ascending."""
         return tuple(sorted({step.lane for step in self.cycle()}))
 
 

@@ -1,4 +1,4 @@
-"""The fastest tuning of a call on the clock: which chunks, one signal or many.
+"""Choose the tuning of a call that is fastest in simulation: how it is cut into chunks.
 
 `best_tuning` goes by a prediction of `simulate`, and is no better than the rates that it is given. It is a pure
 function: ranks that ask for the same call with the same rates get the same answer, which they must. It is cached; a new
@@ -28,7 +28,7 @@ _CUT_BYTES = 1 << 20  # a copy costs as much as megabytes on the link: smaller s
 
 @lru_cache(maxsize=1024)
 def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16) -> Tuning:
-    """Return the tuning of `candidates` with which the slowest rank has its output first; of equals the simplest.
+    """Return the tuning of `candidates` with the lowest simulated time of the slowest rank; of equals the simplest.
 
     All ranks begin at the same time, with a handshake and with SMs free. Never slower on that clock than `Tuning()`,
     where blocks have one size. A consumer that starts on the first shard wants `arrivals="each"` and should not ask.

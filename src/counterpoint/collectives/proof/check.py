@@ -1,4 +1,4 @@
-"""Proof, for given calls, that no interleaving of the ranks' programs can go wrong.
+"""Prove, for given calls, that no interleaving of the ranks' programs can go wrong.
 
 Every word of flags has one writer and one waiter, and waits are the only steps that block. If in one run no two
 accesses to the same memory (one of them a write) are unordered, and no signal can meet a word that is still set, then
@@ -35,17 +35,17 @@ from counterpoint.collectives.proof.symbolic import (
     performed,
 )
 
-Clock = dict[Lane, int]  # for each lane the last of its actions that came before
+Clock = dict[Lane, int]  # vector clock: for each lane the index of its last action that came before
 MAX_VIOLATIONS = 8
 
 
 def check(rounds: Sequence[Sequence[Program]], *, early_release: bool = False) -> ProofReport:
     """Return what can go wrong in any interleaving of calls that are made one after the other on the same buffers.
 
-    `rounds` are for each call the programs of all ranks, as `plan_all` gives them: all of the same ranks, or
-    `Misconfigured` is raised. Take small sizes and chunks: each byte is followed. In every round the caller writes the
-    input, runs the cycle, and reads the output, all on lane `COPY`. With `early_release`, `release` comes after the
-    output was read, instead of at the start of the next cycle.
+    `rounds` has the programs of all ranks for each call, as `plan_all` returns them; `Misconfigured` is raised if the
+    number of ranks differs. Use small sizes and chunks, since each byte is tracked. In every round the caller writes
+    the input, runs the cycle, and reads the output, all on lane `COPY`. With `early_release`, `release` comes after
+    the output was read, instead of at the start of the next cycle.
     """
     all_rounds = CallSequence(rounds, early_release=early_release)
     malformed = all_rounds.malformed()
@@ -61,7 +61,7 @@ def check(rounds: Sequence[Sequence[Program]], *, early_release: bool = False) -
 
 @dataclass(frozen=True, slots=True)
 class _PastAccess:
-    """Records an access that was made: by which lane, as its action number `index`."""
+    """Records an earlier memory access, with the lane and the index of the action in it that made it."""
 
     access: Access
     lane: Lane
@@ -70,7 +70,7 @@ class _PastAccess:
 
 
 class _Run:
-    """Runs all ranks once, and keeps what has happened before what."""
+    """Runs all ranks once, and keeps vector clocks of which action happens before which."""
 
     def __init__(self, rounds: CallSequence) -> None:
         self.rounds = rounds
@@ -85,7 +85,7 @@ class _Run:
         self.found: list[Violation] = []
 
     def turn(self) -> bool:
-        """Let every lane run until it has to wait; return False if none could move."""
+        """Let every lane run until it has to wait; return False if no lane could run."""
         moved = False
         for lane, queue in self.rounds.lanes.items():
             while self.position[lane] < len(queue) and not self.blocked(lane, queue[self.position[lane]]):
@@ -100,7 +100,7 @@ class _Run:
         return isinstance(action.what, AwaitEvent) and (action.rank, action.round, action.what.event) not in self.events
 
     def knows(self, lane: Lane, moment: tuple[Lane, int]) -> bool:
-        """Return whether `moment` comes before the present of `lane` in every interleaving."""
+        """Return whether the action `moment` (lane, index) comes before the present one of `lane` in every order."""
         return self.clocks[lane].get(moment[0], -1) >= moment[1]
 
     def do(self, lane: Lane, index: int, action: Action) -> None:
@@ -148,7 +148,7 @@ class _Run:
                 self.report(lane, action, "content", f"nothing makes it wait until rank {peer} has come to the barrier")
 
     def touch(self, lane: Lane, index: int, action: Action) -> None:
-        """Read and write: first compare with everything that touched the same bytes, then do it."""
+        """Report unordered earlier accesses to the bytes that an action reads or writes, then perform the action."""
         for access in accesses(action):
             wrong = out_of_bounds(access, self.rounds.programs[action.round])
             if wrong is not None:

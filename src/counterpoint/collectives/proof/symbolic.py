@@ -1,7 +1,7 @@
-"""Calls made one after the other, as single actions on symbolic memory: every byte knows its origin.
+"""Model consecutive calls as single actions on symbolic memory, which records the origin of every byte.
 
-A `CallSequence` takes the programs of all ranks apart into actions, the caller's own reads and writes among them.
-`performed` carries an action out: a byte holds in which round, by which rank, and from where in its input it came.
+A `CallSequence` splits the programs of all ranks into actions, and adds the caller's own reads and writes. `performed`
+applies an action to the memory: a byte's value is the round, the rank and the input offset from which it came.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from counterpoint.errors import Misconfigured
 Lane = tuple[int, int]  # rank, lane
 Word = tuple[int, Flag]  # owner, flag
 Value = tuple[tuple[int, int, int], ...] | None
-"""A byte's content: (round, rank, offset in that rank's input), several if combined; None: nothing yet."""
+"""Types a byte's content: (round, rank, offset in that rank's input), several if combined; None: not written."""
 Memory = dict[tuple[int, Buffer], tuple[Value, ...]]
 
 
@@ -50,7 +50,7 @@ What: TypeAlias = Step | Signal | Wait | Fill | Consume
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Represents the smallest thing that is done at once, with its round and program."""
+    """Represents one atomic action of a rank, with its round and program."""
 
     round: int
     program: Program
@@ -58,7 +58,7 @@ class Action:
 
     @property
     def rank(self) -> int:
-        """The rank that does it."""
+        """Return the rank that performs this action."""
         return self.program.rank
 
 
@@ -79,14 +79,14 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofReport:
-    """Records what was found. `visited`: actions of the one run of `check`, or states of an exhaustive search."""
+    """Records the violations found. `visited` counts actions of the run of `check`, or states of a full search."""
 
     visited: int
     violations: tuple[Violation, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing can go wrong."""
+        """Return whether no violation was found."""
         return not self.violations
 
 
@@ -116,14 +116,14 @@ class CallSequence:
         }
 
     def violation(self, lane: Lane, action: Action, kind: str, reason: str) -> Violation:
-        """Return what went wrong with an action of a lane."""
+        """Return a violation by an action of a lane."""
         rank, number = lane
         return Violation(
             kind=kind, rank=rank, lane=number, round=action.round, step=describe(action.what), reason=reason
         )
 
     def malformed(self) -> list[Violation]:
-        """Return the steps that make no sense, whatever the other ranks do."""
+        """Return the violations by steps that are invalid whatever the other ranks do."""
         found = []
         for index, programs in enumerate(self.programs):
             for program in programs:
@@ -137,7 +137,7 @@ class CallSequence:
         return found
 
     def not_at_rest(self, words: frozenset[Word]) -> list[Violation]:
-        """Return the words that are not at the end as they were at the beginning."""
+        """Return a violation for each flag whose value at the end differs from that at the beginning."""
         found = []
         for owner, flag in sorted(words ^ self.at_rest, key=str):
             last = self.lanes[owner, COPY][-1]
@@ -146,7 +146,7 @@ class CallSequence:
         return found
 
     def stuck(self, position: dict[Lane, int]) -> list[Violation]:
-        """Return the lanes that have not come to their end."""
+        """Return a deadlock violation for each lane that has not reached its end."""
         return [
             self.violation(lane, queue[position[lane]], "deadlock", "waits for ever")
             for lane, queue in self.lanes.items()
@@ -198,20 +198,20 @@ class Access:
     write: bool
 
     def conflicts(self, other: Access) -> bool:
-        """Return whether the order of the two matters."""
+        """Return whether the two accesses share bytes and at least one of them writes."""
         mine, yours = self.span, other.span
         if not (self.write or other.write) or (self.rank, mine.buffer) != (other.rank, yours.buffer):
             return False
         return mine.offset < yours.offset + yours.num_bytes and yours.offset < mine.offset + mine.num_bytes
 
     def covers(self, other: Access) -> bool:
-        """Return whether every byte of `other`, in the same buffer, is also in this."""
+        """Return whether every byte of `other`, in the same buffer, is also in this access."""
         mine, yours = self.span, other.span
         return mine.offset <= yours.offset and yours.offset + yours.num_bytes <= mine.offset + mine.num_bytes
 
 
 def accesses(action: Action) -> list[Access]:
-    """Return what `action` reads and writes, without empty spans."""
+    """Return the bytes that `action` reads and writes, without empty spans."""
     rank, call = action.rank, action.program.call
     match action.what:
         case Copy(peer, source, target):
@@ -249,7 +249,7 @@ def out_of_bounds(access: Access, programs: Sequence[Program]) -> str | None:
 
 
 def performed(memory: Memory, action: Action) -> tuple[Memory, str | None]:
-    """Return `memory` after `action`, and what is wrong with it, if the action reads the output."""
+    """Return `memory` after `action`, and, if the action reads the output, the first wrong byte in words or None."""
     rank = action.rank
     match action.what:
         case Copy(peer, source, target):
@@ -270,7 +270,7 @@ def performed(memory: Memory, action: Action) -> tuple[Memory, str | None]:
 
 
 def _combined(column: Sequence[Value]) -> Value:
-    """Return everything that was added, in order; nothing, if something was missing."""
+    """Return the origins of all combined values, in order; None if one of the values was not written."""
     return None if None in column else tuple(part for value in column if value is not None for part in value)
 
 
@@ -287,7 +287,7 @@ def _written(memory: Memory, rank: int, span: Span, values: Sequence[Value]) -> 
 
 
 def _inputs(call: Call, rank: int) -> list[tuple[Span, int]]:
-    """Return where the input of `rank` is, each span with its offset in the input."""
+    """Return the spans that hold the input of `rank`, each with its offset in the input."""
     spans = [(call.input_span(rank), 0)]
     if call.own == "in_place" and (call.layout.input, call.layout.output) == ("blocks", "blocks"):  # output in input
         spans.append((call.target_span(rank, rank), call.input_offset(rank, rank)))
@@ -295,7 +295,7 @@ def _inputs(call: Call, rank: int) -> list[tuple[Span, int]]:
 
 
 def expected(call: Call, rank: int, round_: int) -> list[Value]:
-    """Return the output of `rank`; None where the consumer takes the own block from input."""
+    """Return the expected bytes of the output of `rank`; None for an own block that the consumer reads from input."""
     return [
         None
         if sources == (rank,) and call.own == "consumer" and not call.reduces
@@ -306,7 +306,7 @@ def expected(call: Call, rank: int, round_: int) -> list[Value]:
 
 
 def _difference(memory: Memory, action: Action) -> str | None:
-    """Return what is wrong with the first byte of the output that is not what it must be."""
+    """Return in words the first byte of the output that is not as expected; None if all are."""
     want = expected(action.program.call, action.rank, action.round)
     have = _read(memory, action.rank, Span("output", 0, len(want)))
     for offset, (wanted, held) in enumerate(zip(want, have, strict=True)):

@@ -1,6 +1,6 @@
-"""From the arguments of a call to a submission, which a transport carries out; nothing here is for users.
+"""Turn the arguments of a call into a `Submission`, which a transport runs; nothing here is for users.
 
-- `tensors.py`: what a call sees of its tensors. `request.py`: one function for each operation checks them and describes
-  the call. `submission.py`: that description, and what a kind of device has to offer; `cpu/` and `cuda/` implement it.
-- `submitter.py`: numbers and starts calls, and looks up what comes again. `fallback.py`: small calls that torch takes.
+- `tensors.py` checks and names the tensors of a call. `request.py` has a function for each operation that makes the
+  submission. `submission.py` defines it, and the `Transport` protocol that `cpu/` and `cuda/` implement.
+- `submitter.py` numbers, caches and starts calls. `fallback.py` gives small calls to torch.
 """

@@ -1,7 +1,7 @@
-"""Small calls through the torch process group: below a measured size another library may be faster.
+"""Give small calls to the torch process group: below a measured size NCCL may be faster.
 
-Which way a call takes follows from its operation, size, dtype and reduction alone, which are equal on all ranks. Calls
-that take it are not shown in the status: the process group watches over them.
+The choice depends only on a call's operation, size, dtype and reduction, which are equal on all ranks. Calls given to
+torch do not appear in the rank's status: the process group's own watchdog handles them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from counterpoint.machine.profile import Profile, default_profile
 Path: TypeAlias = Literal["zero_sm", "torch"]
 
 BY_TORCH = tuple(name for name, row in OPERATIONS.items() if {"torch", "programs"} <= row.measured_by)
-"""The collectives that the process group can take: those of which both ways can be measured."""
-_REDUCED = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")  # what NCCL can add up
+"""Names the collectives that the process group can take: those that `measure` runs both by torch and by programs."""
+_REDUCED = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")  # dtypes NCCL can reduce
 
 
 class Fallback:
-    """Decides which calls go to the process group (None: none do), and starts them.
+    """Decides which calls the process group `group` takes (None: it takes none), and starts them.
 
-    `crossover_bytes` is, by operation, the size of the full array (as nccl-tests count it) below which they do; what is
-    not named is as the profile says. `Misconfigured` is raised for sizes of unknown operations, and for sizes and no
-    group that could take the calls.
+    `crossover_bytes` is, by operation, the size of the full array (as nccl-tests count it) below which torch takes a
+    call; operations that it lacks have the profile's size. `Misconfigured` is raised for a size below 0, an unknown
+    operation, or sizes without a group.
     """
 
     def __init__(self, group: Any, crossover_bytes: Mapping[str, int] | None, profile: Profile | None = None) -> None:
@@ -47,7 +47,7 @@ class Fallback:
         self.crossover_bytes = {name: given.get(name, measured.get(name, 0)) for name in BY_TORCH}
 
     def path(self, operation: str, num_bytes: int, reduction: Reduction | None = None) -> Path:
-        """Return which way a call of `num_bytes` (of the full array) goes."""
+        """Return what runs a call whose full array has `num_bytes`: `zero_sm` (this package) or `torch`."""
         if num_bytes >= self.crossover_bytes.get(operation, 0):
             return "zero_sm"
         if reduction is not None and (reduction.op == "premul_sum" or reduction.dtype not in _REDUCED):
@@ -64,17 +64,17 @@ class Fallback:
     def start(
         self, call: Call, output: Any, input: Any, *, async_op: bool, reduction: Reduction | None = None
     ) -> Work | None:
-        """Start a call by torch.distributed, on CUDA on the current stream, or with `async_op` behind it.
+        """Start a call by torch.distributed, which on CUDA runs after what the current stream holds.
 
         Args:
-            call: what all ranks do.
+            call: the collective, equal on all ranks.
             output: contiguous tensor.
             input: contiguous tensor; None: the call works on output.
             async_op: return at once.
-            reduction: of calls that reduce.
+            reduction: how values are combined, if the call reduces.
 
         Returns:
-            Its work with `async_op`, else None.
+            The call's `TorchWork` with `async_op`, else None.
         """
         op = "sum" if reduction is None else reduction.op
         if reduction is None:  # a library need not know the dtype to move it
@@ -86,7 +86,7 @@ class Fallback:
 
 
 class TorchWork:
-    """Represents a call of the process group, with all of torch's works for it; see `Work`."""
+    """Represents a call that torch runs as one or more works of its own; see `Work`."""
 
     def __init__(self, text: str, works: list[Any], keep: tuple[Any, ...]) -> None:
         self.path: Path = "torch"
@@ -100,7 +100,7 @@ class TorchWork:
             True.
 
         Raises:
-            Misconfigured: a time was given; torch's works have none of their own.
+            Misconfigured: `timeout_s` was given; a work of torch has only the timeout of its process group.
         """
         if timeout_s is not None:
             raise Misconfigured(f"{self._text}: timeout_s={timeout_s} has no effect there; give the group a timeout")
@@ -114,9 +114,9 @@ class TorchWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return what `wait` raised, if it did: before, torch does not say."""
+        """Return the error that `wait` raised; None before, since torch reports errors only there."""
         return self._error

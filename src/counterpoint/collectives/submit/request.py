@@ -1,6 +1,6 @@
-"""From the arguments of a call to its submission: each function checks the tensors and says what all ranks do.
+"""Make the `Submission` of a call: one function for each operation checks the tensors and describes the collective.
 
-The functions depend on their arguments and on where symmetric memory lies, so `Submitter` keeps what they return.
+The results depend only on the arguments and on where symmetric memory lies, so `Submitter` caches them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from counterpoint.collectives.submit.tensors import (
 )
 from counterpoint.errors import Misconfigured
 
-_MOST_KNOWN = 1024  # shapes of reduce_scatter_coalesced that are remembered
+_MOST_KNOWN = 1024  # shapes of reduce_scatter_coalesced that are cached
 
-# large tuples, and equal ones are planned once
+# calls hold large tuples: equal arguments get one cached object
 _all_gather = lru_cache(maxsize=1024)(operations.all_gather)
 _all_to_all = lru_cache(maxsize=1024)(operations.all_to_all)
 _reduce_scatter = lru_cache(maxsize=1024)(operations.reduce_scatter)
@@ -47,22 +47,22 @@ _all_reduce = lru_cache(maxsize=1024)(operations.all_reduce)
 _broadcast = lru_cache(maxsize=1024)(operations.broadcast)
 
 BuildSubmission: TypeAlias = Callable[..., Submission]
-"""One of the functions below: takes a `RankContext`, output, input as it will be sent, and options.
+"""Types the functions below, which take a `GroupRank` or `RankContext`, output, input as it is sent, and options.
 
-It returns the submission, or raises Misconfigured: the tensors or options do not fit the operation.
+They return the submission, or raise Misconfigured if the tensors or options do not fit the operation.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRank:
-    """Knows a rank and its group; its submissions say what is asked, and not where anything lies."""
+    """Holds a rank and the size of its group; makes submissions that have a call, but no addresses."""
 
     rank: int
     world_size: int
     device: Any  # torch.device of all tensors
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether peers can write a contiguous tensor, so that a call on it may be in place."""
+        """Return whether peers can write a contiguous tensor, so that a call may be in place; here always True."""
         return True
 
     def submission(
@@ -75,21 +75,21 @@ class GroupRank:
         reduction: Reduction | None = None,
         overlaps: bool = False,
     ) -> Submission:
-        """Return a call as data, whose tensors were checked; see `RankContext.submission`."""
+        """Return a submission of `call` without channel, program or addresses; see `RankContext.submission`."""
         return Submission(text=text, channel=0, line=-1, call=call, reduction=reduction, overlaps=overlaps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext(GroupRank):
-    """Knows where a rank's calls are made, and completes their submissions."""
+    """Holds the transport and fallback of a rank's calls; makes submissions with program and addresses."""
 
-    transport: Transport  # carries the calls out
-    fallback: Fallback  # takes small ones
+    transport: Transport  # runs the calls
+    fallback: Fallback  # takes small calls
     debug: bool = False  # all ranks compare every call before it begins
-    scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)  # by shapes of tensors
+    scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)  # by tensors' shapes
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether a contiguous tensor lies in own symmetric memory."""
+        """Return whether a contiguous tensor lies in this rank's symmetric memory."""
         return self.transport.locate(tensor) is not None
 
     def submission(
@@ -105,12 +105,13 @@ class RankContext(GroupRank):
         local: tuple[tuple[Buffer, TensorAddresses], ...] = (),
         overlaps: bool = False,
     ) -> Submission:
-        """Return the submission of these tensors, on channel 0; raise if its output cannot be released early.
+        """Return the submission of a call on these tensors, with channel 0 (`Submitter` sets the real one).
 
-        Output and input are tensors, `TensorList`s or None; `text` is what has to be equal on all ranks, in words.
-        `line` of the status counts the call; None: that of all ranks. `layout` says where several tensors lie in the
-        buffers of the call, and `local` where they really lie, of buffers that no peer writes. With `overlaps` the
-        input shares bytes with the output, and not in place.
+        Output and input are tensors, `TensorList`s or None. `text` describes the call in words that are equal on all
+        ranks. `line` is the line of the status that counts the call; None: that of calls of all ranks. For several
+        tensors `layout` says where each lies in the buffers of the call, and `local` at which addresses, if no peer
+        writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `Misconfigured`
+        is raised if the output is one of an early release and the call does not allow that.
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
@@ -146,7 +147,7 @@ class RankContext(GroupRank):
         )
 
     def _early_use(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
-        """Return how the output is released, if early. The only call not known yet is an all_to_all with splits."""
+        """Return the early-release block of an output at `at`; None if it has none. `call` is None with split sizes."""
         early = self.transport.early.use(at)
         if early is not None and call is not None:
             tuning = self.transport.programs.get(call, True).tuning
@@ -190,7 +191,7 @@ def reduce_scatter(ranks: GroupRank, output: Any, input: Any, op: str, factor: f
 
 
 def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: TensorList) -> Submission:
-    """Describe several all_gathers as one."""
+    """Describe several all_gathers as one call."""
     pairs = _pairs(outputs, inputs)
     shares = tuple(block_bytes(*pair, outputs=ranks.world_size, device=ranks.device) for pair in pairs)
     if sum(shares) and not ranks.is_symmetric(outputs):
@@ -211,7 +212,7 @@ def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: Tensor
 
 @dataclass(frozen=True, slots=True)
 class _CoalescedScatter:
-    """Holds what a reduce_scatter_coalesced is, wherever its tensors lie."""
+    """Holds the part of a reduce_scatter_coalesced that does not depend on the addresses of its tensors."""
 
     text: str
     call: Call
@@ -222,7 +223,7 @@ class _CoalescedScatter:
 def reduce_scatter_coalesced(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> Submission:
-    """Describe several reduce_scatters as one; shapes that come again are only asked where their tensors lie."""
+    """Describe several reduce_scatters as one call; for shapes seen before, only addresses are looked up."""
     key = outputs.shape_key, inputs.shape_key, op, factor
     known = ranks.scatters.get(key)
     if known is None:
@@ -248,7 +249,7 @@ def reduce_scatter_coalesced(
 def _coalesced_scatter(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> _CoalescedScatter:
-    """Return the call as if its tensors lay one after the other; raise if they do not fit, or are of several dtypes."""
+    """Return the call as if its tensors lay one after the other; raise if shapes do not fit or dtypes differ."""
     pairs = _pairs(outputs, inputs)
     for output, input in pairs:
         check(output, None, ranks.device)
@@ -290,7 +291,7 @@ def _pairs(outputs: TensorList, inputs: TensorList) -> list[tuple[Any, Any]]:
 
 
 def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
-    """Return in a line what has to be equal on all ranks: how many, of how many bytes, and a digest of the rest."""
+    """Return a line that is equal on all ranks: number of tensors, bytes, first dtype, and a digest of the layout."""
     dtypes = [dtype_name(tensor) for tensor in tensors.tensors]
     rest = repr((dtypes, parts.shares, parts.sizes, parts.starts if places else ()))
     digest = blake2b(rest.encode(), digest_size=8).hexdigest()
@@ -323,7 +324,7 @@ def uneven_all_to_all(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
 ) -> Submission:
-    """Describe an all_to_all with split sizes, of which this rank knows its own."""
+    """Describe an all_to_all with split sizes; this rank knows only its own, and learns the others' later."""
     own = _own_block(ranks, output, input, leave_own)
     if input_split_sizes is None or output_split_sizes is None:
         raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
@@ -337,7 +338,7 @@ def uneven_all_to_all(
 
 
 def _own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
-    """Return what an all_to_all does with the block of this rank for itself."""
+    """Return whether an all_to_all copies this rank's own block to output, or leaves it in input (`consumer`)."""
     if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
     if output.nbytes and overlap(output, input):
@@ -374,7 +375,7 @@ def gather(ranks: RankContext, output: Any, input: Any, dst: int) -> Submission:
 
 
 def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
-    """Describe what this rank sends to one other rank, and receives from it."""
+    """Describe a send to one other rank, a receive from it, or both; a tensor that is None is left out."""
     if not 0 <= peer < ranks.world_size or peer == ranks.rank:
         raise Misconfigured(f"rank {ranks.rank} with rank {peer}: allowed are the others of {ranks.world_size} ranks")
     check(output, input, ranks.device)
@@ -399,7 +400,7 @@ def even_blocks_of(
     """Describe a call of any collective with even blocks, by its name."""
     check(output, input, ranks.device)
     row, tensors = find_operation(name), (output, input)
-    whole = ALIGNMENT * ranks.world_size  # bytes of a full array, of which a tensor is a part
+    whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
     unit = even_call(name, ranks.world_size, whole, root=root)
     parts = unit.output_bytes(ranks.rank), unit.input_bytes(ranks.rank)
     found = [one.nbytes * whole // part for one, part in zip(tensors, parts, strict=True) if one is not None and part]
@@ -429,7 +430,7 @@ def even_blocks_of(
 
 
 def _own_of(ranks: RankContext, row: Operation, output: Any, input: Any) -> Own:
-    """Return what happens to the own block: in place, if the collective can and the input lies there."""
+    """Return how a call handles the own block: in place if the collective allows it and the input lies there."""
     ways = row.layout.own
     others: list[Own] = [way for way in ways if way != "in_place"]
     if not others or "in_place" not in ways or "root" in row.arguments:

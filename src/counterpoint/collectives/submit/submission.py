@@ -1,6 +1,6 @@
-"""A call of this rank as data, and what carries it out on one kind of device.
+"""Define a call of this rank as data (`Submission`), and the interface of what runs it on a device (`Transport`).
 
-A `Submission` is the call in words that all ranks compare, its program, and where its tensors are. There are two
+A `Submission` holds a text that all ranks compare, the rank's program, and where its tensors are. There are two
 `Transport`s: threads over shared memory (`cpu/transport.py`), and copy engines over symmetric memory
 (`cuda/transport.py`).
 """
@@ -24,20 +24,20 @@ from counterpoint.errors import Misconfigured
 
 NOWHERE = Location(-1, 0)
 Rows: TypeAlias = Sequence[Sequence[int]]
-"""Bytes for each rank, of each rank."""
+"""Holds `rows[s][t]`, the bytes that rank s sends to rank t."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """The sizes of an all_to_all as one rank knows them; the ranks tell each other theirs before it begins."""
+    """Holds one rank's sizes of an all_to_all with splits; the ranks exchange these before it begins."""
 
-    rank: int  # this one
+    rank: int  # this rank
     row: tuple[int, ...]  # bytes that it sends to each rank
     column: tuple[int, ...]  # bytes that it expects from each rank
-    own: Own  # what is done with its block for itself
+    own: Own  # how its own block is handled, as in `Call`
 
     def call(self, rows: Rows) -> Call:
-        """Return what all ranks do, given everyone's row; raise if the others send something else than expected."""
+        """Return the call, given the rows of all ranks; raise if they do not send this rank what it expects."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -49,40 +49,40 @@ class UnevenSplits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """Describes a call of this rank, but for its number: a call that comes again is the same submission."""
+    """Describes a call of this rank except its number, so that a repeated call is the same submission."""
 
-    text: str  # what has to be equal on all ranks, in words
-    channel: int  # that runs it
-    line: int  # of the board, on which it is counted
-    call: Call | UnevenSplits | None = None  # of uneven splits it follows from everyone's row
-    program: Program | None = None  # of this rank; None if only everyone's row tells it, or if torch takes the call
+    text: str  # the call in words, which have to be equal on all ranks
+    channel: int  # channel that runs it
+    line: int  # line of the status that counts it: a peer's rank, or world_size for calls of all ranks
+    call: Call | UnevenSplits | None = None  # with uneven splits, `Call` is known only from the rows of all ranks
+    program: Program | None = None  # this rank's; None with uneven splits, or if torch takes the call
     by_torch: bool = False  # the process group of `fallback` takes it
-    meets: bool = False  # all ranks compare it before it begins
+    meets: bool = False  # all ranks announce and compare it before any begins
     async_op: bool = False  # the caller does not wait for it
-    reduction: Reduction | None = None  # of calls that reduce
+    reduction: Reduction | None = None  # how values are combined, if the call reduces
     layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
-    local: tuple[tuple[Buffer, TensorAddresses], ...] = ()  # where tensors really lie that no peer writes
+    local: tuple[tuple[Buffer, TensorAddresses], ...] = ()  # addresses of several tensors, of buffers no peer writes
     input: int = 0  # address; 0 if there is none
-    input_at: tuple[Location, ...] = ()  # where what is read lies in symmetric memory, if not within the output
+    input_at: tuple[Location, ...] = ()  # where the input lies in symmetric memory, if not within the output
     output: int = 0  # address; 0 if there is none
     output_bytes: int = 0  # size of the output
     at: Location | None = None  # where the output lies in symmetric memory; None if it does not
-    shown_at: Location = NOWHERE  # where peers may write the output, as it is shown to them
-    early: EarlyUse | None = None  # how the output is released, if that is done early
-    overlaps: bool = False  # the input shares bytes with the output, and not in place: a copy of it is to be sent
-    epoch: int = 0  # of the transport when this was made; after a new region an address may mean something else
-    words: bytes = field(init=False)
+    shown_at: Location = NOWHERE  # where peers may write the output, as this rank's status shows it
+    early: EarlyUse | None = None  # the output's early-release block, if it has one
+    overlaps: bool = False  # the input shares bytes with the output and is not in place, so that a copy must be sent
+    epoch: int = 0  # `Transport.epoch` when this was made; after a new region an address may mean something else
+    words: bytes = field(init=False)  # `text` as a status shows it: the first 159 bytes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", self.text.encode()[:159])
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The bytes for each rank, if only this rank knows them."""
+        """Return the bytes that this rank sends to each rank, if the others do not know them yet; else ()."""
         return self.call.row if isinstance(self.call, UnevenSplits) else ()
 
     def current(self, number: int) -> CurrentCall:
-        """Return this as the `number`-th call of its line."""
+        """Return the name of this call as number `number` of its line, for errors and the watchdog."""
         return CurrentCall(text=self.text, channel=self.channel, line=self.line, number=number)
 
 
@@ -90,21 +90,21 @@ _MOST_PROGRAMS = 1024
 
 
 class Tuner(Protocol):
-    """Chooses how calls are done on one kind of device."""
+    """Chooses the tuning of programs for one kind of device."""
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return how to do it here; a function of the call alone, so that all ranks do the same."""
+        """Return the tuning for `call`: equal arguments give equal results on all ranks."""
 
 
 class Programs:
-    """Plans the programs of one rank, each of them once; the tuner chooses how calls are done."""
+    """Plans and caches the programs of one rank, with the tuning that `tuner` chooses."""
 
     def __init__(self, rank: int, tuner: Tuner) -> None:
         self._rank, self._tuner = rank, tuner
         self._known: dict[tuple[Call, bool, TensorLayout], Program] = {}
 
     def get(self, call: Call, early_release: bool = False, layout: TensorLayout = ()) -> Program:
-        """Return this rank's program for a call; `layout` says where its tensors lie, if there are several."""
+        """Return this rank's program for a call; for several tensors `layout` says where each lies in the buffers."""
         key = call, early_release, layout
         program = self._known.get(key)
         if program is None:
@@ -116,49 +116,49 @@ class Programs:
 
 
 class Transport(Tuner, Protocol):
-    """Carries out the calls of one communicator on its device."""
+    """Runs the calls of one communicator on its device."""
 
     device: Any
-    """torch.device of all tensors."""
+    """Holds the torch.device of all tensors."""
     pool: Pool
-    """Of outputs that are free when the next call says so."""
+    """Makes the tensors of `empty`: peers may write one after this rank has said so in a call."""
     early: EarlyPool
-    """Of outputs that are free when they die."""
+    """Makes the tensors of `empty(early_release=True)`: peers are told as soon as one dies."""
     programs: Programs
-    """Of this rank."""
+    """Plans the programs of this rank."""
 
     @property
     def epoch(self) -> int:
-        """Counts regions: after a new one an address may mean something else."""
+        """Return how many regions were made so far: after a new one an address may mean something else."""
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in own symmetric memory; None if it does not."""
+        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return what has to be equal on all ranks about where the output of `call` lies, as words; maybe none."""
+        """Return the words for the output's place that all ranks must have in common; "" if it may differ."""
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return where peers may write an output, as it is shown to them before the call begins."""
+        """Return where peers may write an output, as the status shows it when the call is announced."""
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return where the tensors of an input lie in symmetric memory whose reuse has to wait for this call."""
+        """Return where an input's tensors lie in symmetric memory whose reuse has to wait for the call."""
 
     def accept(self, submission: Submission) -> None:
-        """Look at a new submission before it is started for the first time; raise if it cannot be done here."""
+        """Check a new submission before its first start; raise if this device cannot run it."""
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | None:
         """Queue a call behind the others of its channel and return at once; None if there is nothing to wait for.
 
-        `submission` has the epoch of this transport, `number` counts the call on its line, and the tensors of `keep`
-        live until it has ended. `PeerTimeout` or `Misconfigured` is raised if an earlier call failed, or this one
-        cannot be done.
+        `submission` was made in this transport's current epoch, `number` counts the call on its line, and the tensors
+        of `keep` live until it has ended. `PeerTimeout` or `Misconfigured` is raised if an earlier call failed, or this
+        one cannot run.
         """
 
     def check(self) -> None:
-        """Raise what ended this communicator, if something did."""
+        """Raise the error that ended this communicator, if there was one."""
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Note that what is queued on `stream` until `tensor` dies has to end before its memory is used again."""
+        """Record that `stream` uses `tensor`: its memory is reused only after the work queued there when it dies."""
 
     def close(self) -> None:
-        """End everything."""
+        """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""

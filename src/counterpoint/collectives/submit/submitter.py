@@ -1,9 +1,9 @@
-"""From a call to its start: its submission, its number, and the way it takes. What comes again is looked up.
+"""Start calls: make or look up a call's submission, number it, and give it to the transport or to torch.
 
-A submission depends on operation, options, channel, and on what `tensor_key` says of the tensors: all that is in the
-key. It depends on where symmetric memory lies, too, which changes when there is more of it (`Transport.epoch`): an
-address of plain memory may be one of a region then. What changes from call to call is asked by what starts it: how an
-early block rests, which stream is current, whether that is in a capture.
+Submissions are cached under operation, options, channel and `tensor_key` of the tensors. They also depend on where
+symmetric memory lies: when a region is added, `Transport.epoch` changes and cached submissions are made again, since an
+address of plain memory may now lie in a region. State that changes from call to call is not cached but read at the
+start: whether an early-release block is ready, which stream is current, whether it is in a graph capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from counterpoint.collectives.submit.tensors import copied, sendable, tensor_key
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
-_MOST_KNOWN = 1024  # calls that are remembered
+_MOST_KNOWN = 1024  # submissions that are cached
 
 
 @dataclass(slots=True)
@@ -53,21 +53,21 @@ class Submitter:
         """Number a call and queue it; raise if its tensors or options do not fit, or the communicator has failed.
 
         Args:
-            build: describes the operation: a function of `request.py`.
-            output: its tensor or `TensorList`, or None.
-            input: its tensor or `TensorList`, or None.
-            channel: runs the call.
-            async_op: return its `Work` at once.
-            options: of the operation.
+            build: the function of `request.py` that describes the operation.
+            output: tensor, `TensorList` or None.
+            input: tensor, `TensorList` or None.
+            channel: channel that runs the call.
+            async_op: return the call's `Work` at once.
+            options: further arguments of `build`.
 
         Returns:
-            Its work, with `async_op`; else None, when the output may be read.
+            The call's `Work` with `async_op`; else None, when the output may be read.
         """
         sent = input
         try:
             key: Hashable = (build, channel, async_op, options, tensor_key(output), tensor_key(input))
             submission = self._known.get(key)
-        except Exception:  # a list is no key, a sparse tensor has no address: what is wrong with them is told below
+        except Exception:  # a list is no key, a sparse tensor has no address: `_new` raises with the reason
             key, submission = None, None
         if submission is None or submission.epoch != self._transport.epoch:
             submission, sent = self._new(build, output, input, channel, async_op, options)
@@ -89,7 +89,7 @@ class Submitter:
     def _new(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, options: tuple[Any, ...]
     ) -> tuple[Submission, Any]:
-        """Return the submission, and the input or the copy of it that is sent."""
+        """Return a new submission, and the tensor that is sent: the input, or a copy of it."""
         if not 0 <= channel < self._channels:
             most = self._channels
             raise Misconfigured(f"channel={channel}: allowed are 0 to {most - 1}, by channels={most}")
@@ -111,7 +111,7 @@ class Submitter:
         self._known[key] = submission
 
     def _start_by_torch(self, submission: Submission, output: Any, input: Any) -> Work | None:
-        """Start the call by the process group of `fallback`: on the current stream, or joined to it by `wait`."""
+        """Start the call by the process group of `fallback`, after what the current stream holds."""
         self._transport.check()
         self._note_use(output)
         self._note_use(input)
@@ -121,9 +121,9 @@ class Submitter:
         )
 
     def _note_use(self, tensor: Any) -> None:
-        """Note that torch uses what of it lies in symmetric memory on the current stream."""
+        """Record that torch uses this tensor, if it lies in symmetric memory, on the current stream."""
         for one in tensors_of(tensor):
             if one.is_cuda and one.numel():
-                first = one[(0,) * one.dim()]  # whatever its strides, there it begins
+                first = one[(0,) * one.dim()]  # the first element, contiguous whatever the strides
                 if self._transport.locate(first) is not None:
                     self._transport.record_stream(first, None)

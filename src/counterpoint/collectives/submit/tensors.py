@@ -1,4 +1,4 @@
-"""The tensors of a call: whether they fit it, and what to call them in words that all ranks must agree on."""
+"""Check the tensors of a call, compute its block sizes, and describe tensors in words that all ranks compare."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 class TensorList:
-    """Holds several tensors that one call takes for one: from the first byte of all of them to the last.
+    """Holds several tensors that one call treats as one, from the lowest byte of all of them to the highest.
 
-    Empty tensors are nowhere. Places and sizes have a meaning for contiguous tensors alone: see `sendable`. A caller
-    that makes the same call again and again may keep the lists, or give a key that is cheaper than `tensor_key` of
-    each: equal for lists that a call cannot tell apart. `Misconfigured` is raised for something else than tensors, or
-    none.
+    Empty tensors are ignored for that range. Addresses and sizes are meaningful for contiguous tensors only: see
+    `sendable`. A caller that repeats a call may keep its lists, or pass a `key` that is cheaper than `tensor_key` of
+    each tensor; equal keys must mean equal addresses, shapes and dtypes. `Misconfigured` is raised if the list is empty
+    or holds something else than tensors.
     """
 
     __slots__ = ("_flat", "_key", "_shape_key", "_sizes", "_span", "_tensors", "is_checked")
@@ -38,7 +38,7 @@ class TensorList:
         self._flat: torch.Tensor | None = None
         self._sizes: tuple[int, ...] = ()
         self.is_checked = False
-        """The tensors are known to be contiguous and neither conjugated nor negated."""
+        """Says that the tensors are known to be contiguous and neither conjugated nor negated."""
         if key is None and not (self._tensors and all(isinstance(tensor, torch.Tensor) for tensor in self._tensors)):
             raise Misconfigured(f"{self._tensors!r:.200}: give a list of tensors, one at least")
 
@@ -54,7 +54,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return the parts, of so many elements each, of a contiguous flat tensor; they are made when needed."""
+        """Return the list of the parts of a contiguous flat tensor, of `sizes` elements each; views are made lazily."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
@@ -63,7 +63,7 @@ class TensorList:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order in which they were given."""
+        """Return all tensors, in the order in which they were passed."""
         if self._tensors is None:
             assert self._flat is not None
             self._tensors = self._flat.split(self._sizes)
@@ -71,35 +71,35 @@ class TensorList:
 
     @property
     def key(self) -> Hashable:
-        """All that a call can see of the tensors."""
+        """Return a key of all that a call depends on in the tensors: addresses, shapes, dtypes, devices, flags."""
         if self._key is None:
             self._key = tuple(map(tensor_key, self.tensors))
         return self._key
 
     @property
     def shape_key(self) -> Hashable:
-        """All that a call can see of the tensors but where they lie."""
+        """Return a key of all that a call depends on in the tensors except their addresses."""
         if self._shape_key is None:
             self._shape_key = tuple([_shape_key(tensor) for tensor in self.tensors])
         return self._shape_key
 
     @property
     def is_split(self) -> bool:
-        """Whether the tensors are the parts of one, so that no two of them share bytes."""
+        """Return whether the tensors were made by `split` from one tensor, so that no two of them share bytes."""
         return self._flat is not None
 
     @property
     def nbytes(self) -> int:
-        """The bytes from the first to the last of all tensors, those between them included."""
+        """Return the bytes from the lowest to the highest byte of all tensors, gaps between them included."""
         return self._spanned()[1]
 
     def data_ptr(self) -> int:
-        """Return where the first tensor lies."""
+        """Return the lowest address of all tensors."""
         return self._spanned()[0]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """The address of each tensor."""
+        """Return the address of each tensor."""
         if self._flat is None:
             return tuple([tensor.data_ptr() for tensor in self.tensors])
         start, item = self._flat.data_ptr(), self._flat.itemsize
@@ -107,7 +107,7 @@ class TensorList:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The begin of each tensor, counted from the first; 0 for an empty one."""
+        """Return the offset of each tensor from `data_ptr()` in bytes; 0 for an empty tensor."""
         base = self.data_ptr()
         return tuple(tensor.data_ptr() - base if tensor.numel() else 0 for tensor in self.tensors)
 
@@ -123,12 +123,12 @@ class TensorList:
 
 
 def tensor_list(tensors: Iterable[Any] | TensorList) -> TensorList:
-    """Return the tensors as a list that a call takes for one."""
+    """Return the tensors as a `TensorList`."""
     return tensors if isinstance(tensors, TensorList) else TensorList(tensors)
 
 
 def tensors_of(tensor: Any) -> tuple[Any, ...]:
-    """Return the tensors that stand for one argument of a call: none, one, or those of a list."""
+    """Return the tensors of one argument of a call, which is None, a tensor or a `TensorList`."""
     if isinstance(tensor, TensorList):
         return tensor.tensors
     return () if tensor is None else (tensor,)
@@ -137,7 +137,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 def block_bytes(
     output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
 ) -> int:
-    """Return the bytes of one block: output, if there is one, is `outputs` of them, and input `inputs`.
+    """Return the bytes of one block, where output has `outputs` blocks and input has `inputs`; either may be None.
 
     Raises:
         Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
@@ -152,7 +152,7 @@ def block_bytes(
 
 
 def check(output: Any, input: Any, device: torch.device = CPU) -> None:
-    """Raise if what is given cannot be written or read on this device, or both have not one dtype."""
+    """Raise if output cannot be written or input cannot be read on this device, or their dtypes differ."""
     for tensor in (output, input):
         if tensor is not None and (tensor.device != device or tensor.layout is not torch.strided):
             raise Misconfigured(f"a tensor on {tensor.device}, {tensor.layout}: allowed are strided ones on {device}")
@@ -163,7 +163,7 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
 
 
 def even_blocks(output: Any, input: Any, world_size: int, device: torch.device = CPU) -> int:
-    """Return the bytes of each block of an all_to_all without split sizes; raise if the ranks cannot share its rows."""
+    """Return the bytes of each block of an all_to_all without split sizes; raise if rows do not divide evenly."""
     size = block_bytes(output, input, device=device)
     rows = input.shape[0] if input.dim() else 1
     if rows % world_size:
@@ -172,7 +172,7 @@ def even_blocks(output: Any, input: Any, world_size: int, device: torch.device =
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each block, from its rows of dim 0; raise if these do not add up to the tensor's."""
+    """Return the bytes of each block, given its rows (dim 0); raise if these do not add up to the tensor's rows."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
@@ -181,13 +181,13 @@ def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...
 
 
 def sendable(tensor: Any) -> Any:
-    """Return `tensor` if its bytes lie one after the other as they are meant, else a copy of which that is true."""
+    """Return `tensor` if it is contiguous and neither conjugated nor negated, else a copy that is."""
     if isinstance(tensor, TensorList):
         if tensor.is_checked:
             return tensor
         whole = [sendable(one) for one in tensor.tensors]
         return tensor if all(map(is_, whole, tensor.tensors)) else TensorList(whole)
-    if tensor is None or tensor.layout is not torch.strided:  # which `check` refuses
+    if tensor is None or tensor.layout is not torch.strided:  # `check` refuses the latter
         return tensor
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
@@ -195,27 +195,27 @@ def sendable(tensor: Any) -> Any:
 
 
 def copied(tensor: Any) -> Any:
-    """Return a copy of a contiguous tensor, or of each of several."""
+    """Return a copy of a contiguous tensor, or of a `TensorList` with each of its tensors copied."""
     if isinstance(tensor, TensorList):
         return TensorList([copied(one) for one in tensor.tensors])
     return tensor.detach().clone()
 
 
 def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
-    """Return the memory of a contiguous tensor as one row of `dtype`."""
+    """Return a one-dimensional view, of `dtype`, of the memory of a contiguous tensor."""
     if not tensor.numel():
         return tensor.new_empty(0, dtype=dtype)
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(dtype)  # of one element strides are free
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(dtype)  # one element may have any stride
 
 
 def cut(flat: Any, span: Span) -> Any:
-    """Return the part of a flat tensor that a span names."""
+    """Return the part of a flat tensor between the byte offsets of a span."""
     size = flat.element_size()
     return flat[span.offset // size : (span.offset + span.num_bytes) // size]
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """Return all that a call can see of a tensor, or of a list: what has an equal key is treated the same."""
+    """Return a key of all that a call depends on in a tensor or list: equal keys give equal submissions."""
     if tensor is None:
         return None
     if type(tensor) is TensorList:
@@ -239,10 +239,10 @@ def is_block(part: Any, whole: Any, rank: int) -> bool:
 
 
 def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
-    """Return whether an input shares bytes with an output other than its own one where that is in place.
+    """Return whether an input shares bytes with any output, not counting its own output if that pair is in place.
 
-    Then a copy of the inputs has to be sent. All tensors are contiguous; `in_place` says of each pair whether one of
-    the two is its rank's block of the other.
+    If so, a copy of the inputs has to be sent. All tensors are contiguous; `in_place` says for each pair of output and
+    input whether one of them is this rank's block of the other.
 
     Raises:
         Misconfigured: two outputs share bytes.
@@ -262,17 +262,17 @@ def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: S
 
 
 def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
-    """Return the reduction `op`, by its name or torch's ReduceOp; raise if it has no meaning for this dtype."""
+    """Return the `Reduction` for `op` (its name or torch's ReduceOp) and this dtype; raise if they do not fit."""
     return _reduction(reduction_name(op), dtype_name(tensor), float(factor))
 
 
 def reduction_name(op: Any) -> str:
-    """Return the name of a reduction; torch's ReduceOps have none that can be compared: all equal numbers."""
+    """Return the name of a reduction, given by name or as torch's ReduceOp, which compares equal to integers."""
     return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
 def described(tensor: Any, reduction: Reduction | None = None) -> str:
-    """Return size and dtype in words, and what is done to the elements: all of it equal on all ranks."""
+    """Return a tensor's size, dtype and reduction in words, which are equal on all ranks."""
     how = "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
     return f"{tensor.nbytes} bytes of {dtype_name(tensor)}{how}"
 

@@ -30,11 +30,11 @@ class GpuRule:
 
     name: str
     known_by: str  # the attribute that is None where NVML does not say
-    fault: Callable[[GpuReading], str | None]
-    breaks: Callable[[GpuReading], bool] = lambda gpu: True  # a problem; otherwise a warning
-    good: Callable[[Sequence[GpuReading]], str]
-    means: str
-    fix: str
+    fault: Callable[[GpuReading], str | None]  # what is wrong with a GPU; None: nothing
+    breaks: Callable[[GpuReading], bool] = lambda gpu: True  # whether a fault is a problem; otherwise a warning
+    good: Callable[[Sequence[GpuReading]], str]  # what to print if no GPU has the fault
+    means: str  # what the fault does to a job
+    fix: str  # what to do about it
 
 
 def check_gpus(readings: Readings) -> list[Check]:
@@ -80,7 +80,7 @@ def _check(readings: Readings, rule: GpuRule) -> Check:
 
 
 def _clocks_fault(gpu: GpuReading) -> str | None:
-    """Say what holds the clocks down: heat, power from outside or a setting, but not idling or the usual power cap."""
+    """Return what holds the clocks down (heat, outside power, a setting); None for idling or the usual power cap."""
     texts = [text for reason, text in (SLOWING | SETTING).items() if reason in (gpu.clock_reasons or ())]
     warm = "" if gpu.temperature_c is None else f" at {gpu.temperature_c} °C"
     return f"{', '.join(texts)}{warm}, {gpu.sm_mhz} of {gpu.sm_mhz_max} MHz" if texts else None

@@ -167,7 +167,7 @@ def _pcie_faults(gpu: GpuReading) -> list[str]:
 
 
 def bandwidth(readings: Readings) -> Check:
-    """Compare random pairs of GPUs, and all GPUs at once, with the best pair."""
+    """Check the rates of random pairs of GPUs, and of all GPUs at once, against that of the best pair."""
     found = readings.bandwidth
     if found is None or not found.pairs:
         return not_seen("bandwidth", readings.unavailable.get("bandwidth", "no pair was measured"))
@@ -207,7 +207,7 @@ def _rdma(readings: Readings) -> tuple[RdmaPort, ...]:
 
 
 def nics(readings: Readings) -> Check:
-    """Check for ports that are down, slower or of other firmware than their like, and for RoCE with small packets."""
+    """Check for ports that are down, slow or of other firmware for their kind, and for RoCE of low MTU."""
     ports = _rdma(readings)
     if not ports:
         return _no_nics(readings)
@@ -250,7 +250,7 @@ def _no_nics(readings: Readings) -> Check:
 
 
 def _odd_ones(alike: list[RdmaPort]) -> list[str]:
-    """Name what differs between ports on the same kind of board."""
+    """Return a text for each port that is down, slower or of other firmware than others on the same kind of board."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
         return []  # a kind of port that this machine does not use

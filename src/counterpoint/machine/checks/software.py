@@ -1,4 +1,4 @@
-"""Check that driver, NCCL and torch fit together, have what overlap needs, and are not told otherwise by variables.
+"""Check that driver, NCCL and torch fit together and have what overlap needs, and that no variable prevents it.
 
 NCCL's variables may also stand in /etc/nccl.conf, which the environment overrides.
 """
@@ -66,7 +66,7 @@ def driver(readings: Readings) -> Check:
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 11) of 2.11.0+cu130."""
+    """Return the major and minor number of a version: (2, 11) of 2.11.0+cu130; () if it has none."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", text or "")
     return () if found is None else (int(found[1]), int(found[2]))
 
@@ -122,7 +122,7 @@ def torch(readings: Readings) -> Check:
 
 
 def torch_runtime(readings: Readings) -> Check:
-    """Compare what torch really loaded with what its files promised (`--device-checks`)."""
+    """Check that an imported torch has the devices of the driver and the NCCL of check `nccl` (`--device-checks`)."""
     found = readings.torch_runtime
     if found is None:
         return not_seen("torch_runtime", readings.unavailable.get("torch", "not asked for (--device-checks)"))
@@ -144,7 +144,7 @@ def torch_runtime(readings: Readings) -> Check:
 
 
 def multicast(readings: Readings) -> Check:
-    """Report NVLink multicast, which is never needed and so never a fault; NCCL's figures differ with it."""
+    """Report NVLink multicast: NCCL takes fewer SMs with it, counterpoint does without, so it is never a fault."""
     if not readings.devices:
         return not_seen("multicast", readings.why_no_device())
     offered = all(device.multicast for device in readings.devices)
@@ -171,7 +171,7 @@ class Rule(NamedTuple):
 
 
 def _on(value: str, profile: Profile) -> bool:
-    """Return whether a variable is set to something other than a no."""
+    """Return whether the value switches a variable on (not empty, 0, false, no or off)."""
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -180,7 +180,7 @@ def _off(value: str, profile: Profile) -> bool:
 
 
 def _few_ctas(value: str, profile: Profile) -> bool:
-    """Return whether so many CTAs cannot fill the links."""
+    """Return whether the value limits NCCL to fewer CTAs than fill the links."""
     number = _whole(value)
     return number is not None and 0 < number < profile.nccl.full_speed_ctas
 
@@ -200,7 +200,7 @@ def _one(value: str, profile: Profile) -> bool:
 
 
 def _local(value: str, profile: Profile) -> bool:
-    """Return whether a level is `LOC`, which allows no direct access to a peer."""
+    """Return whether the value is the level `LOC` (or 0), which allows no direct access to a peer."""
     return value.strip().upper() in ("LOC", "0")
 
 
@@ -260,7 +260,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def environment(readings: Readings, profile: Profile) -> list[Check]:
-    """Return a check for every variable that hurts, named `environment.NAME`; `environment` alone if none does."""
+    """Return a check named `environment.NAME` for every variable that hurts; if none does, one named `environment`."""
     conf = readings.system.nccl_conf if readings.system else {}
     values = conf | readings.environment
     found = []

@@ -28,7 +28,7 @@ def problem(name: str, seen: str, *, means: str, fix: str, **values: Value) -> C
 
 
 def not_seen(name: str, why: str) -> Check:
-    """Return a check that could not look."""
+    """Return a check that could not be made, with the reason."""
     return _check(name, "not_seen", why, "", "", {})
 
 

@@ -1,4 +1,4 @@
-"""The two hooks of FSDP2, and the work that torch waits for: calls of a `Communicator` in torch's form.
+"""Define FSDP2's two hooks, and the work that torch waits for, by calls of a `Communicator`.
 
 torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
 parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
@@ -68,7 +68,7 @@ class Communicators:
             raise
 
     def of(self, group: ProcessGroup) -> Communicator:
-        """Return the communicator of the ranks of `group`; raise if FSDP2 did not have these ranks before."""
+        """Return the communicator of the ranks of `group`; raise if `overlap` did not know these ranks."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(_ranks(group))
@@ -85,7 +85,7 @@ class Communicators:
         return tuple(self._by_ranks.values())
 
     def check(self) -> None:
-        """Raise what ended one of the communicators, if something did."""
+        """Raise the error that ended one of the communicators, if one has ended."""
         for communicator in self._by_ranks.values():
             communicator.check()
 
@@ -96,9 +96,9 @@ class Communicators:
 
 
 class GatherHook(AllGather):
-    """Gathers the parameters of one module: torch's `AllGather`.
+    """Gathers the parameters of one module, as torch's `AllGather` does.
 
-    `parameters` are whole parameters, which peers send to their places; None: a buffer that FSDP2 copies them out of.
+    Peers send shards into the whole `parameters`; if that is None, into a buffer out of which FSDP2 copies them.
     `prefetch` learns the order of gathers; None: FSDP2 prefetches as it does by itself.
     """
 
@@ -115,11 +115,11 @@ class GatherHook(AllGather):
         self.parameters, self._prefetch = parameters, prefetch
         self._placeholder: GatherPlaceholder | None = None
         self._calls = 0
-        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # of calls into a buffer
-        self._made: tuple[Communicator | None, int] = None, 0  # which made the latest buffer, and its address
+        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # bytes, dtype, in place
+        self._made: tuple[Communicator | None, int] = None, 0  # maker and address of the latest buffer
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what FSDP2 gathers all ranks' shards into: a placeholder, or an output in symmetric memory."""
+        """Return a tensor for FSDP2 to gather all ranks' shards into: a placeholder, or symmetric memory."""
         if self.parameters is not None:
             placeholder = self._placeholder
             if placeholder is None or placeholder.shape != tuple(size) or placeholder.dtype != dtype:
@@ -140,7 +140,7 @@ class GatherHook(AllGather):
         """Gather as `all_gather_into_tensor` does, into the output of `allocate`, from this rank's part of it.
 
         Returns:
-            What FSDP2 waits for before it reads; None: the current stream has it, as without `async_op`.
+            The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
         """
         if self._prefetch is not None:
             self._prefetch.gathered(self._module)
@@ -156,7 +156,7 @@ class GatherHook(AllGather):
         return None if work is None else _WorkForTorch(work)
 
     def traffic(self) -> HookTraffic:
-        """Return what the calls so far have moved."""
+        """Return the number of calls so far, and what the latest one moved."""
         if not self._calls:
             return HookTraffic()
         num_bytes, dtype, in_place = self._latest
@@ -171,15 +171,15 @@ class GatherHook(AllGather):
         )
 
     def restore(self) -> None:
-        """Give FSDP2 memory of its own for whole parameters; between two steps, while they are sharded."""
+        """Give FSDP2 memory of its own for whole parameters; call it between two steps, while they are sharded."""
         if self.parameters is not None:
             self.parameters.restore()
 
 
 class ScatterHook(ReduceScatter):
-    """Reduces and scatters the gradients of one module, which so many ranks share: torch's `ReduceScatter`.
+    """Reduces and scatters the gradients of one module over `ranks` ranks, as torch's `ReduceScatter` does.
 
-    With `direct` gradients are sent from where they are; else from a buffer into which FSDP2 has copied them.
+    With `direct`, gradients are sent from where they are; else from a buffer into which FSDP2 has copied them.
     `prefetch` learns that the forward pass is over; None: FSDP2 prefetches as it does by itself.
     """
 
@@ -198,11 +198,11 @@ class ScatterHook(ReduceScatter):
         self._calls = 0
         self._was_direct = False
         self._latest: tuple[int, torch.dtype] = (0, torch.float32)
-        self._op: Any = None  # the latest one
+        self._op: Any = None  # torch's op of the latest call
         self._op_name, self._factor = "", 1.0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the output in plain memory of the current stream; of the input, which comes first, a placeholder."""
+        """Return plain memory of the current stream for the output; for the input, asked for first, a placeholder."""
         numel, input_numel = int(size[0]), self._input_numel
         self._input_numel = 0
         if not self._direct or input_numel == self._ranks * numel:
@@ -216,7 +216,7 @@ class ScatterHook(ReduceScatter):
         """Reduce and scatter as `reduce_scatter_tensor` does, between tensors of `allocate`; a sum is rounded once.
 
         Returns:
-            What FSDP2 waits for before it reads; None: the current stream has it, as without `async_op`.
+            The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
         """
         if self._prefetch is not None:
             self._prefetch.scattered()
@@ -246,7 +246,7 @@ class ScatterHook(ReduceScatter):
         return None if work is None else _WorkForTorch(work)
 
     def traffic(self) -> HookTraffic:
-        """Return what the calls so far have moved."""
+        """Return the number of calls so far, and what the latest one moved."""
         if not self._calls:
             return HookTraffic()
         numel, dtype = self._latest
@@ -270,7 +270,7 @@ def op_and_factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> tuple[str, flo
 
 
 class _WorkForTorch(TorchWork):
-    """A `Work` of ours that torch takes for one of its own: it waits for nothing else."""
+    """Wraps counterpoint's `Work` as a `Work` of torch, which torch waits for."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class _WorkForTorch(TorchWork):
         return self._work.wait(timeout.total_seconds() if timeout else None)
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, as `Work.is_completed` does."""
+        """Return whether the call has ended, as `Work.is_completed` does."""
         return self._work.is_completed()
 
 

@@ -1,4 +1,4 @@
-"""What FSDP2 made of a model: which modules gather together, over which ranks, how many bytes, and into which tensors.
+"""Look inside FSDP2: which modules gather together, over which ranks, how many bytes, and into which tensors.
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
 lie on several meshes (from torch 2.12 on, a group of parameters for each), and a module cannot be asked for its process
@@ -33,7 +33,7 @@ HOOKS = ("all_gather", "reduce_scatter")
 class ShardedModule:
     """Describes an FSDP2 module with parameters of its own, or several that were given to `fully_shard` together.
 
-    If its parameters lie on several meshes, those of one mesh are a `ShardedModule`.
+    If its parameters lie on several meshes, there is a `ShardedModule` for each mesh.
     """
 
     name: str  # in the model, or names; `(root)`: the model itself; with the number of the group, if there are several
@@ -49,19 +49,19 @@ class ShardedModule:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks over which it is sharded, counted in the job."""
+        """Return the ranks over which it is sharded, counted in the job."""
         import torch.distributed as dist
 
         return () if self.shard_group is None else tuple(dist.get_process_group_ranks(self.shard_group))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """The modules inside it, itself first."""
+        """Return the modules inside it, itself first."""
         return tuple(cast("nn.Module", self.module).modules())
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """The process groups in which there is something to communicate: those of several ranks."""
+        """Return the process groups in which there is something to communicate: those of several ranks."""
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
 
@@ -106,7 +106,7 @@ def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
 
 
 def gather_group(module: ShardedModule) -> ProcessGroup | None:
-    """Return the group of the next all-gather: another one while the module is sharded for the backward pass."""
+    """Return the process group of the next all-gather, which is another one between forward and backward pass."""
     if module.post_forward_group is None:
         return module.shard_group
     group: ProcessGroup = inside(module.parameters, "_all_gather_process_group")
@@ -119,7 +119,7 @@ def present_hooks(module: ShardedModule) -> tuple[AllGather, ReduceScatter]:
 
 
 def set_hooks(module: ShardedModule, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-    """Let these two communicate, as torch's `set_custom_*` do, which raise for a module with several groups."""
+    """Set a module's two hooks, as torch's `set_custom_*` do, which raise for a module with several groups."""
     module.parameters._all_gather_comm, module.parameters._reduce_scatter_comm = all_gather, reduce_scatter
 
 
@@ -193,7 +193,7 @@ def copied_why(module: ShardedModule) -> str:
 
 
 def is_done(module: ShardedModule) -> bool:
-    """Return whether its backward pass is over and it was not called since.
+    """Return whether the module's backward pass is over and it was not called since.
 
     Then its whole parameters, if they are kept, are kept for the next call and not in use.
     """
@@ -227,7 +227,7 @@ def shards(module: ShardedModule) -> list[Tensor]:
 
 
 def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
-    """Let FSDP2 make no copy of the shards, in the dtype in which they are gathered, before it asks for a buffer.
+    """Keep FSDP2 from copying the shards, cast to the gathered dtype, before it asks for a buffer; or let it again.
 
     There is no hook for that, so a function of torch is replaced; for all other modules it does what it did.
     """
@@ -236,7 +236,7 @@ def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
 
 
 class _AllGatherInputs:
-    """Stands in for FSDP2's function that makes those copies; it is called with the parameters of one module."""
+    """Replaces FSDP2's function that casts shards to the gathered dtype; it gets the parameters of one module."""
 
     NAME = "_get_param_all_gather_inputs"
 
@@ -261,7 +261,7 @@ class _AllGatherInputs:
 def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
     """Make FSDP2's whole parameter a view of `outputs`.
 
-    It stays the tensor that it was, for a graph may refer to it: its gradient is accumulated there, and what is saved
+    It stays the same tensor object, for a graph may refer to it: its gradient is accumulated there, and what is saved
     for backward without a view is read there.
     """
     before = getattr(parameter, "_unsharded_param", None)
@@ -275,7 +275,7 @@ def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
 
 
 def _local(parameter: Any) -> Any:
-    """Return the tensor that a parameter of tensor parallelism is on this rank; itself, if it is none."""
+    """Return this rank's local tensor of a DTensor, or the parameter itself if it is none."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
@@ -317,7 +317,7 @@ def outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def is_unfinished(module: nn.Module) -> bool:
-    """Return whether a backward pass over this FSDP2 module has begun, does not run any more and never ended."""
+    """Return whether a backward pass over this FSDP2 module began, no longer runs and did not end."""
     import torch
 
     context = inside(inside(module, "_get_fsdp_state")(), "_state_ctx")
@@ -327,7 +327,7 @@ def is_unfinished(module: nn.Module) -> bool:
 def refuse_unfinished(module: nn.Module, *_: object) -> None:
     """Refuse a forward pass after a backward pass that did not end.
 
-    FSDP2 would take its modules to be in that pass still: it neither gathers them nor reduces their gradients.
+    FSDP2 would believe that its modules are still in that pass: it neither gathers them nor reduces their gradients.
 
     Raises:
         Misconfigured: the backward pass before did not end.
@@ -341,7 +341,7 @@ def refuse_unfinished(module: nn.Module, *_: object) -> None:
 
 
 def discard_pass(module: nn.Module) -> None:
-    """Discard what a pass that did not end has left in FSDP2, in an outermost module of it, without communication.
+    """Discard what a pass that did not end has left in an outermost FSDP2 module, without communication.
 
     That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
     `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.

@@ -1,4 +1,4 @@
-"""Tensors without memory that FSDP2 takes for its buffers: what it would copy in or out is noted, not copied.
+"""Give FSDP2 tensors without memory as its buffers: what it would copy in or out is recorded, not copied.
 
 FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from; copies shards or gradients into it by one
 operation, calls the hook, and copies parameters out by another. Given a placeholder instead, the operation comes here:
@@ -22,7 +22,7 @@ from counterpoint.parallel.fsdp.slots import ModuleParameters
 
 _COPY_IN, _COPY_OUT = torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.split_with_sizes_copy.default
 _CHUNK_CAT = torch.ops.fsdp.chunk_cat.default
-_WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where float32 is asked for, in which they are added up
+_WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where FSDP2 wants float32: sums are in float32 anyway
 
 
 class GatherPlaceholder(Tensor):
@@ -77,7 +77,7 @@ class GatherPlaceholder(Tensor):
 class ScatterSource:
     """Holds what a reduce-scatter sends: gradients where they are, or a buffer that they are copied into.
 
-    The buffer, of `numel` elements, is made when anything else is done with the placeholder than to scatter it.
+    The buffer, of `numel` elements, is made only if the placeholder is used for anything but the scatter.
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
@@ -144,7 +144,7 @@ class ScatterPlaceholder(Tensor):
         return function(*tree_map(_buffer, args), **tree_map(_buffer, named))
 
     def view(self, *size: Any) -> Any:
-        """Return a placeholder of another shape; a view as another dtype is one of the buffer."""
+        """Return a placeholder of another shape, or, as another dtype, a view of the real buffer."""
         if isinstance(size[0], torch.dtype):
             return _buffer(self).view(*size)
         return ScatterPlaceholder(self.source, _known_size(self, size))
@@ -156,7 +156,7 @@ def _shares(shapes: tuple[torch.Size, ...], ranks: int) -> tuple[int, ...]:
 
 
 def _known_size(tensor: Tensor, size: tuple[Any, ...]) -> list[int]:
-    """Return `size`, as `Tensor.view` takes it, with its one unknown axis known."""
+    """Return `size`, as `Tensor.view` takes it, with its -1 replaced by the length that it stands for."""
     lengths = list(size[0]) if isinstance(size[0], Sequence) else list(size)
     known = math.prod(length for length in lengths if length >= 0)
     return [length if length >= 0 else tensor.numel() // max(1, known) for length in lengths]

@@ -1,4 +1,4 @@
-"""What `overlap` did, as data: which collectives of each FSDP2 module were replaced, and what they have moved."""
+"""Hold what `overlap` did: which collectives of each FSDP2 module were replaced, and what they have moved."""
 
 from __future__ import annotations
 

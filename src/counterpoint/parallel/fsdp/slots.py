@@ -1,4 +1,4 @@
-"""Memory of whole parameters: FSDP2's modules gather into slots of symmetric memory, which they share one by one.
+"""Hold whole parameters: FSDP2's modules gather into slots of symmetric memory, one module at a time in each.
 
 FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
 allocates again. Here these tensors are made once, in a `ParameterSlot`, and peers write into them: nothing is copied
@@ -48,16 +48,16 @@ _ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Says how long a module is whole, counted in modules of the model's order."""
+    """Says how long a module's whole parameters are in use, counted in modules of the model's order."""
 
     num_bytes: int  # size of its whole parameters
     span: tuple[int, int]  # first and last module that computes meanwhile
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
-    """Return the number of each module's slot: another one for each of those that are whole at the same time.
+    """Return the number of each module's slot: modules that are whole at the same time have different ones.
 
-    Of the slots that are possible it is the one that has to grow least. Modules are in the order of the model; `ahead`
+    Of the possible slots, the one that has to grow least is chosen. Modules are in the order of the model; `ahead`
     of them are gathered before they compute.
     """
     chosen: list[int] = []
@@ -98,7 +98,7 @@ class ParameterSlot:
 
 
 class ParameterSlots:
-    """Makes the slots of one communicator, and chooses among them.
+    """Allocates the slots of one communicator, and chooses one for each module.
 
     The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
@@ -116,7 +116,7 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot without an occupant, which was not freed so lately that the one before still computes.
+        """Return a slot without an occupant, and not freed so lately that its last occupant still computes.
 
         It is the assigned one if that is free; else another one, or a new one.
         """
@@ -131,7 +131,7 @@ class ParameterSlots:
         return self._new(num_bytes)
 
     def note_freed(self, slot: ParameterSlot) -> None:
-        """Note that the occupant of this slot has just left it."""
+        """Record that the occupant of this slot has just left it."""
         self._by_age.remove(slot)
         self._by_age.append(slot)
 
@@ -151,9 +151,9 @@ class ModuleParameters:
         self.layout: tuple[GatheredParameter, ...] = ()
         self.slot: ParameterSlot | None = None
         self._whole = self._own = NO_TENSORS  # FSDP2's tensors of whole parameters, and this rank's shares of them
-        self._references = 0  # to their storages, where autograd has no views
-        self._reading = False  # FSDP2 uses them
-        self.is_allocated = False  # FSDP2 takes their storages to be allocated
+        self._references = 0  # to their storages, while autograd has no views
+        self._reading = False  # whether FSDP2 uses them
+        self.is_allocated = False  # whether FSDP2 believes their storages allocated
         self._is_late = False  # the latest gather waits until the slot is free
         self._work: Work | None = None  # of the latest gather
         # events are recorded again and again: what waits for one has been queued before it is recorded anew
@@ -161,13 +161,13 @@ class ModuleParameters:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all whole parameters."""
+        """Return the bytes of all whole parameters."""
         return sum(one.num_bytes for one in self.layout)
 
     def copy_in(self) -> None:
         """Copy this rank's shards to their places on the current stream, in the dtype in which they are gathered.
 
-        If the slot has an occupant that we cannot avoid, it happens in `read`.
+        If another module is in the slot and this one cannot move, the copy is made in `read`.
         """
         slot = self.slot
         if slot is not None and slot.occupant is not None and slot.occupant is not self:
@@ -214,7 +214,7 @@ class ModuleParameters:
             self._slots.note_freed(self.slot)
 
     def restore(self) -> None:
-        """Let FSDP2 make tensors of its own again; between two steps."""
+        """Let FSDP2 make tensors of its own again; call it between two steps."""
         self.free()
         skip_shard_cast(self._module, False)
         if self.slot is not None:
@@ -273,7 +273,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """A gathered parameter, flat, as FSDP2 knows it: FSDP2 frees and allocates the storage, which here stays."""
+    """Represents a gathered parameter, flat; FSDP2 believes that it frees and allocates the storage, which stays."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage
@@ -283,7 +283,7 @@ class _WholeParameter(Tensor):
 
 
 class _PermanentStorage:
-    """A storage that is always there; to resize it to nothing says that the parameters are no longer used."""
+    """Represents a storage that is always there; FSDP2 resizes it to 0 when it no longer uses the parameters."""
 
     __slots__ = ("_num_bytes", "_parameters")
 
@@ -300,7 +300,7 @@ class _PermanentStorage:
 
 
 def _whole_parameter(part: Tensor, parameter: GatheredParameter, parameters: ModuleParameters) -> Tensor:
-    """Return `part` with a storage of its own, which FSDP2 takes a parameter's storage to be."""
+    """Return `part` as a tensor with a storage of its own, as FSDP2 expects of a parameter."""
     alone: Tensor = from_dlpack(part.view(parameter.dtype))
     whole = alone.as_subclass(_WholeParameter)
     whole._storage = _PermanentStorage(parameter.num_bytes, parameters)

@@ -1,4 +1,4 @@
-"""Compute and memory of one rank; nothing here knows of a network.
+"""Predict the compute time and the memory of one rank, without any network.
 
 layers.py    the operations of a layer, as shapes and bytes
 roofline.py  the time of one operation, and what is reached of a GPU's data sheet

@@ -1,4 +1,4 @@
-"""The operations that one rank runs for one micro-batch, as data: shapes and bytes, no times.
+"""List the operations that one rank runs for one micro-batch, as data: shapes and bytes, no times.
 
     tokens t = micro_batch · sequence / cp            h hidden, f width of the feed-forward block, d width of a head
     matmul  y[t, n] = x[t, k] W[k, n]                 forward  t × n × k
@@ -37,12 +37,12 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """The floating-point operations: 2 for each multiplication and addition."""
+        """Return the floating-point operations, 2 for each multiplication with its addition."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
     @property
     def num_bytes(self) -> float:
-        """The bytes that are read and written if every matrix moves once."""
+        """Return the bytes that are read and written if every matrix moves once."""
         return float(self.element_bytes * self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
@@ -60,25 +60,25 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """The floating-point operations; a causal mask halves them."""
+        """Return the floating-point operations; a causal mask halves them."""
         products = 5 if self.backward else 2
         seen = 0.5 if self.causal else 1.0
         return 2.0 * products * self.batch * self.queries * self.keys * self.width * seen
 
     @property
     def num_bytes(self) -> float:
-        """The bytes of queries, keys, values and output that are read and written."""
+        """Return the bytes of queries, keys, values and output that are read and written."""
         passes = 2.0 if self.backward else 1.0
         return passes * 2.0 * self.element_bytes * self.batch * self.width * (self.queries + self.keys)
 
 
 class MemoryBoundOp(Record, frozen=True, kw_only=True):
-    """Describes an operation that waits for memory: the bytes that all its kernels read and write."""
+    """Describes an operation limited by memory bandwidth, by the bytes that all its kernels read and write."""
 
     name: str
     num_bytes: float
     kernels: int = 1
-    strided: bool = False  # one side is a transposed view
+    strided: bool = False  # input or output is a transposed view
 
 
 Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
@@ -93,7 +93,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
 
 
 class LocalShape(Record, frozen=True, kw_only=True):
-    """Describes what of a micro-batch one rank works on."""
+    """Describes the part of a micro-batch that one rank works on."""
 
     batch: int  # samples
     queries: int  # tokens of a sample on this rank
@@ -122,17 +122,17 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """The tokens that attention and the matrices see."""
+        """Return the tokens that attention and the matrices process on this rank."""
         return self.batch * self.queries
 
     @property
     def tokens_between(self) -> int:
-        """The tokens that norms, dropouts and additions see."""
+        """Return the tokens that norms, dropouts and additions process on this rank."""
         return self.tokens // self.tp if self.sequence else self.tokens
 
 
 def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:
-    """Return the operations of one transformer block; with `experts` its feed-forward part is theirs."""
+    """Return the operations of one transformer block; with `experts` its feed-forward part consists of them."""
     attention, between = _attention(model, local), _between(model, local)
     ffn = _dense(model, local) if experts is None else _routed(model, experts, local)
     return LayerWork(
@@ -191,7 +191,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
 
 
 def _scores(model: Model, local: LocalShape) -> LayerWork:
-    """Return attention with its scores in memory; the causal softmax reads only the half that it needs."""
+    """Return the operations of attention with its scores in memory; a causal softmax reads only half of them."""
     batch, size = local.batch * model.heads // local.tp, local.element_bytes
     q, k, d = local.queries, local.keys, model.head_width
     elements = float(batch) * q * k
@@ -227,7 +227,7 @@ def _traffic(name: str, num_bytes: float, kernels: int = 1) -> tuple[MemoryBound
 
 
 def _activation(model: Model, local: LocalShape, elements: float) -> LayerWork:
-    """Return SwiGLU or GeLU: fused one kernel each way; eager SwiGLU: silu and mul, backward silu and two muls."""
+    """Return the kernels of SwiGLU or GeLU: fused one each way; eager SwiGLU: silu, mul; backward silu and two muls."""
     size = local.element_bytes
     if not model.gated:
         return LayerWork(
@@ -260,7 +260,7 @@ def _first_matmuls(
 
 
 def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
-    """Return router, dispatch, combine, and the experts of this rank as one grouped product per matrix.
+    """Return the operations of router, dispatch and combine, and of this rank's experts: a grouped product per matrix.
 
     The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
     """
@@ -288,7 +288,7 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
 
 
 def _between(model: Model, local: LocalShape) -> LayerWork:
-    """Return two norms and two additions to the residual stream, with bias and dropout where the model has them."""
+    """Return the operations of two norms and two residual additions, with bias and dropout where the model has them."""
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
     norm, back = 2 * size * elements, 5 * size * elements  # back: x, dy, dx, and both again for the weights
     mask = elements if model.dropout else 0.0
@@ -304,7 +304,7 @@ def _between(model: Model, local: LocalShape) -> LayerWork:
 
 
 def embedding_work(model: Model, local: LocalShape) -> LayerWork:
-    """Return the lookup of rows and, backward, their sum; the first stage runs it."""
+    """Return the operations of the embedding, which the first stage runs: lookup of rows, backward their sum."""
     elements = float(local.tokens_between) * model.hidden
     extra = (2 * local.element_bytes + 1) * elements if model.dropout else 0.0
     return LayerWork(
@@ -314,7 +314,7 @@ def embedding_work(model: Model, local: LocalShape) -> LayerWork:
 
 
 def head_work(model: Model, local: LocalShape) -> LayerWork:
-    """Return the last norm, logits and loss; the last stage runs them."""
+    """Return the operations of the last norm, logits and loss, which the last stage runs."""
     rows = max(model.vocab // local.tp, 1)
     logits = float(local.tokens) * rows * LOGIT_BYTES["fused" if local.fused else "eager"]
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes

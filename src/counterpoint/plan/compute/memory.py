@@ -1,4 +1,4 @@
-"""Memory of the fullest GPU: what lives from step to step, and what a micro-batch keeps for its backward.
+"""Compute the memory of the fullest GPU: what stays from step to step, and what a micro-batch keeps for backward.
 
 parameters   bytes of an element · parameters of the rank             / shards with zero 3
 gradients    grad_bytes · the same                              / shards with zero 2 and 3
@@ -13,7 +13,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                attention's core, without flash attention: softmax size, dropout's mask 1 and its output size,
                  times micro_batch · heads · sequence · keys / tp; selective recomputation drops it
                full recomputation leaves the layer's input only: size · t · h
-             GPT-3's 34 · t · h + 5 · heads · sequence · t comes out of it
+             for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
              times layers of a stage, times micro-batches in flight (`schedule.in_flight`)
 head         logits in the precision of training and in float32, of one micro-batch
 reserved     CUDA context, NCCL's buffers, what the allocator cannot use: RESERVED_GIB, assumed, not measured
@@ -39,19 +39,19 @@ STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # float32 copy of the param
 class Memory(Record, frozen=True, kw_only=True):
     """Holds the GiB of the fullest GPU."""
 
-    gib: dict[str, float]  # by what they are for
+    gib: dict[str, float]  # by purpose, as listed above
     available_gib: float  # of the GPU
-    stage: int  # of the pipeline, that the GPU belongs to
+    stage: int  # the pipeline stage that this GPU runs
     verdict: str  # whether the job fits, and what takes most
 
     @property
     def total_gib(self) -> float:
-        """All of it together."""
+        """Return the sum of `gib`."""
         return sum(self.gib.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has as much."""
+        """Return whether the GPU has so much memory."""
         return self.total_gib <= self.available_gib
 
 
@@ -63,7 +63,7 @@ def memory(job: Job) -> Memory:
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
-    """Return the parameters of a rank's shard, where zero shards them: over all replicas, or as `shard` says."""
+    """Return the parameters in a rank's shard with zero: divided by all replicas, or by `parallel.shard` ranks."""
     count, group = part_parameters(job.model, job.parallel, stage), axes(job.parallel)
     ranks = group["dp_cp"].ranks if job.parallel.shard is None else group["shard"].ranks
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
@@ -107,7 +107,7 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 
 
 def _gathered(job: Job, stage: StagePart) -> float:
-    """Return the bytes of parameters and gradients that are whole at once."""
+    """Return the bytes of the layers whose parameters and gradients are unsharded at once with zero 3."""
     model, parallel = job.model, job.parallel
     heaviest = layer_parameters(model, model.experts if stage.routed else None)
     each = heaviest.shared / parallel.tp + heaviest.experts / parallel.tp / parallel.ep
@@ -138,9 +138,9 @@ def activation_bytes(
 
     Args:
         model: widths.
-        local: what of the micro-batch the rank works on.
+        local: the part of the micro-batch that the rank works on.
         recompute: what backward computes again.
-        experts: of the layer; None: it is dense.
+        experts: experts of the layer; None: a dense layer.
     """
     size, wide = local.element_bytes, float(local.tokens_between) * model.hidden
     if recompute == "full":

@@ -1,4 +1,4 @@
-"""The time of one operation on one GPU: the roofline, with what is reached of each roof.
+"""Compute the time of one operation on one GPU by the roofline model, with the part of each peak that is reached.
 
 matmul   us = max(math, memory) + launch
          math = waves · tile,   waves = ceil(batch · ceil(m / tile_m) · ceil(n / tile_n) / SMs)
@@ -7,11 +7,11 @@ matmul   us = max(math, memory) + launch
          depth: filling and draining the pipeline of a tile, in elements of k; edge: loading operands costs more the
          smaller the tile is; load: tiles that are smaller still wait for their operands
          of the tile sizes the fastest is taken, as cuBLAS does; where waves are few, also with k cut (split-k): each
-         part writes its sums in float32, and a kernel more adds them up
+         part writes its sums in float32, and one more kernel adds them up
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
 streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
-What is reached is the group `efficiency` of the GPU's profile (`machine/profile.py`).
+The parts reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GpuRates(Record, frozen=True, kw_only=True):
 
     @property
     def bandwidth(self) -> float:
-        """The bytes per µs that streaming kernels reach."""
+        """Return the bytes per µs that streaming kernels reach."""
         return self.memory * self.efficiency.memory
 
 
@@ -95,7 +95,7 @@ def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:
 
 
 def _matmul_us(operation: MatmulOp, rates: GpuRates) -> float:
-    """Return the µs of math of the fastest tile size."""
+    """Return the µs of arithmetic of a matrix product with the fastest tile size."""
     known, sms = rates.efficiency, rates.sms
     per_sm = rates.peak * known.matmul / sms
     sums_us = SUM_BYTES * operation.batch * operation.m * operation.n / rates.bandwidth

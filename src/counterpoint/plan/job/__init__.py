@@ -1,7 +1,7 @@
-"""A job as a user describes it: frozen records, checked when they are made; no times, no bytes on the wire.
+"""Describe a job as a user gives it: frozen records, checked when they are made; no times, no bytes on the wire.
 
 model.py     `Model`, `find_model` for those with a name (models.toml), parameters and FLOP
-parallel.py  `Parallel`, `Training`, `Compression`; how layers are dealt to the stages of a pipeline
+parallel.py  `Parallel`, `Training`, `Compression`; how layers are divided among the stages of a pipeline
 cluster.py   `Cluster`: a GPU, by name or by its figures, and the levels of network above it
 job.py       `Job`, which joins them, and the reader of its TOML file
 what_if.py   changes of a job: `Job -> Job`

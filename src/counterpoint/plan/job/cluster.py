@@ -1,4 +1,4 @@
-"""The machines of a plan: equal GPUs, and the levels of network above them."""
+"""Describe the machines of a plan: equal GPUs, and the levels of network above them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cluster(Record, frozen=True, kw_only=True):
 
     gpu: ClusterGpu  # of every rank
     levels: tuple[Level, ...]  # inside out; the last holds all GPUs
-    network: str | None = None  # from which the levels were taken; None: they were written out, or changed
+    network: str | None = None  # name of the network that the levels are from; None: they were written out, or changed
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -65,12 +65,12 @@ class Cluster(Record, frozen=True, kw_only=True):
 
     @property
     def num_gpus(self) -> int:
-        """The number of GPUs of the cluster."""
+        """Return the number of GPUs of the cluster."""
         return self.levels[-1].size
 
     @property
     def gpus_per_node(self) -> int:
-        """The number of GPUs below one unit of the innermost level."""
+        """Return the number of GPUs below one unit of the innermost level."""
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""A job as its file describes it: what is trained, how it is divided, on what; and the reader of that file.
+"""Read the file of a job: what is trained, how it is divided among ranks, and on which machines.
 
     [model]
     name = "llama3-70b"          # or the widths: layers, hidden, heads, ...
@@ -48,7 +48,7 @@ Table = Mapping[str, Any]
 
 
 class Ranks(Record, frozen=True, kw_only=True):
-    """Describes how much the ranks differ."""
+    """Describes how much the ranks differ in speed."""
 
     slow: float = 1.0  # one rank computes so many times as long as the others
     jitter: float | None = None  # standard deviation of a rank's time over its mean; None: as measured for the GPU
@@ -69,7 +69,7 @@ class Job(Record, frozen=True, kw_only=True):
     cluster: Cluster  # its machines; it has as many GPUs as the job has ranks, or more
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
     compression: Compression | None = None  # of gradients; None: sent whole
-    ranks: Ranks = Ranks()  # how much they differ
+    ranks: Ranks = Ranks()  # how much they differ in speed
 
     def __post_init__(self) -> None:
         disturbance(self.mechanism, self.profile)  # raises if there is no such mechanism
@@ -82,12 +82,12 @@ class Job(Record, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> Profile:
-        """The profile of its GPUs."""
+        """Return the profile of the job's GPUs: what was measured on them."""
         return shipped_profile(self.cluster.gpu.name)
 
     @property
     def disturbance(self) -> Disturbance:
-        """How much collectives by its mechanism and compute disturb each other."""
+        """Return how much compute and collectives by the job's mechanism slow each other down."""
         return disturbance(self.mechanism, self.profile)
 
 
@@ -128,7 +128,7 @@ def parse_job(tables: Table) -> Job:
 
 
 def _model(table: Table) -> Model:
-    """Return the named model where a name is all that is given; next to widths it is only a name."""
+    """Return the known model of this name if `name` is all that is given; next to widths it is only a label."""
     if set(table) == {"name"}:
         return find_model(parse_name("model.name", table["name"]))
     if table.get("experts") is not None:
@@ -137,7 +137,7 @@ def _model(table: Table) -> Model:
 
 
 def _cluster(table: Table, ranks: int) -> Cluster:
-    """Return the cluster, named or written out; it has as many GPUs as the job has ranks, if nothing is said."""
+    """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
     _check_known("cluster", table, ("gpu", "gpus", "network", "levels"))
     count = table.get("gpus", ranks)
     if ("network" in table) == ("levels" in table):
@@ -154,7 +154,7 @@ def _cluster(table: Table, ranks: int) -> Cluster:
 
 
 def parse_gpu(value: object) -> ClusterGpu:
-    """Return the GPU of a name, or of a table of its figures."""
+    """Return the GPU that is given by its name, or by a table of its figures."""
     if isinstance(value, Mapping):
         return parse_record("cluster.gpu", value, ClusterGpu)
     return find_gpu(parse_name("cluster.gpu", value))
@@ -174,7 +174,7 @@ def parse_record(where: str, table: object, kind: type[R]) -> R:
 
 
 def parse_name(where: str, value: object) -> str:
-    """Return a value that has to be a name, or raise Misconfigured."""
+    """Return `value` if it is a string, else raise Misconfigured."""
     if not isinstance(value, str):
         raise Misconfigured(f"{where} = {printable(repr(value))}: give a name")
     return value

@@ -1,4 +1,4 @@
-"""A transformer as a planner sees it: widths and counts, and the parameters and FLOP that follow from them.
+"""Describe a transformer by its widths and counts, and compute its parameters and FLOP.
 
     attention     h · (heads + 2 · kv_heads) · d + heads · d · h
     feed-forward  2 · h · f, gated 3 · h · f; experts: as many times, and a router h · count
@@ -37,14 +37,14 @@ class Model(Record, frozen=True, kw_only=True):
     name: str = "model"  # for people
     layers: int  # transformer blocks
     hidden: int  # width of the residual stream
-    heads: int  # of attention
-    kv_heads: int | None = None  # of keys and values; None: as many as `heads`
+    heads: int  # attention heads
+    kv_heads: int | None = None  # heads of keys and values; None: as many as `heads`
     head_dim: int | None = None  # None: hidden / heads
     ffn: int | None = None  # width of a dense feed-forward block; None: 4 · hidden
     gated: bool = False  # SwiGLU: three matrices instead of two
     vocab: int  # rows of the embedding
     tied: bool = False  # embedding and output projection share their weights
-    dropout: bool = False  # there are dropouts, with masks that backward needs (GPT-3 had them)
+    dropout: bool = False  # whether there are dropouts, whose masks backward needs (as in GPT-3)
     causal: bool = True  # attention looks back only; flash attention then does half the work
     experts: Experts | None = None  # None: dense
 
@@ -60,22 +60,22 @@ class Model(Record, frozen=True, kw_only=True):
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys, which is that of values."""
+        """Return the number of heads of keys, which is that of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_width(self) -> int:
-        """The width of one attention head."""
+        """Return the width of one attention head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def ffn_width(self) -> int:
-        """The width of a dense feed-forward block."""
+        """Return the width of a dense feed-forward block."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def expert_layers(self) -> int:
-        """How many of the layers have experts."""
+        """Return how many of the layers have experts."""
         return 0 if self.experts is None else self.layers // self.experts.every
 
 
@@ -87,7 +87,7 @@ class ParameterCount(Record, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """Return the number of all parameters, `shared` and `experts`."""
         return self.shared + self.experts
 
 
@@ -118,7 +118,7 @@ def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterC
 
 
 def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> float:
-    """Return the FLOP of one token in one layer, forward, of a sample of `sequence` tokens.
+    """Return the forward FLOP of one token in one layer, for samples of `sequence` tokens.
 
     They are 2 per parameter of a matrix that the token visits, and 4 · heads · d · sequence of attention, which is
     counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B).

@@ -1,4 +1,4 @@
-"""How a job is divided among its ranks, and how it trains: degrees, batches, compression, stages of a pipeline."""
+"""Describe how a job is divided among its ranks, and how it trains: degrees, batches, compression, pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Parallel(Record, frozen=True, kw_only=True):
 
     dp: int = 1  # replicas of the model, or shards of it with `zero`
     tp: int = 1  # ranks that share every matrix
-    sequence: bool = True  # with tp, what is between the matrices is divided, too: all_gather and reduce_scatter
-    pp: int = 1  # stages
+    sequence: bool = True  # with tp, activations between the matrices are divided, too (sequence parallelism)
+    pp: int = 1  # pipeline stages
     virtual: int = 1  # parts of the model per stage (interleaving)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of micro-batches over stages
     cp: int = 1  # ranks that share a sequence
@@ -30,7 +30,7 @@ class Parallel(Record, frozen=True, kw_only=True):
     overlap_tp: bool = True  # backward, tensor-parallel communication runs during the product for the weights' gradient
     overlap_dp: bool = True  # gradients and parameters are sent during compute; False: after the last micro-batch
     overlap_pp: bool = True  # what stages send each other runs during compute; False: sender and receiver wait for it
-    ends_count: bool = False  # embedding and head each take the place of a layer when layers are dealt to stages
+    ends_count: bool = False  # embedding and head count as a layer each when layers are divided among stages
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "cp", "ep", "prefetch", "bucket_bytes"):
@@ -47,7 +47,7 @@ class Parallel(Record, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job."""
+        """Return the number of ranks of the job."""
         return self.dp * self.tp * self.pp * self.cp
 
 
@@ -73,7 +73,7 @@ class Training(Record, frozen=True, kw_only=True):
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of a parameter or activation in the precision of matrix products."""
+        """Return the bytes of a parameter or activation in the precision of matrix products."""
         return 4 if self.precision == "fp32" else 2
 
     def micro_batches(self, parallel: Parallel) -> int:
@@ -130,7 +130,7 @@ class StagePart(Record, frozen=True, kw_only=True):
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
-    """Return `[stage][part]`: layers dealt round, equally many each; with `ends_count` the two ends have one less.
+    """Return `[stage][part]`: equally many layers each, parts round robin; with `ends_count` both ends have one less.
 
     Layers with experts are spread evenly, since one in `every` is one; a part has a whole number of them.
     """
@@ -150,7 +150,7 @@ def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...]
 
 
 def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
-    """Return all parts of a stage as one."""
+    """Return the parts of a stage merged into one."""
     return StagePart(
         layers=sum(part.layers for part in parts),
         routed=sum(part.routed for part in parts),

@@ -1,10 +1,10 @@
-"""Other jobs like this one: fields of the job's file that are set, then what-ifs, each of them `Job -> Job`.
+"""Change a job: set fields of its file, then apply what-ifs, each of them a function `Job -> Job`.
 
     build_job(tables, {"parallel.tp": "4", "nodes": "16"})       the file's tables with a field set, then on 16 nodes
     what_if(job, "nodes", "16")                                  a job on 16 nodes
     swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
 
-What a job's file can say can be set, and what cannot be is an error that names the field.
+Every field of a job's file can be set; a value that is not allowed is an error that names the field.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ COMPRESSION_AMOUNTS = {"powersgd": "rank", "topk": "keep", "randomk": "keep", "q
 
 
 class JobChange(NamedTuple):
-    """Describes a question with a name."""
+    """Describes one what-if: its value, the fields of a job that it sets, and the function that applies it."""
 
     unit: str  # of its value, for people
     means: str  # what it changes, for people: a sentence
     decides: tuple[str, ...]  # fields or tables of the job's file that it sets
-    change: Callable[[Job, Any], Job]  # the job and the value to the other job
+    change: Callable[[Job, Any], Job]  # returns the changed job, from the job and the value
     kind: type = object  # of the value: int and float are above 0, object is checked by the record that it goes to
 
 
 def build_job(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job:
-    """Return the job of a file after changes, fields before what-ifs; Misconfigured if there can be no such job."""
+    """Return the job of a file after changes, fields before what-ifs; Misconfigured if such a job is impossible."""
     for name, text in changes.items():
         if name not in WHAT_IFS:
             tables = _with_field(tables, name, text)
@@ -65,16 +65,16 @@ def what_if(job: Job, name: str, text: str) -> Job:
 def swept(
     tables: Mapping[str, Any], changes: Mapping[str, str], name: str, texts: Sequence[str]
 ) -> list[tuple[str, Job | Misconfigured]]:
-    """Return a job for each value of one what-if or field; where there can be none, the reason.
+    """Return each value of one what-if or field with its job, or with the error where that job is impossible.
 
     Args:
-        tables: of the job's file.
+        tables: the tables of the job's file.
         changes: all other changes, as `build_job` takes them.
-        name: of the what-if or field whose values these are.
-        texts: 1 to 1000 values.
+        name: the what-if or field that is varied.
+        texts: its values, 1 to 1000 of them.
 
     Raises:
-        Misconfigured: there are no values or too many, or one of `changes` decides on the swept field.
+        Misconfigured: there are no values or too many, or one of `changes` sets the varied field, too.
     """
     if not 1 <= len(texts) <= MAX_VALUES:
         raise Misconfigured(f"{name}: {len(texts)} values; give 1 to {MAX_VALUES}")
@@ -121,7 +121,7 @@ def _with_fields(job: Job, table: str, **changes: object) -> Job:
 
 
 def _on_nodes(job: Job, nodes: int, *, weak: bool = False) -> Job:
-    """Return the job with more or fewer replicas, of the same batch (strong scaling) or the batch with them (weak)."""
+    """Return the job on `nodes` nodes, with more or fewer replicas; the batch stays, or with `weak` grows with them."""
     gpus = nodes * job.cluster.gpus_per_node
     replica = job.parallel.tp * job.parallel.pp * job.parallel.cp
     divides("parallel.tp · pp · cp", replica, "GPUs", gpus)
@@ -132,7 +132,7 @@ def _on_nodes(job: Job, nodes: int, *, weak: bool = False) -> Job:
 
 
 def _with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a named network around so many GPUs; of one that was written out the last level grows, never shrinks."""
+    """Return the cluster for `gpus` GPUs: a named network is built anew, of written-out levels the last may grow."""
     if cluster.network is not None:
         return replace(cluster, levels=levels(cluster.network, gpus))
     *below, last = cluster.levels
@@ -148,7 +148,7 @@ def _on_network(job: Job, value: object) -> Job:
 
 
 def _whole_network(job: Job) -> tuple[Level, ...]:
-    """Return all levels that the job's network has, so that it can grow after a change."""
+    """Return all levels of the job's network, also those above the job, so that it can grow after a change."""
     cluster = job.cluster
     crossed = cluster.levels[cluster.level_of(job.parallel.world_size)]
     if crossed.kind != "network":
@@ -162,13 +162,13 @@ def _with_levels(job: Job, changed: Iterable[Level]) -> Job:
 
 
 def _with_rates(job: Job, rate: Callable[[Level], float]) -> Job:
-    """Return the job with another rate per GPU of every level between nodes."""
+    """Return the job with other GB/s per GPU, as `rate` says, at every level between nodes."""
     whole = _whole_network(job)
     return _with_levels(job, (replace(each, gb_per_s=rate(each)) if each.kind == "network" else each for each in whole))
 
 
 def _with_nics(job: Job, nics: int) -> Job:
-    """Return the job with so many NICs per node; a node with as many as GPUs has one for each."""
+    """Return the job with `nics` NICs per node; the GB/s of the levels are those of one NIC for each GPU."""
     part = nics / job.cluster.gpus_per_node
     return _with_rates(job, lambda level: level.gb_per_s * part)
 
@@ -182,7 +182,7 @@ def _without_nics(job: Job, lost: int) -> Job:
 
 
 def _oversubscribed(job: Job, factor: float) -> Job:
-    """Return the job with an oversubscription of the topmost level that it crosses."""
+    """Return the job with another oversubscription of the topmost level that it crosses."""
     top, whole = job.cluster.level_of(job.parallel.world_size), _whole_network(job)
     return _with_levels(
         job, (replace(each, oversubscription=float(factor)) if i == top else each for i, each in enumerate(whole))
@@ -205,7 +205,7 @@ def _compressed(job: Job, text: str) -> Job:
 
 
 def _field(unit: str, means: str, table: str, name: str) -> JobChange:
-    """Return the what-if that is one field of a record of the job."""
+    """Return the what-if that sets one field of one of the job's records."""
     return JobChange(unit, means, (f"{table}.{name}",), lambda job, value: _with_fields(job, table, **{name: value}))
 
 

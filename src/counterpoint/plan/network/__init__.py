@@ -6,5 +6,5 @@ protocols.py    what LL, LL128 and Simple reach on a link; named networks (netwo
 nccl_choice.py  which algorithm and protocol NCCL takes for a number of bytes
 estimate.py     `estimate`, one collective; `CollectiveTimes` and `MeshTimes`, which remember what was asked
 
-Other rooms call `axes`, `levels`, `network_of`, `estimate` and `CollectiveTimes`.
+Other packages call `axes`, `levels`, `network_of`, `estimate` and `CollectiveTimes`.
 """

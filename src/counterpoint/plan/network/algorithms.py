@@ -1,4 +1,4 @@
-"""Algorithms of collectives: the hops and the bytes of each level, for any group.
+"""Compute the hops and the bytes of each algorithm of a collective at each network level, for any group.
 
 n ranks; level i joins u_i units into u_(i+1), f_i = u_i / u_(i+1); m_i = n / u_i ranks share a link into it
 (`group.py`). Bytes are parts of S, the full array, per GPU and direction; hops are those of the longest chain.
@@ -41,12 +41,12 @@ PAT_SINCE = (2, 23)  # NCCL: parallel aggregated trees for all_gather and reduce
 
 
 class Crossing(NamedTuple):
-    """Describes what a phase does at one level."""
+    """Describes the hops and bytes of a phase at one network level."""
 
     level: int
     hops: float
     share: float
-    """Bytes of one GPU's link over S."""
+    """Bytes over one GPU's link, as a part of S, the full array."""
 
 
 Schedule = tuple[tuple[Crossing, ...], ...]
@@ -106,7 +106,7 @@ def _direct(operation: str, at: Reach) -> Schedule | None:
 
 
 def _waves(peers: float) -> float:
-    """Return the hops that messages to so many peers take one after another."""
+    """Return the hops of messages to `peers` peers, of which 8 are sent to at once."""
     return 1 + max(peers - 1, 0) / PEERS_AT_ONCE
 
 
@@ -146,7 +146,7 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
 
 @lru_cache(maxsize=65536)
 def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
-    """Return what an algorithm does for a group of two ranks or more; None: it cannot run this operation there."""
+    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run there."""
     return ALGORITHMS[algorithm](operation, at)
 
 
@@ -157,7 +157,7 @@ def own_share(operation: str, algorithm: str, at: Reach) -> float:
 
 @lru_cache(maxsize=65536)
 def nccl_algorithms(operation: str, at: Reach, nccl: tuple[int, int]) -> tuple[str, ...]:
-    """Return the algorithms among which this version of NCCL chooses."""
+    """Return the algorithms among which this version of NCCL chooses for an operation in a group."""
     if operation in ("all_to_all", "send_recv"):
         return ("direct",)
     names = ["ring"]

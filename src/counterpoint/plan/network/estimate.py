@@ -1,4 +1,4 @@
-"""How long a collective takes on a cluster, by the algorithm and the protocol that NCCL would take.
+"""Estimate how long a collective takes on a cluster, by the algorithm and the protocol that NCCL would take.
 
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
 
@@ -36,24 +36,27 @@ class Alternative(Record, frozen=True, kw_only=True):
     algorithm: str
     us: float
     offered: bool
-    """NCCL offers it."""
+    """Whether NCCL offers this algorithm."""
 
 
 class CollectiveEstimate(Record, frozen=True, kw_only=True):
-    """Explains the time of one collective: us = latency_us + bandwidth_us + own_us + joint_us."""
+    """Explains the time of one collective: us = latency_us + bandwidth_us + own_us + joint_us.
+
+    `own` is work on the shard that a rank does not send, `joint` what pipelining adds to the other terms or hides.
+    """
 
     operation: str
     num_bytes: float
     ranks: int
     us: float = 0.0  # time of the collective
-    algorithm: str = ""  # what NCCL takes, as `protocol`; "" for one rank
+    algorithm: str = ""  # that NCCL takes, with `protocol`; "" for one rank
     protocol: str = ""
     base_us: float = 0.0  # time to begin and to end
     latency_us: float = 0.0  # base + H = base_us + Σ latency_us of the terms
     bandwidth_us: float = 0.0  # X, the sum over phases of their slowest level
-    own_us: float = 0.0  # O
-    # the rest: what pipelines need to fill, less what hops and bytes hide of each other; and what the choice for fewer
-    # bytes cost at its end, if that was more
+    own_us: float = 0.0  # O: to copy or add the shard that a rank does not send
+    # the rest: time to fill pipelines, less the overlap of hops and bytes; and the difference to what NCCL's choice for
+    # fewer bytes costs at the last of its sizes, if that is more
     joint_us: float = 0.0
     bus_gb_per_s: float = 0.0  # bus bandwidth as nccl-tests counts it
     level: str = ""  # level that has the largest part of X
@@ -65,7 +68,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
 
     @property
     def better(self) -> Alternative | None:
-        """The fastest alternative, if it would win."""
+        """Return the fastest alternative if it is faster than NCCL's choice, else None."""
         return self.alternatives[0] if self.alternatives and self.alternatives[0].us < self.us else None
 
     def explain(self) -> str:
@@ -106,14 +109,14 @@ def estimate(
             broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
         group: Its ranks.
         network: The cluster, and what NCCL reaches on it.
-        algorithm: This one, as NCCL_ALGO would have it; None: the fastest in NCCL's own model.
+        algorithm: The algorithm to use, as NCCL_ALGO sets it; None: the fastest in NCCL's own model.
         active: Part of all GPUs that send through oversubscribed levels at once.
 
     Returns:
         The time, its parts, and what validates it.
 
     Raises:
-        Misconfigured: An unknown operation or algorithm, one that does not offer this, fewer than 0 bytes, a group
+        Misconfigured: An unknown operation or algorithm, one that cannot run it, fewer than 0 bytes, a group
             larger than the cluster.
     """
     _check(operation, num_bytes, algorithm)
@@ -183,7 +186,7 @@ def _explained(
 
 
 def _joint_us(best: Candidate) -> float:
-    """Return what T has beyond its parts; exactly 0 where it is their sum."""
+    """Return the time beyond base, hops, bandwidth and own shard; exactly 0 where the model only adds them up."""
     if best.protocol.join == 1 and not best.protocol.fill and best.protocol.fit is None:
         return 0.0
     return best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
@@ -209,7 +212,7 @@ def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> t
 
 
 def _outside(operation: str, num_bytes: float, at: Reach, best: Candidate, network: Network) -> str:
-    """Return why this is not validated; "" if it is."""
+    """Return why no measurement validates this estimate; "" if one does."""
     if best.protocol.fit is None:
         return "nothing like it was measured"
     if not best.protocol.operations:
@@ -220,7 +223,7 @@ def _outside(operation: str, num_bytes: float, at: Reach, best: Candidate, netwo
 
 
 class CollectiveTimes:
-    """Remembers the estimates of one network; keep it for a search, since most of its jobs ask for the same ones."""
+    """Caches the estimates of one network; give one cache to all jobs of a search, which mostly need the same ones."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -235,12 +238,12 @@ class CollectiveTimes:
 
     @property
     def asked(self) -> tuple[tuple[Group, CollectiveEstimate], ...]:
-        """Every collective that was asked for, with its group."""
+        """Return every collective that was asked for, with its group."""
         return tuple((group, found) for (_, _, group, _), found in self._known.items())
 
 
 class MeshTimes:
-    """Finds estimates by axis of a mesh."""
+    """Finds the estimates of a job's collectives by axis of its mesh."""
 
     def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
         self._times = times
@@ -250,9 +253,9 @@ class MeshTimes:
         self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}
 
     def find(self, axis: Axis, operation: str, num_bytes: float) -> CollectiveEstimate:
-        """Return one collective of this axis."""
+        """Return the estimate of one collective in the groups of this axis."""
         return self._times.find(operation, num_bytes, self.groups[axis], self._active.get(axis, 1.0))
 
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
-        """Return the µs of one collective of any other group."""
+        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that is no axis."""
         return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

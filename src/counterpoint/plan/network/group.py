@@ -1,4 +1,4 @@
-"""Groups of ranks that communicate, one kind per axis of the mesh, and the levels of a cluster that they cross.
+"""Describe the groups of ranks that communicate, one kind per axis of the mesh, and the network levels they cross.
 
 Ranks count tp first, then cp, dp, pp. Every axis is then a set of equal groups of equally spaced ranks:
 
@@ -74,7 +74,7 @@ def axes(parallel: Parallel) -> dict[Axis, Group]:
 
 
 class Reach(NamedTuple):
-    """Describes a group, seen from the levels of its cluster.
+    """Describes which levels of its cluster a group crosses, and into how many units each level divides it.
 
         units[0] = ranks of the group;  units[i + 1] = units of level i (nodes, racks, pods) that hold at least one
         level i joins units[i] into units[i + 1]; it is crossed where that is fewer
@@ -87,21 +87,21 @@ class Reach(NamedTuple):
     ranks: int
     units: tuple[int, ...]
     reduces_in_network: tuple[bool, ...]
-    """By level: its switches reduce."""
+    """By level: whether its switches reduce."""
     shares_uplink: tuple[bool, ...]
-    """By level: traffic to higher levels takes its links, too. NICs are on the way to the spine, NVLinks are not."""
+    """By level: whether traffic to higher levels takes its links. NICs are on the way to the spine, NVLinks are not."""
 
     @property
     def crossed(self) -> tuple[int, ...]:
-        """Levels that join some of its ranks, inside out."""
+        """Return the levels that join some of the group's ranks, inside out."""
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
-        """Return how many of its ranks are below one link into this level."""
+        """Return how many ranks of the group are below one link into this level."""
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units one unit of this level joins."""
+        """Return how many units of the level below, each with ranks of the group, a unit joins."""
         return self.units[level] / self.units[level + 1]
 
 

@@ -1,10 +1,9 @@
-"""Which algorithm and protocol NCCL takes for a collective: the fastest pair in its own model, whatever is measured.
+"""Choose the algorithm and protocol that NCCL takes for a collective: the fastest pair in NCCL's own model.
 
-In that model each candidate, an algorithm by a protocol, is a line over the bytes S, latency + rate · S, and is taken
-from where it crosses the one before to where the next crosses it. The time that a candidate really takes is that of the
-network's figures, fitted ones where something was measured, and jumps where NCCL changes. It may fall there: NCCL has
-changed too late. Such a fall was never measured and is not modelled: beyond its end a candidate stands for no less than
-what it cost there.
+In that model the time of each candidate, an algorithm with a protocol, is a line over the bytes S, latency + rate · S,
+and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where something was
+measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a fall was never
+measured and is not modelled: the prediction is never less than what a former choice cost at the last of its sizes.
 
 Bandwidth of one GPU at a level is min(1, 1 / (oversubscription · active)) of the level's, with `active` the part of the
 GPUs that send up there at once: all groups of an axis (1, the usual case) or only some stages. Traffic to higher levels
@@ -27,22 +26,22 @@ from counterpoint.plan.network.protocols import Network, Protocol
 
 
 class Candidate(NamedTuple):
-    """Holds the time of one algorithm by one protocol, for some number of bytes."""
+    """Holds the time of one algorithm with one protocol, for some number of bytes."""
 
-    us: float
-    hops_us: float
-    bandwidth_us: float
-    own_us: float
-    nccl_latency_us: float
-    nccl_bandwidth_us: float
+    us: float  # T of `protocols.py`
+    hops_us: float  # H
+    bandwidth_us: float  # X
+    own_us: float  # O
+    nccl_latency_us: float  # in NCCL's own model
+    nccl_bandwidth_us: float  # in NCCL's own model
     most: float
-    """Part of the bytes for which NCCL takes it at most; 1 or more: for all of them."""
+    """Largest part of the bytes for which NCCL takes this protocol; 1 or more: it takes it for all of them."""
     algorithm: str
     protocol: Protocol
 
     @property
     def nccl_us(self) -> float:
-        """Its time in NCCL's own model."""
+        """Return the time in NCCL's own model."""
         return self.nccl_latency_us + self.nccl_bandwidth_us
 
 
@@ -54,18 +53,18 @@ class Links(NamedTuple):
     gb_per_s: tuple[float, ...]
 
     def hop_us(self, protocol: Protocol, level: int) -> float:
-        """Return the time of one step over a level."""
+        """Return the µs of one hop of the algorithm over this network level."""
         return protocol.hop_us[self.levels[level].kind] + self.levels[level].latency_us
 
     def reached_gb_per_s(self, protocol: Protocol, level: int) -> float:
-        """Return what one GPU reaches at a level in the limit of large arrays."""
+        """Return the GB/s that one GPU reaches at this network level, in the limit of large arrays."""
         kind = self.levels[level].kind
         reached = self.gb_per_s[level] * protocol.efficiency[kind]
         ceiling = protocol.ceiling_gb_per_s.get(kind)
         return reached if ceiling is None else min(reached, ceiling / self.at.members(level))
 
     def hops_and_bandwidth_us(self, protocol: Protocol, phases: Schedule, num_bytes: float) -> tuple[float, float]:
-        """Return H and X of `protocols.py`."""
+        """Return the µs of all hops, H of `protocols.py`, and of the bytes over the slowest links, X."""
         hops, bandwidth = 0.0, 0.0
         for phase in phases:
             slowest = 0.0
@@ -91,7 +90,7 @@ def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float
 
 
 def candidates(operation: str, num_bytes: float, links: Links, network: Network) -> dict[str, tuple[Candidate, ...]]:
-    """Return every algorithm that can run the operation, by each protocol that serves it."""
+    """Return every algorithm that can run the operation, each with all protocols that serve it."""
     kind = links.levels[links.at.crossed[-1]].kind
     found = {}
     for algorithm in ALGORITHMS:
@@ -131,10 +130,10 @@ def _candidate(
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
-    """Return what NCCL takes, with a time that is no less than that of what it takes for fewer bytes."""
+    """Return the candidate that NCCL takes; its time is no less than that of what NCCL takes for fewer bytes."""
     best = min((each for each in offered if each.most >= 1), key=attrgetter("nccl_us"))
     us = best.us
-    if any(each.protocol.fit for each in offered):  # NCCL's own figures meet where it changes
+    if any(each.protocol.fit for each in offered):  # NCCL's own figures have no jump where its choice changes
         for each in offered:
             if _start(each, offered) < (end := _end(each, offered)) < 1:
                 us = max(us, each.protocol.time_us(each.hops_us, each.bandwidth_us * end, each.own_us))
@@ -142,18 +141,18 @@ def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
 
 
 def _start(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the part of the bytes from which nothing with less latency is faster; ∞: never."""
+    """Return the part of the bytes above which no candidate with less latency is faster; ∞: never."""
     before = (other for other in offered if other.nccl_latency_us < candidate.nccl_latency_us)
     return max((min(_crossing(other, candidate), other.most) for other in before), default=0.0)
 
 
 def _end(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the part of the bytes up to which nothing with more bandwidth is faster; 0 or less: never."""
+    """Return the part of the bytes up to which no candidate with more bandwidth is faster; 0 or less: never."""
     after = (other for other in offered if other.nccl_bandwidth_us < candidate.nccl_bandwidth_us)
     return min([candidate.most, *(_crossing(candidate, other) for other in after)])
 
 
 def _crossing(first: Candidate, then: Candidate) -> float:
-    """Return the part of the bytes from which `then` is faster; ∞: never."""
+    """Return the part of the bytes above which `then` is faster than `first`; ∞: never."""
     spared = first.nccl_bandwidth_us - then.nccl_bandwidth_us
     return (then.nccl_latency_us - first.nccl_latency_us) / spared if spared > 0 else inf

@@ -1,4 +1,4 @@
-"""NCCL's protocols: what they reach on the links of a cluster, where their figures are from, and networks by name.
+"""Describe NCCL's protocols: what they reach on a cluster's links, where the figures are from; and networks by name.
 
 A collective that makes `steps` hops, moves `share · S` bytes of every GPU over its slowest level, and in which every
 rank handles a shard of its own without sending it, takes
@@ -38,7 +38,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
-    """Describes rows of one group size and of sizes near each other, and the error of the fit on them when held out."""
+    """Describes measured rows of one group size and of similar bytes, and the error of the fit on those held out."""
 
     ranks: int  # ranks of the group
     smallest_bytes: int  # of the full array, as `largest_bytes`
@@ -49,7 +49,7 @@ class FittedRange(Record, frozen=True, kw_only=True):
 
 
 class Fit(Record, frozen=True, kw_only=True):
-    """Records what the protocols of an operation were fitted to."""
+    """Records the measurements that protocols were fitted to, and the errors of the fit."""
 
     source: str  # what was measured, on what, when
     gpu: str  # GPU of the machine it was measured on
@@ -58,7 +58,7 @@ class Fit(Record, frozen=True, kw_only=True):
     spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
 
     def outside(self, gpu: str, ranks: int, num_bytes: float) -> str:
-        """Return why a prediction there is not validated; "" if it is."""
+        """Return why a prediction for this GPU, so many ranks and bytes is not validated; "" if it is."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         if self.gpu != gpu:
             return f"{gpu}, measured on {self.gpu}"
@@ -71,7 +71,7 @@ class Fit(Record, frozen=True, kw_only=True):
         return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
 
     def worst(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the largest error on held-out rows there; between two ranges of sizes, that of both."""
+        """Return the largest error on held-out rows of so many ranks and bytes; between two ranges, that of both."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
         above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]
@@ -79,19 +79,19 @@ class Fit(Record, frozen=True, kw_only=True):
 
 
 class Protocol(Record, frozen=True, kw_only=True):
-    """Describes how a library moves bytes over links."""
+    """Describes one protocol by which a library moves bytes over links, and its figures."""
 
     name: str  # "LL", "LL128", "Simple"
     base_us: float  # time to begin and to end, whatever is moved
-    hop_us: dict[Kind, float]  # time of one step, by kind of level
+    hop_us: dict[Kind, float]  # time of one hop, by kind of level
     efficiency: dict[Kind, float]  # part of the level's bandwidth that is reached in the limit, by kind
-    # limit of all GPUs of the group below one unit together, by kind; NCCL has one for LL
+    # by kind, limit of all GPUs of a group that are below one unit together; NCCL has one for LL
     ceiling_gb_per_s: dict[Kind, float] = msgspec.field(default_factory=dict)
     own_gb_per_s: float | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
-    join: float = 1.0  # j, at least 1
-    fill: float = 0.0  # 0 or more
+    join: float = 1.0  # j of the equation above, at least 1
+    fill: float = 0.0  # of the equation above, 0 or more
     most_bytes: int | None = None  # largest full array for which it is taken; None: any
-    # the three: what it is for; (): all. `kinds` is about the highest level that is crossed
+    # these three: what the protocol serves; (): all. `kinds`: of the highest level that a group crosses
     operations: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class Protocol(Record, frozen=True, kw_only=True):
             )
 
     def serves(self, operation: str, algorithm: str, kind: str) -> bool:
-        """Return whether it is meant for this."""
+        """Return whether the protocol serves an operation by an algorithm over links of this kind."""
         return (
             (not self.operations or operation in self.operations)
             and (not self.algorithms or algorithm in self.algorithms)
@@ -119,7 +119,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
     @property
     def precedence(self) -> int:
-        """Fitted to this operation before fitted to several before taken from a source."""
+        """Return 2 if fitted to given operations, 1 if fitted to all, 0 if taken from a source; the highest is used."""
         return 0 if self.fit is None else 2 if self.operations else 1
 
     def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
@@ -135,7 +135,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
 
 class Network(Record, frozen=True, kw_only=True):
-    """Describes a cluster, and what a library reaches on it."""
+    """Describes a cluster, and what a library's protocols reach on it."""
 
     name: str = ""  # name in messages
     cluster: Cluster  # GPUs and levels
@@ -153,9 +153,9 @@ class Network(Record, frozen=True, kw_only=True):
                     )
 
     def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
-        """Return the protocols of the highest precedence that serve it, each with the one whose figures NCCL compares.
+        """Return the protocols of highest precedence, each with the one whose figures NCCL compares.
 
-        NCCL compares its own figures for the protocol of that name, and does not take what it has none for. Where no
+        NCCL compares its own figures for the protocol of that name, and takes no protocol that has none. Where no
         protocol here is NCCL's own, each is compared by its own figures.
 
         Raises:
@@ -175,7 +175,7 @@ class Network(Record, frozen=True, kw_only=True):
 
 
 class FittedProtocols(Record, frozen=True, kw_only=True):
-    """Holds one file of fits/: what was fitted to one machine."""
+    """Holds one file of fits/: the protocols fitted to one machine."""
 
     gpus: tuple[str, ...]  # GPUs that it serves: the one that was measured, and others with the same links
     protocols: tuple[Protocol, ...]  # fitted protocols, all with `fit`
@@ -187,7 +187,7 @@ def names() -> tuple[str, ...]:
 
 
 def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
-    """Return the levels of a named network around so many GPUs, inside out, in whole units of each level."""
+    """Return the levels of a named network that `num_gpus` GPUs need, inside out; the last is cut to whole units."""
     positive("cluster.gpus", num_gpus)
     found: list[Level] = []
     for level in all_levels(name):
@@ -227,7 +227,7 @@ def nccl_protocols() -> tuple[Protocol, ...]:
 
 @cache
 def fitted_protocols() -> tuple[FittedProtocols, ...]:
-    """Return all files of fits/."""
+    """Return the content of all files of fits/."""
     folder = Path(__file__).with_name("fits")
     return tuple(msgspec.json.decode(path.read_bytes(), type=FittedProtocols) for path in sorted(folder.glob("*.json")))
 

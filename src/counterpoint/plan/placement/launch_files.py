@@ -1,4 +1,4 @@
-"""A placement as launchers read it. Text only: the caller writes the files.
+"""Express a placement as the text of files that launchers read; the caller writes the files.
 
 Launchers count the ranks of a host by rank number (`SLURM_LOCALID`, `OMPI_COMM_WORLD_LOCAL_RANK`), programs take the
 GPU of that number, and a `Placement` gives out the GPUs of a host in the same order.
@@ -29,7 +29,7 @@ class LaunchFile(Record, frozen=True, kw_only=True):
 
 
 def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> tuple[LaunchFile, ...]:
-    """Return all files that can express this placement; `mesh` has axes and their lengths, the fastest first."""
+    """Return all files that can express this placement; `mesh` has axes and lengths, the fastest-varying first."""
     axes = list(mesh) or [("rank", len(placement.slots))]
     if np.prod([length for _, length in axes]) != len(placement.slots):
         raise Misconfigured(f"mesh {printable(str(axes), 80)}: give one of {len(placement.slots)} ranks")

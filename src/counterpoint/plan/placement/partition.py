@@ -1,4 +1,4 @@
-"""Ranks into units with little traffic between units: by boxes of a job's mesh, and by spectral bisection.
+"""Partition ranks into units with little traffic between units: by boxes of a job's mesh, and by spectral bisection.
 
 **Boxes** (`mesh_order`). On a regular tree, a unit of U GPUs holds a box of the mesh, whose extents e, Π e = U, divide
 the axes; the box of a unit is made of boxes of the units below. With cut(e) the traffic between boxes and d the
@@ -11,7 +11,7 @@ is a shortest path through the levels, found exactly: of all such orders none is
 **Bisection** (`arrange`) needs no mesh. A cut of a graph is small where the Fiedler vector f changes little across it:
 f minimises Σ M(i, j) (f_i - f_j)² over vectors that are orthogonal to 1 and of length 1, so ranks that talk much have
 close values. Sorting by f and cutting where the capacity of the first half of a unit's children ends gives both halves,
-exactly as large as they must be; swaps across the cut mend what the sort left. (Fiedler 1973; Pothen, Simon and Liou
+exactly as large as they must be; swaps across the cut improve on the sort. (Fiedler 1973; Pothen, Simon and Liou
 1990; Kernighan and Lin 1970.) On the mesh of a job, f is constant along every axis but the one with the least traffic:
 the cut goes through that one.
 """
@@ -74,7 +74,7 @@ def mesh_order(traffic: RankTraffic, topology: Topology) -> I64 | None:
 
 
 def boxes_of(lengths: tuple[int, ...], size: int) -> list[Box]:
-    """Return the extents that divide the axes and have `size` ranks, or all of them where there are fewer."""
+    """Return the boxes of `size` ranks, or of all if fewer, whose extents divide the axes; at most `MAX_BOXES`."""
     size = min(size, int(np.prod(lengths)))
     divisors = [[e for e in range(1, length + 1) if length % e == 0 and size % e == 0] for length in lengths[1:]]
     found = []
@@ -86,7 +86,7 @@ def boxes_of(lengths: tuple[int, ...], size: int) -> list[Box]:
 
 
 def _between_boxes(traffic: RankTraffic, coordinates: tuple[I64, ...], lengths: tuple[int, ...], box: Box) -> float:
-    """Return the bytes between different boxes."""
+    """Return the bytes that ranks of different boxes exchange."""
     label = np.zeros(traffic.world_size, dtype=np.int64)
     for at, length, extent in zip(coordinates, lengths, box, strict=True):
         label = label * length + at // extent
@@ -107,16 +107,16 @@ def _divides(below: Box, box: Box) -> bool:
 
 
 def _sizes(topology: Topology) -> list[int]:
-    """Return the GPUs of the most frequent unit of each level."""
+    """Return the GPUs of a host, then those of the most frequent unit size of each level."""
     counts = [np.bincount(np.bincount(row)).argmax() for row in topology.units]
     return [topology.gpus, *(int(count) * topology.gpus for count in counts)]
 
 
 def arrange(matrix: Csr, units: I64) -> I64:
-    """Return vertices, `[n]`, in an order in which each unit of the tree is a stretch with little traffic to others.
+    """Return vertices, `[n]`, in an order that gives each unit of the tree those with little traffic to other units.
 
     `matrix` is the traffic, `[n, n]`, symmetric. `units`, `[levels, n]`, has the unit of each position 0..n-1 at each
-    level, inside out; units are stretches.
+    level, inside out; units are contiguous.
     """
     order = np.arange(matrix.shape[0])
     work = [(0, matrix.shape[0], len(units) - 1)]
@@ -165,7 +165,7 @@ def heavy_groups(matrix: Csr, most: int) -> I64 | None:
 
 
 def arrange_groups(matrix: Csr, units: I64, groups: I64) -> I64:
-    """Return what `arrange` returns, with groups kept together; units hold whole groups."""
+    """Return the order of `arrange`, with the vertices of each group kept together; units hold whole groups."""
     count, size = groups.shape
     label = np.empty(groups.size, dtype=np.int64)
     label[groups] = np.arange(count)[:, None]
@@ -174,7 +174,7 @@ def arrange_groups(matrix: Csr, units: I64, groups: I64) -> I64:
 
 
 def contracted(matrix: Csr, label: I64, count: int) -> Csr:
-    """Return the traffic between labels, `[count, count]`, without that inside them."""
+    """Return the traffic between the sets of vertices of equal label, `[count, count]`, without that inside a set."""
     one_hot = sparse.csr_array((np.ones(len(label)), label, np.arange(len(label) + 1)), shape=(len(label), count))
     found = sparse.coo_array(one_hot.T @ matrix @ one_hot)
     row, column = found.coords
@@ -183,7 +183,7 @@ def contracted(matrix: Csr, label: I64, count: int) -> Csr:
 
 
 def _bisect(matrix: Csr, size: int) -> I64:
-    """Return vertices with the first `size` on one side of the best cut found."""
+    """Return the vertices in an order whose first `size` are one side of the best cut found."""
     found = sorted(_sides(matrix, size), key=lambda each: each[0])[:MENDED]
     mended = [_mend(matrix, side) for _, side in found]
     best = min(mended, key=lambda side: _cut(matrix, side))
@@ -191,7 +191,7 @@ def _bisect(matrix: Csr, size: int) -> I64:
 
 
 def _sides(matrix: Csr, size: int) -> Iterator[tuple[float, NDArray[np.bool_]]]:
-    """Yield cut and side of every direction in the space of the smoothest vectors.
+    """Yield the traffic across a cut and a mask of one side, for each direction in the space of the smoothest vectors.
 
     Where axes weigh the same (a cube, a torus), the eigenvectors are any mixture of them, and cut diagonally. Putting
     the side's own projection in the vector's place, again and again, turns a direction towards the nearest cut that
@@ -219,7 +219,7 @@ def _cut(matrix: Csr, side: NDArray[np.bool_]) -> float:
 
 
 def _mend(matrix: Csr, side: NDArray[np.bool_], rounds: int = 20) -> NDArray[np.bool_]:
-    """Swap equal numbers across the cut, the most wrongly placed first, as long as the cut shrinks."""
+    """Return the side after swaps of equal numbers across the cut, the largest gains first, while its traffic falls."""
     cut = _cut(matrix, side)
     for _ in range(rounds):
         sign = np.where(side, 1.0, -1.0)
@@ -243,7 +243,7 @@ def _mend(matrix: Csr, side: NDArray[np.bool_], rounds: int = 20) -> NDArray[np.
 
 
 def _smooth_vectors(matrix: Csr, count: int) -> F64:
-    """Return the smoothest vectors, `[n, some]`; parts without traffic between them are kept whole in a single one."""
+    """Return the smoothest vectors, `[n, some]`; where parts have no traffic between them, one that sorts the parts."""
     parts, label = connected_components(matrix, directed=False)
     if parts > 1:
         sizes = np.bincount(label)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job should be: the order of least C = Σ d(i, j) · M(i, j), compared with launchers' defaults.
+"""Find the order of a job's ranks with the least C = Σ d(i, j) · M(i, j), and compare it with launchers' defaults.
 
 The search (docs/design/placement.md) starts along the tree and with the orders of `partition.py`, improves the two
 cheapest by `swaps.py`, and takes the cheapest of all, the given order included. It is deterministic, and sees groups
@@ -44,7 +44,7 @@ class Placement(Record, frozen=True, kw_only=True):
 
     hosts: tuple[str, ...]  # names, as the topology lists them
     gpus: int  # GPUs of each host
-    # index of the host · gpus + GPU there, of each rank; ranks of a host have its first GPUs in their order
+    # of each rank, index of its host · gpus + GPU there; ranks of a host have its first GPUs in their order
     slots: tuple[int, ...]
     found: RankOrder  # cost of these slots
     # costs of "in order" (as the hosts are listed), "rail-optimised" (in order along the tree, local rank k on rail k)
@@ -63,7 +63,7 @@ class Placement(Record, frozen=True, kw_only=True):
 
 
 def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
-    """Return the cheapest placement found, and what it is compared with; `seed` is of the random orders."""
+    """Return the cheapest placement found, with the costs of others; `seed` is that of the random orders."""
     ranks, slots = traffic.world_size, topology.num_slots
     if ranks > slots:
         raise Misconfigured(
@@ -90,7 +90,7 @@ def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placeme
 
 
 def _starts(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
-    """Return the slots of every row (ranks, then rows for the free slots) for each way to begin."""
+    """Return, for each starting order, the slot of each row of M: ranks first, then a row for each free slot."""
     along = (topology.tree_order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
     found = {"in order": np.arange(topology.num_slots), "rail-optimised": along}
     order = mesh_order(traffic, topology) if traffic.mesh else None
@@ -108,14 +108,14 @@ def _starts(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
 
 
 def _slots_of(order: I64, along: I64) -> I64:
-    """Return the slots of all rows; rows that the order leaves out get the slots that are left."""
+    """Return the slot of each row if the rows of `order` fill `along` one by one; others get the slots left."""
     slots = along.copy()
     slots[order] = along[: len(order)]
     return slots
 
 
 def _padded(matrix: Csr, size: int) -> Csr:
-    """Add an empty row and column for each free slot."""
+    """Return the matrix with an empty row and column for each free slot."""
     indptr = np.concatenate([matrix.indptr, np.full(size - matrix.shape[0], matrix.indptr[-1])])
     return sparse.csr_array((matrix.data, matrix.indices, indptr), shape=(size, size))
 
@@ -123,7 +123,7 @@ def _padded(matrix: Csr, size: int) -> Csr:
 def _improved(
     matrix: Csr, topology: Topology, tried: Mapping[str, I64], costs: Mapping[str, RankOrder]
 ) -> Iterator[tuple[str, I64, str]]:
-    """Yield name, slots and what was done, for the cheapest starts."""
+    """Yield name, slots after a local search and a note of the swaps, for each of the cheapest starting orders."""
     distinct = {costs[name].cost: name for name in reversed(tuple(costs)) if name != "in order"}
     names = [distinct[cost] for cost in sorted(distinct)[:IMPROVED]]
     found = []
@@ -136,7 +136,7 @@ def _improved(
 
 
 def _swapped(matrix: Csr, topology: Topology, slots: I64) -> tuple[I64, str]:
-    """Return the result of a local search from a start, and what it did."""
+    """Return the slots after a local search that begins at `slots`, and a note of the swaps made."""
     hosts, count, done = slots // topology.gpus, len(topology.hosts), []
     if not fits_memory(len(slots), count):
         done.append(f"no swaps: {len(slots)} ranks on {count} hosts are too many")
@@ -154,7 +154,7 @@ def _swapped(matrix: Csr, topology: Topology, slots: I64) -> tuple[I64, str]:
 
 
 def _by_rank(slots: I64, gpus: int) -> I64:
-    """Return the same hosts, the GPUs of each in the order of its ranks, as launchers count them."""
+    """Return slots on the same hosts, with the GPUs of a host in the order of its ranks, as launchers count them."""
     seated = np.empty_like(slots)
     seated[np.argsort(slots // gpus, kind="stable")] = np.arange(len(slots))
     return seated
@@ -185,9 +185,9 @@ def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I
 
     Args:
         name: Name of the result.
-        traffic: M.
-        topology: d.
-        slots: `[ranks]`, of each rank: host · gpus + place.
+        traffic: M, the bytes between ranks.
+        topology: d, the distances between GPUs.
+        slots: `[ranks]`, index of each rank's host · gpus + GPU there.
     """
     sent = np.zeros((len(topology.levels), traffic.world_size))  # by level and rank
     for part in traffic.parts:
@@ -213,7 +213,7 @@ def _unit_rows(topology: Topology) -> list[I64]:
 
 
 def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add the bytes of each rank by level: to partners in its unit less those in the unit below."""
+    """Add to `sent` the bytes of each rank by level: with partners in its unit there, less those in the unit below."""
     host = slots[part.members] // topology.gpus
     group = np.arange(len(part.members))[:, None]
     bytes_each = np.repeat(part.pair_bytes, part.members.shape[1])
@@ -227,7 +227,7 @@ def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) ->
 
 
 def _add_pairs(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add the same for neighbours in a line or ring."""
+    """Add to `sent` the bytes of each rank by level, for traffic that is listed in pairs."""
     first, second, num_bytes = part.pairs()
     hosts = slots[first] // topology.gpus, slots[second] // topology.gpus
     level = np.stack([row[hosts[0]] != row[hosts[1]] for row in _unit_rows(topology)]).sum(axis=0)
@@ -248,7 +248,7 @@ def _matrix_costs(traffic: RankTraffic, topology: Topology, slots: I64) -> list[
 
 
 def _within(near: F64, part: AxisTraffic, host: I64) -> float:
-    """Return Σ near · bytes of one axis."""
+    """Return Σ near · bytes over all pairs of one axis."""
     if part.in_pairs:
         first, second, num_bytes = part.pairs()
         return float((near[host[first], host[second]] * num_bytes).sum())

@@ -1,4 +1,4 @@
-"""Slurm's `topology.conf` and `topology.yaml`, of the plugins topology/tree and topology/block, and its lists of hosts.
+"""Read Slurm's `topology.conf` and `topology.yaml` (plugins topology/tree, topology/block) and its lists of hosts.
 
     SwitchName=s0 Nodes=dev[0-5]            BlockName=b1 Nodes=node[1-32]
     SwitchName=s3 Switches=s[0-2]           BlockSizes=30,120
@@ -33,7 +33,7 @@ EMPTY = (None, "", "~", "null")
 
 
 def read_conf(text: str, *, gpus: int) -> Topology:
-    """Return the hosts of a `topology.conf`, in its order; the file does not have the GPUs of a host."""
+    """Return the topology of a `topology.conf`, hosts in its order; `gpus`, those of a host, are not in the file."""
     children: dict[str, list[str]] = {}
     nodes: dict[str, list[str]] = {}
     blocks: dict[str, list[str]] = {}
@@ -65,7 +65,7 @@ def read_conf(text: str, *, gpus: int) -> Topology:
 
 
 def of_blocks(blocks: dict[str, list[str]], sizes: Sequence[int], gpus: int) -> Topology:
-    """Return hosts in blocks; each further size is a level that joins blocks in their order, the last joins all."""
+    """Return the topology of hosts in blocks; each further size is a level of blocks in order, the last joins all."""
     base = sizes[0] if sizes else min(map(len, blocks.values()))
     small = [name for name, hosts in blocks.items() if len(hosts) < base]
     if small:
@@ -236,7 +236,7 @@ def plain_yaml(text: str) -> Any:
 
 
 def _value(events: Iterator[Any], event: Any, depth: int) -> Any:
-    """Return what begins with this event."""
+    """Return the mapping, list or string that begins with this event."""
     if depth > MAX_DEPTH:
         _refuse(event, f"more than {MAX_DEPTH} levels deep")
     if event.anchor is not None or getattr(event, "tag", None) is not None:

@@ -1,4 +1,4 @@
-"""Reads a topology from a file of any kind: by its name, and for JSON by what it holds.
+"""Read a topology from a file of any kind: by its name, and for JSON by what it holds.
 
 Topograph's instance list has each host with the switches above it, the closest first:
 
@@ -45,7 +45,7 @@ MAX_LEVELS = 6
 
 
 def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topology:
-    """Return all hosts of a file; it may not have the `gpus` of a host, and a `topology.yaml` has several by `name`."""
+    """Return the topology in a file; `gpus`: of a host, if the file lacks them; `name`: one of a `topology.yaml`."""
     kind, shown = path.suffix.lower(), printable(str(path), 200)
     if kind not in (".conf", ".yaml", ".yml", ".json", ".csv"):
         raise Misconfigured(f"{shown}: not known by its name; give {KINDS}")
@@ -78,7 +78,7 @@ class _Instance(msgspec.Struct):
 
     @property
     def nvlink(self) -> str:
-        """Its NVLink domain, as any version of the format has it."""
+        """Return the NVLink domain of the host, in whichever field it is; "" if in none."""
         found = self.nvlink_domain or (self.labels or {}).get(NVLINK_LABEL) or self.attributes.get("nvlink") or ""
         return found if isinstance(found, str) else ""
 
@@ -177,7 +177,7 @@ def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0
     """Return a topology of measured distances, with the tree that the search goes down.
 
     Args:
-        hosts: A name per row; GPUs are hosts of one GPU each.
+        hosts: A name per row; where rows are GPUs, each is a host of one GPU.
         matrix: `[hosts, hosts]`, symmetric.
         gpus: GPUs of each host.
         inside: Distance of two GPUs of a host.
@@ -197,7 +197,7 @@ def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0
 
 
 def _tree_of(matrix: F64) -> NDArray[np.int64]:
-    """Return the units of each host, inside out, where the heights of the merges jump; the last joins everything."""
+    """Return the unit of each host at each level, inside out, cut where merge heights jump; the last joins all."""
     everything = np.zeros((1, len(matrix)), dtype=np.int64)
     if len(matrix) < 3:
         return everything

@@ -1,4 +1,4 @@
-"""Local search: swap two vertices in different bins while that lowers Σ D(bin i, bin j) · M(i, j).
+"""Run a local search: swap two vertices in different bins while that lowers Σ D(bin i, bin j) · M(i, j).
 
 With E[i, b] = Σ_k M(i, k) · D(b, bin of k), what i would cost in bin b, the swap of i in a and j in b changes C by
 
@@ -38,12 +38,12 @@ WORTH = 1e-6  # of C: swaps that gain less than this are rounding errors of floa
 
 
 def fits_memory(vertices: int, bins: int) -> bool:
-    """Return whether E is small enough to be kept."""
+    """Return whether E, `[vertices, bins]`, is small enough to be kept in memory."""
     return vertices * bins <= MAX_VALUES
 
 
 def improve(matrix: Csr, bins: I64, distance: F32) -> tuple[I64, int]:
-    """Return the bins after swaps until none helps or the work is spent, and the number of swaps made.
+    """Return the bins after swaps until none helps or `MAX_WORK` is spent, and the number of swaps made.
 
     `matrix` is the traffic, `[n, n]`, symmetric; `bins`, `[n]`, the bin of each vertex, and bins keep their sizes;
     `distance` is `[bins, bins]`, its diagonal the distance inside a bin.
@@ -88,7 +88,7 @@ def _total(matrix: Csr, bins: I64, distance: F32 | F64) -> float:
 
 
 def _swaps(matrix: Csr, bins: I64, distance: F32, expense: F32, *, worth: float) -> tuple[I64, I64]:
-    """Return vertices to swap with each other, the best first, no bin twice."""
+    """Return two arrays of vertices, to be swapped pair by pair: the best pair first, no bin twice."""
     order = np.argsort(bins, kind="stable")
     starts = np.searchsorted(bins[order], np.arange(len(distance)))
     change = expense[order]
@@ -111,7 +111,7 @@ def _swaps(matrix: Csr, bins: I64, distance: F32, expense: F32, *, worth: float)
 
 
 def _movers(change: F32, order: I64, starts: I64, here: I64, there: I64) -> I64:
-    """Return, for each pair of bins, the vertex of the one that gains most in the other."""
+    """Return, for each pair of bins, the vertex of the bin `here` that gains most by a move to `there`."""
     ends = np.append(starts[1:], len(order))
     found = [
         start + np.argmin(change[start:end, to]) for start, end, to in zip(starts[here], ends[here], there, strict=True)

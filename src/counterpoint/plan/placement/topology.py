@@ -1,4 +1,4 @@
-"""Where GPUs are: hosts, the units of network above them, and how far two GPUs are from each other.
+"""Describe where GPUs are: hosts, the units of network above them, and how far two GPUs are from each other.
 
     d(a, b) = distance of the lowest level that has both
             = matrix[a, b]      between hosts of which distances were measured
@@ -36,7 +36,7 @@ NVLINK_LINKS = 50 / 390  # GB/s of a 400 Gb/s NIC over NVLink's: see above
 
 
 class TopologyLevel(Record, frozen=True, kw_only=True):
-    """Describes one level, inside out; the first is the host."""
+    """Describes one level of a topology; levels are counted inside out, and the first is the host."""
 
     name: str  # "host", "leaf", "spine"; "tier 3" where a file has no names
     distance: float  # distance of GPUs that this level joins and no lower one does
@@ -72,12 +72,12 @@ class Topology:
 
     @property
     def num_slots(self) -> int:
-        """GPUs of all hosts."""
+        """Return the number of GPUs of all hosts."""
         return len(self.hosts) * self.gpus
 
     @cached_property
     def tree_order(self) -> I64:
-        """Hosts unit by unit, larger units first: the same for every listing of equal hosts, but for their names."""
+        """Return hosts unit by unit, larger units first: the same for every listing of equal hosts, names aside."""
         keys: list[I64] = [np.arange(len(self.hosts))]
         for row in self.units:
             keys += [row, -np.bincount(row)[row]]
@@ -85,7 +85,7 @@ class Topology:
 
     @cached_property
     def host_distance(self) -> NDArray[np.float32]:
-        """`[hosts, hosts]`; the diagonal is the distance inside a host."""
+        """Return d between hosts, `[hosts, hosts]`; the diagonal is the distance inside a host."""
         if self.matrix is not None:
             found = self.matrix.astype(np.float32)
         else:
@@ -124,7 +124,7 @@ class Topology:
 
     @classmethod
     def of_units(cls, hosts: Sequence[str], units: I64, gpus: int, *, names: Sequence[str] | None = None) -> Topology:
-        """Return a tree with distances in links crossed.
+        """Return the topology of nested units, with distances counted in links crossed.
 
         Args:
             hosts: Names.
@@ -142,7 +142,7 @@ class Topology:
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
-        """Return the tree of hosts of which the switches above are listed, the closest first; a level per tier."""
+        """Return the topology of hosts, each with the switches above it, the closest first; a level per tier."""
         if not paths or len(paths) > MAX_HOSTS:
             raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
         tiers = max(map(len, paths.values()))
@@ -159,7 +159,7 @@ class Topology:
     def of_switches(
         cls, children: Mapping[str, Sequence[str]], nodes: Mapping[str, Sequence[str]], gpus: int
     ) -> Topology:
-        """Return the tree of switches that list the switches below them, `children`, and their hosts, `nodes`."""
+        """Return the topology of switches that list the switches below them, `children`, and their hosts, `nodes`."""
         parents = _parents(children, children.keys() | nodes.keys())
         paths: dict[str, list[str]] = {}
         for switch, hosts in nodes.items():
@@ -251,7 +251,7 @@ def _parents(children: Mapping[str, Sequence[str]], switches: Set[str]) -> dict[
 
 
 def _path(switch: str, parents: Mapping[str, str]) -> list[str]:
-    """Return a switch and all above it."""
+    """Return a switch and all switches above it."""
     path = [switch]
     while path[-1] in parents:
         path.append(parents[path[-1]])

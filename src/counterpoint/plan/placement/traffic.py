@@ -1,4 +1,4 @@
-"""Which ranks of a job send how much to each other in one step: the matrix M of a placement, kept as groups.
+"""Compute how much the ranks of a job send each other in one step: the matrix M of a placement, kept as groups.
 
     "all"   every two ranks of a group exchange the same (a collective, whatever its algorithm);
             a rank that sends b bytes sends b / (n - 1) to each of the others
@@ -74,12 +74,12 @@ class AxisTraffic:
 
     @property
     def in_pairs(self) -> bool:
-        """No more pairs than ranks in groups: better gone through one by one than counted."""
+        """Return whether there are no more pairs than ranks: listing pairs is then cheaper than counting by group."""
         return self.pattern != "all" or self.members.shape[1] == 2
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of all pairs."""
+        """Return the bytes of all pairs."""
         ranks = self.members.shape[1]
         per_group = {"all": ranks * (ranks - 1) // 2, "line": ranks - 1, "ring": ranks if ranks > 2 else ranks - 1}
         return float(self.pair_bytes.sum() * per_group[self.pattern])
@@ -95,10 +95,10 @@ class RankTraffic:
 
     @cached_property
     def sampled(self) -> Any:
-        """M for the search: `scipy.sparse.csr_array` `[world_size, world_size]`, symmetric.
+        """Return M for the search: `scipy.sparse.csr_array` `[world_size, world_size]`, symmetric.
 
-        Groups above 65 ranks stand in it with a sample of their pairs, and a matrix with many more entries than that
-        by a sample of its entries.
+        Groups above 65 ranks are represented by a sample of their pairs, and a matrix that still has too many entries
+        by a sample of these.
         """
         parts = [part.pairs(MAX_PARTNERS) for part in self.parts]
         i, j, num_bytes = (np.concatenate([part[k] for part in parts] or [np.empty(0)]) for k in range(3))
@@ -110,7 +110,7 @@ class RankTraffic:
 
     @classmethod
     def of_job(cls, parallel: Parallel, sent: Mapping[Axis, float]) -> RankTraffic:
-        """Return the exchanges of a job whose ranks send so many bytes in a step, by axis; on pp to *one* neighbour."""
+        """Return the exchanges of a job by the bytes that a rank sends in a step, by axis; on pp to *one* neighbour."""
         parts = []
         for axis, num_bytes in sent.items():
             if axis not in AXES:
@@ -130,10 +130,10 @@ class RankTraffic:
 
 
 def thin(weights: F64, count: int) -> tuple[NDArray[np.bool_] | slice, F64]:
-    """Return which of many weights stay, about `count`, and their weights: any sum stays what it was, in the mean.
+    """Return which of many weights are kept, about `count`, and their new values; sums stay the same in the mean.
 
-    Weights above a threshold t stay; a smaller one w stays with probability w / t, as t. (Threshold sampling: Duffield,
-    Lund and Thorup 2007, arXiv cs/0509026.) Drawn the same way every time.
+    Weights above a threshold t stay; a smaller one w becomes t with probability w / t, else 0. (Threshold sampling:
+    Duffield, Lund and Thorup 2007, arXiv cs/0509026.) The draw has a fixed seed.
     """
     if len(weights) <= count:
         return slice(None), weights
@@ -176,7 +176,7 @@ def _sent(job: Job, axis: Axis, operation: str, num_bytes: float) -> float:
 
 
 def _add_replicas(found: dict[Axis, float], job: Job, micro: int) -> None:
-    """Add the gradients, and with zero the parameters, of a mean stage."""
+    """Add to `found` the gradients, and with zero the parameters, that a rank of an average stage sends."""
     model, parallel, training = job.model, job.parallel, job.training
     stages = StagePart(layers=model.layers, routed=model.expert_layers, embedding=True, head=True)
     whole = part_parameters(model, parallel, stages)

@@ -1,4 +1,4 @@
-"""One training step in time: layers, what ranks send each other, the pipeline's schedule, and how far to trust it.
+"""Predict the time of one training step: layers, exchanges between ranks, the pipeline's schedule, and its error.
 
 step.py           `predict_step(job) -> PredictedStep`, which joins the others; the slowest of n ranks
 layer_time.py     a layer, and a part of a stage, for one micro-batch

@@ -1,11 +1,11 @@
-"""Gradients (and with zero parameters) of replicas: how long they are sent, and the part that compute does not hide.
+"""Predict how long replicas send gradients (with zero also parameters), and the part that compute does not hide.
 
 Compute is cut into n equal pieces, as many as buckets or layers, and a collective follows (or precedes) each piece:
 
     reduced behind backward       b/n + (n - 1) · together(b/n, c/n) + c/n        the last bucket is always exposed
     gathered ahead of forward     c/n + (n - 1) · together(f/n, c/n) + f/n        the first layer is always exposed
     not overlapped                b + c
-    asynchronous                  max(c - all compute of the step, 0)             nobody waits for anybody
+    asynchronous                  max(c - all compute of the step, 0)             no rank waits for another
 
 together: `pair/together.py`. Copies of FSDP2, which run on SMs: the gathered buffer into parameters (2 bytes in and out
 each), gradients into the buffer that is reduced (`chunk_cat`: 1.9 TB/s where it makes float32 of bfloat16, as in
@@ -65,24 +65,24 @@ class CommTime(Record, frozen=True, kw_only=True):
 
 
 class CompressedExchange(Record, frozen=True, kw_only=True):
-    """Describes what replaces one all_reduce of the gradients."""
+    """Describes the compressed exchange that replaces one all_reduce of the gradients."""
 
     sent: tuple[tuple[str, float], ...]  # one after another: PyTorch's name, bytes of the full array
-    encode_us: float  # before them
-    decode_us: float  # after them
+    encode_us: float  # before the collectives
+    decode_us: float  # after the collectives
 
 
 def overlapped_in_pieces_us(
     compute_us: float, comms: Sequence[CollectiveTime], pieces: int, mechanism: Disturbance, *, persistent: bool
 ) -> float:
-    """Return the time of compute and collectives, cut into equal pieces, where each piece overlaps with the next.
+    """Return the time of compute and collectives in equal pieces; those of a piece overlap compute of its neighbour.
 
     Args:
-        compute_us: alone, of all pieces.
+        compute_us: compute alone, of all pieces.
         comms: collectives of all pieces.
-        pieces: buckets or layers.
-        mechanism: of overlap.
-        persistent: matmuls hold their SMs to their end.
+        pieces: number of buckets or layers.
+        mechanism: how much collectives and compute slow each other down.
+        persistent: whether matmuls hold their SMs to their end.
 
     Returns:
         µs, at most those of all collectives after all compute.
@@ -99,7 +99,7 @@ def overlapped_in_pieces_us(
 def layer_collectives(
     job: Job, prices: MeshTimes, count: ParameterCount
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of forward and those of backward, of one layer or end with zero 3."""
+    """Return the collectives of forward and those of backward, with zero 3, of a layer or of embedding and head."""
 
     def alone_us(axis: Axis, operation: str, num_bytes: float) -> float:
         return prices.find(axis, operation, num_bytes).us
@@ -149,7 +149,7 @@ def _collectives(
 
 
 def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axis, ...], float]]:
-    """Return the axes over which parameters are sharded or reduced, those of their replicas, and their number."""
+    """Return each axis over which parameters are sharded or reduced, the axes of its replicas, and their number."""
     found: list[tuple[Axis, tuple[Axis, ...], float]] = []
     if count.shared:
         whole = job.parallel.shard is None or job.parallel.zero == 0
@@ -162,15 +162,15 @@ def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axi
 def replica_exchange(
     job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float
 ) -> CommTime:
-    """Return what replicas send with zero 0 to 2: gradients after backward, parameters before the first forward.
+    """Return the time of what replicas send with zero 0 to 2: gradients after backward, parameters before forward.
 
     Args:
-        job: that they belong to.
-        rates: of its GPU.
-        prices: of its collectives.
+        job: the job.
+        rates: rates of its GPU.
+        prices: times of its collectives.
         count: parameters of the stage that ends last.
-        forward_us: of that stage and one micro-batch.
-        backward_us: of that stage and one micro-batch.
+        forward_us: forward of one micro-batch on that stage.
+        backward_us: backward of one micro-batch on that stage.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -198,7 +198,7 @@ def replica_exchange(
 
 
 def _compressed(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
-    """Return the time of compressed gradients, sent after the last backward; passes over memory count, too."""
+    """Return the time to compress, send and decompress gradients, all of it exposed after the last backward."""
     if job.compression is None or job.parallel.zero:
         raise Misconfigured(
             f"parallel.zero = {job.parallel.zero} with compression: it is for whole gradients; give zero = 0"
@@ -217,7 +217,7 @@ def _compressed(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
 
 
 def _check_whole(job: Job) -> None:
-    """Raise Misconfigured where replicas that do not wait for each other would need parts of each other."""
+    """Raise Misconfigured where local SGD or asynchronous replicas come with zero, with compression, or together."""
     training = job.training
     apart = f"training.local_steps = {training.local_steps}" if training.local_steps > 1 else ""
     apart = apart or ("training.asynchronous = true" if training.asynchronous else "")
@@ -248,9 +248,9 @@ def compress(
     Args:
         how: the method.
         shapes: (rows, columns) of every gradient on this rank; a vector is (N, 1).
-        ranks: that reduce together.
+        ranks: number of ranks that reduce together.
         element_bytes: of a gradient element.
-        gpu: its memory and its peak.
+        gpu: the GPU, for its memory bandwidth and peak.
         precision: of powersgd's products.
     """
     whole = float(_elements(shapes) * element_bytes)
@@ -294,7 +294,7 @@ def _elements(shapes: Shapes) -> int:
 
 
 def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[list[tuple[str, float]], float, float]:
-    """Return two all_reduces, P then Q; vectors, and matrices that would not get smaller, go whole with P."""
+    """Return `_compressed_bytes` of powersgd: all_reduce of P, then Q; what would not get smaller goes whole with P."""
     low, whole = _divided(how.rank, shapes)
     p = sum(rows for rows, _ in low) * how.rank * element_bytes
     q = sum(columns for _, columns in low) * how.rank * element_bytes

@@ -1,4 +1,4 @@
-"""What the ranks of a group send each other for one layer and micro-batch, as data: operations and bytes, no times.
+"""List what the ranks of a group send each other for one layer and micro-batch: operations and bytes, no times.
 
 A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are attention and feed-forward, two per layer.
 
@@ -49,7 +49,7 @@ def layer_exchanges(
         model: widths.
         parallel: degrees.
         training: batch and precision.
-        experts: of the layer; None: it is dense.
+        experts: experts of the layer; None: a dense layer.
     """
     local = LocalShape.of(parallel, training)
     return (

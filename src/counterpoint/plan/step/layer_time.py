@@ -1,4 +1,4 @@
-"""One layer, and one part of a stage, on one rank: compute by kind, communication alone, and the exposed part of it.
+"""Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone, its exposed part.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
@@ -38,7 +38,7 @@ EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 
 class TimeByPart(Record, frozen=True, kw_only=True):
-    """Holds where the time of a rank goes, µs; of communication the exposed part."""
+    """Holds the µs of a rank by part; of communication only the exposed part."""
 
     matmul_us: float = 0.0
     attention_us: float = 0.0
@@ -52,16 +52,16 @@ class TimeByPart(Record, frozen=True, kw_only=True):
 
     @property
     def total_us(self) -> float:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         return float(sum(asdict(self).values()))
 
     @property
     def compute_us(self) -> float:
-        """The sum of all parts but communication."""
+        """Return the sum of all parts but communication."""
         return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
-        """Return this time and so many times the other."""
+        """Return the sum of this time and `times` times the other."""
         mine, more = asdict(self), asdict(other)
         return TimeByPart(**{name: mine[name] + times * more[name] for name in mine})
 
@@ -69,13 +69,13 @@ class TimeByPart(Record, frozen=True, kw_only=True):
 class MicroBatchTime(Record, frozen=True, kw_only=True):
     """Holds the time of one micro-batch in some layers."""
 
-    forward: TimeByPart = TimeByPart()  # of all of them
-    backward: TimeByPart = TimeByPart()  # the same
+    forward: TimeByPart = TimeByPart()  # of all these layers
+    backward: TimeByPart = TimeByPart()  # of all these layers
     weight_us: float = 0.0  # the part of backward that only makes weight gradients
     comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
-        """Return this time and so many times the other."""
+        """Return the sum of this time and `times` times the other."""
         comm_us = dict(self.comm_us)
         for axis, us in other.comm_us.items():
             comm_us[axis] = comm_us.get(axis, 0.0) + times * us
@@ -93,11 +93,11 @@ def part_time(
     """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds.
 
     Args:
-        job: that the part belongs to.
-        rates: of its GPU.
-        prices: of its collectives.
-        part: layers, and perhaps embedding or head.
-        layers: a dense layer, and one with experts.
+        job: the job.
+        rates: rates of its GPU.
+        prices: times of its collectives.
+        part: its layers, and whether it has embedding or head.
+        layers: times of a dense layer and of one with experts.
     """
     dense, routed = layers
     found = MicroBatchTime().plus(dense, part.layers - part.routed).plus(routed, part.routed)
@@ -111,13 +111,13 @@ def part_time(
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
-    """Return the time of one micro-batch in a layer; with `experts` of one that has them.
+    """Return the time of one micro-batch in one layer.
 
     Args:
-        job: that the layer belongs to.
-        rates: of its GPU.
-        prices: of its collectives.
-        experts: of the layer; None: it is dense.
+        job: the job.
+        rates: rates of its GPU.
+        prices: times of its collectives.
+        experts: experts of the layer; None: a dense layer.
     """
     model, parallel, training = job.model, job.parallel, job.training
     work = layer_work(model, LocalShape.of(parallel, training), experts)
@@ -172,7 +172,7 @@ def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:
 def _exposed(
     job: Job, rates: GpuRates, prices: MeshTimes, exchanges: Iterable[Exchange], weight_us: float
 ) -> dict[str, float]:
-    """Return exposed µs by part; the exchanges during the weight gradients share theirs by their time alone."""
+    """Return exposed µs by part; exchanges during weight gradients divide what they expose by time alone."""
     exposed: dict[str, float] = {}
     during_dw = []
     for exchange in exchanges:
@@ -192,7 +192,7 @@ def _exposed(
 
 
 def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
-    """Return the kernel that adds gradients to those of earlier micro-batches, where no product does that."""
+    """Return the kernel that adds gradients to those of earlier micro-batches, where no matrix product does that."""
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
@@ -204,7 +204,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return what zero 3 adds to a part: copies and exposed communication. Both ends together are one unit more."""
+    """Return what zero 3 adds to a part: copies, exposed communication. Embedding and head count as one unit."""
     mechanism, persistent = job.disturbance, rates.efficiency.persistent
     count = max(part.layers, 1)
     layers = part_parameters(job.model, job.parallel, StagePart(layers=part.layers, routed=part.routed))

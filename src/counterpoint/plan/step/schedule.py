@@ -1,8 +1,8 @@
-"""Micro-batches through a pipeline: the order in which each stage runs them, and when the last one ends.
+"""Schedule micro-batches through a pipeline: the order in which each stage runs them, and when the last one ends.
 
-Data first: `orders` lists, for each stage, its slots (forward or backward, part of the model, micro-batch). The graph:
+`orders` lists, for each stage, its slots (forward or backward, part of the model, micro-batch). The graph:
 
-    F(part, k) after F(part - 1, k) + send      parts are dealt round: part c · stages + s is the c-th of stage s
+    F(part, k) after F(part - 1, k) + send      parts go round robin: part c · stages + s is the c-th of stage s
     B(part, k) after B(part + 1, k) + send      and after its own F
     a stage runs its slots one after another, in its order
 
@@ -13,7 +13,7 @@ forward f and backward b of all parts of a stage, and free sends it is
     interleaved     (m + (p - 1) / v) (f + b)              arXiv 2104.04473, section 2.2
     zero_bubble     m (f + b) + (p - 1) (f + b - 2 w)      arXiv 2401.10241, ZB-H1; w: the part of b for dW
 
-zero_bubble has no fixed order here: a stage with nothing else to do runs a dW that it had put off. That takes as many
+zero_bubble has no fixed order here: a stage with nothing else to do runs a dW that it had postponed. That takes as many
 activations as 1f1b, and its time is its formula or less; where it would end later than 1f1b, it is 1f1b.
 
 From 4 p micro-batches on, the path has become periodic and grows by the same amount with every p more: a few p are
@@ -63,16 +63,16 @@ class StageTimes(Record, frozen=True, kw_only=True):
     forward: tuple[tuple[float, ...], ...]  # of one micro-batch
     backward: tuple[tuple[float, ...], ...]  # of one micro-batch, with `weight`
     weight: tuple[tuple[float, ...], ...] = ()  # the part of backward for weight gradients; used by zero_bubble
-    send_us: float = 0.0  # that a neighbour waits
+    send_us: float = 0.0  # until the next stage has what was sent
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return len(self.forward)
 
     @property
     def parts(self) -> int:
-        """The number of parts per stage."""
+        """Return the number of parts per stage."""
         return len(self.forward[0])
 
     def busiest_us(self) -> float:
@@ -93,9 +93,9 @@ def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1
     """Return the slots of every stage in their order; interleaved needs a multiple of `stages` as micro_batches.
 
     Args:
-        name: of the schedule.
-        stages: of the pipeline.
-        micro_batches: of one step.
+        name: the schedule.
+        stages: number of stages of the pipeline.
+        micro_batches: number of micro-batches of one step.
         virtual: parts per stage.
 
     Raises:
@@ -190,7 +190,7 @@ def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tupl
 
 
 def _greedy(times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
-    """Return zero_bubble's slots: always the oldest B that is ready, else an F if there is room, else a dW put off."""
+    """Return zero_bubble's slots: the oldest B that is ready, else an F if activations fit, else a postponed dW."""
     stages, send = times.stages, times.send_us
     if times.parts > 1 or len(times.weight) != stages:
         raise Misconfigured("zero_bubble: one part per stage, and times.weight of each stage")
@@ -235,7 +235,7 @@ def _ready(arrived: _Waiting, now: float, room: bool) -> Kind | None:
 
 
 def _target(stage: int, stages: int, kind: Kind) -> tuple[int | None, Kind]:
-    """Return the stage that can go on now, and with which kind."""
+    """Return the stage that a finished slot lets go on, and the kind of slot that it may run; None: no other."""
     if kind == "F":
         return (stage + 1, "F") if stage + 1 < stages else (stage, "B")
     if kind == "B" and stage > 0:

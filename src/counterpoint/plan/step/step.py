@@ -1,4 +1,4 @@
-"""One training step: the time of the critical rank, part by part, and how long it waits.
+"""Predict one training step: the time of the critical rank, part by part, and how long it waits.
 
     step = slots + bubble + ends of the replicas + optimizer + stragglers
 
@@ -10,7 +10,7 @@
                  rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's relative time, here normal, of
                  independent ranks. Asynchronous replicas go on at the mean of their paces; n is one replica's ranks
 
-and its frame, with the same compute, bubble and optimizer:
+and its bounds, with the same compute, bubble and optimizer:
 
     serial = compute + all communication alone            nothing overlaps
     ideal  = max(compute, communication of each axis)     everything overlaps, also the axes: their links differ
@@ -52,15 +52,15 @@ CAST_HALF_GRADIENTS = 6  # where gradients are kept in two bytes, they are copie
 
 
 class Validation(Record, frozen=True, kw_only=True):
-    """Holds the error of the model on rows that were compared."""
+    """Holds the error of the model on rows, each a measured or published step."""
 
     rows: str  # their number and source, for people
-    gpu: str  # of all of them
+    gpu: str  # of all rows
     ranks: tuple[int, int]  # least and most
     sharded: bool  # parameters are sharded (zero 3)
     mesh: tuple[str, ...]  # axes that have more than one rank in some row
     ways: dict[str, bool]  # fields of Training and Parallel that were the same in all rows
-    mechanisms: tuple[str, ...] = ("nccl",)  # of overlap
+    mechanisms: tuple[str, ...] = ("nccl",)  # by which the rows' collectives ran
     mean: float  # of |predicted / published - 1| of the step's time
     worst: float  # the largest of them
     fitted: bool = False  # constants were fitted to the rows
@@ -128,10 +128,10 @@ class PredictedStep(Record, frozen=True, kw_only=True):
     """Holds a predicted step; `parts` add up to `step_us`."""
 
     step_us: float  # of the whole job
-    parts: dict[str, float]  # µs by name, of the critical rank; of communication the exposed part
+    parts: dict[str, float]  # µs by name, of the critical rank; of communication only the exposed part
     comm_us: dict[str, float]  # communication alone, by axis
     serial_us: float  # if nothing overlapped
-    ideal_us: float  # if everything did
+    ideal_us: float  # if everything overlapped
     micro_batches: int  # of each replica
     tokens_per_s: float  # of the job
     model_tflops: float  # per GPU; 6 · parameters and attention in full, without recomputation
@@ -143,18 +143,18 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
     @property
     def exposed_comm_us(self) -> float:
-        """The exposed communication of all axes; sends between stages are in the bubble."""
+        """Return the exposed communication of all axes; sends between stages are in the bubble."""
         names = ("tensor_us", "context_us", "expert_us", "shards_us", "gradients_us")
         return sum(self.parts[name] for name in names)
 
     @property
     def comm_to_compute(self) -> float:
-        """Communication alone over compute alone."""
+        """Return the time of communication alone over that of compute alone."""
         return sum(self.comm_us.values()) / (self.serial_us - sum(self.comm_us.values()))
 
 
 def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuRates | None = None) -> PredictedStep:
-    """Predict one step, at the rates of its GPU and NCCL's prices; give the same `prices` to every job of a search."""
+    """Predict one step of a job; give the same `prices`, a cache of collectives' times, to all jobs of a search."""
     rates = rates or GpuRates.of(job.cluster.gpu, job.training.precision)
     mesh = MeshTimes(prices or CollectiveTimes(network_of(job.cluster)), job.parallel)
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
@@ -211,7 +211,7 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
 
 
 def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...]) -> PartTimes:
-    """Return the time of each kind of part once: stages inside a pipeline are alike."""
+    """Return the time of each different part; stages inside a pipeline have equal parts, computed once."""
     kinds = {part for stage in stages for part in stage}
     dense = layer_time(job, rates, mesh)
     routed = layer_time(job, rates, mesh, job.model.experts) if any(part.routed for part in kinds) else dense
@@ -231,7 +231,7 @@ def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], sen
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
-    """Return what replicas exchange once a step, after the first stage, which ends last."""
+    """Return the time of what replicas exchange once a step; that of the first stage counts, which ends last."""
     found = CommTime()
     apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
     if job.parallel.zero < 3 or apart:
@@ -249,7 +249,7 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
 
 
 def _slowest(job: Job, rates: GpuRates) -> float:
-    """Return the time of the slowest rank over the mean; a job says how ranks differ, or its GPUs do."""
+    """Return the time of the slowest rank over the mean; `job.ranks`, else the GPU's profile, says how ranks differ."""
     spread = rates.efficiency.spread if job.ranks.jitter is None else job.ranks.jitter
     slow, parallel = job.ranks.slow, job.parallel
     if not job.training.asynchronous:
@@ -268,7 +268,7 @@ def expected_slowest(spread: float, ranks: int) -> float:
 
 @cache
 def _expected_deviations(ranks: int) -> float:
-    """Return E[max] in standard deviations, by the midpoint rule over the distribution of the maximum."""
+    """Return E[max of `ranks`] in standard deviations, by the midpoint rule over the distribution of the maximum."""
     normal = NormalDist()
     middle = (np.arange(QUANTILES) + 0.5) / QUANTILES
     return float(np.mean([normal.inv_cdf(u) for u in np.minimum(middle ** (1.0 / ranks), 1.0 - 1e-15)]))
@@ -285,7 +285,7 @@ def _optimizer_us(job: Job, rates: GpuRates, stage: Stage) -> float:
 
 
 def _comm_us(parts: list[MicroBatchTime], micro: int, ends: CommTime) -> dict[str, float]:
-    """Return communication of the busiest stage, by axis; sends count in the bubble, where the schedule puts them."""
+    """Return the time of communication alone on the busiest stage, by axis; sends count in the bubble."""
     total: dict[str, float] = {}
     for part in parts:
         for axis, us in part.comm_us.items():

@@ -1,4 +1,4 @@
-"""The kernel launch that does a reduction on a GPU; what is combined, and in which order, says `Reduction`."""
+"""Choose how many SMs the sum kernel of a reduction gets, and launch it; `Reduction` says how values are combined."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from counterpoint.errors import Misconfigured, Unsupported
 
 VECTOR_BYTES = 16
 THREAD_VECTORS = 2  # 16-byte loads of each source that a thread has in flight
-RESIDENT = 3  # blocks on each SM, if it has the whole GPU
+RESIDENT = 3  # blocks on each SM, if the kernel may use the whole GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Describes sources: the own one may be anywhere, the others (staging) are in slots, `stride` bytes apart."""
+    """Holds the addresses of a sum's sources: `own` may be anywhere, the others (staging) are `stride` bytes apart."""
 
     own: int
     own_index: int
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
-        """Return the layout of the ranks' addresses, of which one, the own, may lie apart; raise if more of them do."""
+        """Return the layout of the sources, given by rank; raise unless all but one are evenly spaced."""
         for index, own in enumerate(sources):
             slots = [*sources[:index], *sources[index + 1 :]]
             stride = slots[1] - slots[0] if len(slots) > 1 else 0
@@ -47,17 +47,17 @@ class Launch:
 
 
 def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> Launch:
-    """Return the launch that does `call`, as data, on a GPU of so many SMs.
+    """Return the kernel launch for `call`, as data, on a GPU of `device_sms` SMs.
 
-    A thread loads `THREAD_VECTORS` times 16 bytes of every source before it adds. On the whole GPU 3 blocks of 256
-    threads live on each SM, as many as the registers of 8 sources allow (68 to 85 a thread), so that all run in one
-    wave: 192 KiB per SM are under way, where memory needs about 30 (4.8 TB/s × 0.8 µs over 132 SMs). With `num_sms` it
-    is one block of 512 threads per SM, so that it takes no more SMs than it was given: 128 KiB.
+    A thread loads `THREAD_VECTORS` times 16 bytes of every source before it adds. On the whole GPU, 3 blocks of 256
+    threads run on each SM, as many as the registers of 8 sources allow (68 to 85 a thread), so that all run in one
+    wave: 192 KiB per SM are in flight, where memory needs about 30 (4.8 TB/s × 0.8 µs over 132 SMs). With `num_sms`,
+    one block of 512 threads runs per SM, so that it takes at most `num_sms` SMs; 128 KiB per SM are in flight.
 
     Cost: `(len(sources) + 1) * num_bytes` of device memory traffic, `len(sources) - 1` operations per element.
 
     Raises:
-        Misconfigured: addresses or size cut an element, or lie in no way that the kernel knows.
+        Misconfigured: addresses or size are no multiple of an element, or sources are not spaced as in `Layout`.
     """
     item, layout = reduction.item_bytes, Layout.of(call.sources)
     result_bytes = DTYPES[reduction.result_dtype][0]
@@ -96,7 +96,7 @@ def launch_of(call: ReduceLaunch, reduction: Reduction, *, device_sms: int) -> L
 
 
 def with_types(constants: dict[str, Any]) -> dict[str, Any]:
-    """Return `constants` as the kernel takes them: names of dtypes made Triton's."""
+    """Return `constants` with the names of dtypes replaced by Triton's types."""
     import triton.language as tl
 
     names = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "float64": tl.float64}
@@ -105,21 +105,21 @@ def with_types(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: int) -> Callable[[], None]:
-    """Compile the launch of `call` (which takes a second, the first time) and bind it to a stream.
+    """Compile the kernel for `call` (which takes a second the first time) and bind its launch to a stream.
 
-    The kernel runs when the stream comes to it, reads every source once, and has written target when it ends.
+    The kernel reads every source once, and has written the target when it ends.
 
     Args:
-        call: what to combine.
-        reduction: how to combine.
-        stream: handle.
-        device_sms: SMs of this GPU.
+        call: sources and target.
+        reduction: how values are combined.
+        stream: handle of the CUDA stream.
+        device_sms: number of SMs of this GPU.
 
     Returns:
-        What only launches it.
+        A function that launches the kernel.
 
     Raises:
-        Unsupported: no Triton.
+        Unsupported: Triton is not installed.
     """
     try:
         from counterpoint.collectives.cuda.sum_kernel import combine
