@@ -52,6 +52,18 @@ def test_gate_that_holds(baseline: Path) -> None:
     assert counterpoint("diagnose", SAMPLE, "-q", "--gate", "step<1s", "--baseline", baseline).returncode == 0
 
 
+def test_a_baseline_without_a_gate_is_compared_with(baseline: Path) -> None:
+    done = counterpoint("diagnose", SAMPLE, "--baseline", baseline)
+    assert (done.returncode, "about as long as before" in done.stdout.splitlines()[-1]) == (0, True), done.stderr
+
+
+def test_two_runs_are_compared_as_json(baseline: Path) -> None:
+    healthy = SAMPLE.with_name("fsdp-healthy")
+    found = json.loads(counterpoint("diagnose", healthy, "--against", baseline, "--json", "-").stdout)
+    assert found["schema"] == "counterpoint.comparison/1"
+    assert found["step"]["change_us"] > 0
+
+
 def test_gate_that_does_not_hold(baseline: Path) -> None:
     done = counterpoint("diagnose", SAMPLE, "-q", "--gate", "hidden>=99%")
     assert (done.returncode, "FAIL (hidden is 34" in done.stderr) == (1, True)
@@ -60,7 +72,10 @@ def test_gate_that_does_not_hold(baseline: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--baseline", "old.json"],
+        ["--baseline", "nothing.json"],
+        ["--against", "nothing.json"],
+        ["--trend", "--gate", "step<1s"],
+        ["--against", "a", "--baseline", "b"],
         ["--tolerance", "3"],
         ["--gate", "speed<3"],
         ["--gate", "step<3%"],

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
-from counterpoint.errors import BadTrace, Misconfigured
+from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from counterpoint.diagnosis.api import Result
+    from counterpoint.diagnosis.engine import Engine
+    from counterpoint.records.comparison import Comparison
     from counterpoint.records.diagnosis import Diagnosis
+    from counterpoint.trace.source import Limits
 
 
 def diagnose(
@@ -28,8 +33,16 @@ def diagnose(
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the diagnosis as JSON; - prints it (and only it).")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="A bound, as in 'exposed_comm<8%'; may be repeated.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
+    ] = None,
+    trend: Annotated[
+        bool, typer.Option("--trend", help="Every recording of a job (folders of iterations), the worst named.")
+    ] = False,
     baseline: Annotated[
-        Path | None, typer.Option(help="An earlier --json file that gates must not fall behind.")
+        Path | None,
+        typer.Option(help="An earlier --json file that gates must not fall behind; without a gate, as --against."),
     ] = None,
     tolerance: Annotated[
         float | None,
@@ -39,45 +52,73 @@ def diagnose(
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
     max_trace_gb: Annotated[float, typer.Option(help="Most that one trace may expand to, in GiB.", min=0.001)] = 8.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All findings, reasons and tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no progress.")] = False,
 ) -> None:
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
+    from counterpoint.diagnosis.comparison import read_diagnosis
     from counterpoint.diagnosis.engine import Engine
     from counterpoint.diagnosis.gate import check_gate, parse_gate
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
     gates = [parse_gate(text) for text in gate or []]
-    if baseline is not None and not gates:
-        raise Misconfigured("--baseline is what --gate compares with; give at least one --gate")
-    if tolerance is not None and baseline is None:
-        raise Misconfigured("--tolerance is how far a gate may fall behind --baseline; give one")
-    before = _read_baseline(baseline) if baseline is not None else None
+    if trend and (out or perfetto or gates or against is not None or baseline is not None):
+        raise Misconfigured("--trend only goes with --json, --quiet and how traces are read: it is of many recordings")
+    _check_runs(against, baseline, tolerance, gated=bool(gates))
+    before = read_diagnosis(baseline) if baseline is not None else None
     limits = Limits(trace_bytes=int(max_trace_gb * (1 << 30)))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
     if dumps := find_dumps(traces):
-        if out is not None or perfetto is not None or gates:
-            raise Misconfigured("flight-recorder dumps have no page, timeline or gate; leave --out, --perfetto, --gate")
+        _refuse_with_dumps(out, perfetto, gate, trend, against, baseline)
         _hang(dumps, json, json_path, quiet=quiet)
         return
+    if trend:
+        _trend(traces, chosen, limits, json, quiet=quiet)
+        return
     with progress(quiet, "looking for traces") as tell:
+        earlier = before if not gates else None
+        if against is not None:
+            earlier = _earlier(against, chosen, limits, tell)
         result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
+        compared = result.against(earlier) if earlier is not None else None
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
             _draw(result, out, perfetto)
         if json is not None:
-            write_json(result.diagnosis, json_path)
+            write_json(compared if against is not None else result.diagnosis, json_path)
     if not quiet and json != "-":
-        _summary(result, [p for p in (out, perfetto) if p is not None])
+        _summary(result.diagnosis, compared, [p for p in (out, perfetto) if p is not None], verbose=verbose)
     allowed = (5.0 if tolerance is None else tolerance) / 100
     checks = [check_gate(g, result.diagnosis, before, allowed) for g in gates]
     for check in checks:
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
+
+
+def _check_runs(against: str | None, baseline: Path | None, tolerance: float | None, *, gated: bool) -> None:
+    if baseline is not None and not gated and against is not None:
+        raise Misconfigured("--against and --baseline without a --gate: two runs to compare with; give one of them")
+    if tolerance is not None and (baseline is None or not gated):
+        raise Misconfigured("--tolerance is how far a --gate may fall behind --baseline; give both")
+
+
+def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, *, quiet: bool) -> None:
+    from rich.console import Console
+
+    from counterpoint.diagnosis.api import diagnose_trend
+    from counterpoint.report.comparison_terminal import render_trend
+
+    with progress(quiet, "looking for traces") as tell:
+        found = diagnose_trend(traces, engine=engine, limits=limits, progress=tell)
+        if json is not None:
+            write_json(found, json_file(json))
+    if not quiet and json != "-":
+        render_trend(found, Console(soft_wrap=False))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
@@ -91,6 +132,12 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 
         with writing(perfetto):
             write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
+
+
+def _refuse_with_dumps(*options: object) -> None:
+    """Raise Misconfigured if an option is given that a hang has no use for."""
+    if any(options):
+        raise Misconfigured("flight-recorder dumps have no page, timeline, gate, trend or comparison; leave the option")
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
@@ -107,28 +154,25 @@ def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet:
         render_hang(hang, Console(soft_wrap=False))
 
 
-def _summary(result: Result, written: list[Path]) -> None:
+def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[int, int, str], None]) -> Diagnosis:
+    from counterpoint.diagnosis import api
+    from counterpoint.diagnosis.comparison import is_diagnosis, read_diagnosis
+
+    if is_diagnosis(source):
+        return read_diagnosis(Path(source))
+    return api.diagnose(source, engine=engine, limits=limits, progress=progress).diagnosis
+
+
+def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
     from rich.console import Console
 
+    from counterpoint.report.comparison_terminal import render_comparison
     from counterpoint.report.diagnosis_terminal import render
 
     console = Console(soft_wrap=False)
-    render(result.diagnosis, console)
+    if compared is None or verbose:
+        render(diagnosis, console, verbose=verbose)
+    if compared is not None:
+        render_comparison(compared, console)
     for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False)
-
-
-def _read_baseline(path: Path) -> Diagnosis:
-    import msgspec
-
-    from counterpoint.records.diagnosis import SCHEMA, Diagnosis
-
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)
-    except OSError as error:
-        raise BadTrace(f"the baseline cannot be read: {error.strerror}", path=str(path)) from None
-    except msgspec.DecodeError as error:
-        raise BadTrace(f"not a diagnosis written by --json: {error}", path=str(path)) from None
-    if found.schema != SCHEMA:
-        raise BadTrace(f"schema {found.schema!r}; this version compares {SCHEMA}", path=str(path))
-    return found

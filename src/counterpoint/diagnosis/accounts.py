@@ -132,6 +132,10 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
     there = (w.step >= 0) & np.isfinite(w.wait[:, column])
     told = there & w.told
     known = bool(told.any()) or not there.any()
+    came, own_end = w.arrival[told, column], job.joined.end[told, column]
+    waiting = Intervals.union(came, came + w.wait[told, column])
+    moving = Intervals.union(own_end - w.transfer[told, column], own_end)
+    moved = float(moving.within(start, end).sum())
     d = job.digests[column]
     flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
@@ -145,8 +149,8 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
         exposed_comm_us=comm - overlapped,
         memcpy_us=float(busy.memcpy.within(start, end).sum()),
         idle_us=duration - float(busy.any.within(start, end).sum()),
-        wait_us=float(w.wait[told, column].sum()) if known else None,
-        transfer_us=float(w.transfer[told, column].sum()) if known else None,
+        wait_us=float((waiting | moving).within(start, end).sum()) - moved if known else None,
+        transfer_us=moved if known else None,
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,

@@ -6,11 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from counterpoint.diagnosis import accounts as account
+from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis, step_us
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
@@ -21,8 +23,10 @@ from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
 from counterpoint.diagnosis.replay import replay
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.trend import failed_row, make_trend, trend_row
 from counterpoint.diagnosis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.errors import BadTrace
+from counterpoint.records.comparison import Comparison, Trend, TrendRow
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
@@ -45,6 +49,14 @@ class Result:
     job: TracedJob
     waits: account.Waits
 
+    def __repr__(self) -> str:
+        """Return one line with the verdict."""
+        return f"Result({self.diagnosis!r})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the findings for a notebook."""
+        return self.diagnosis._repr_html_()
+
     @property
     def lanes(self) -> tuple[TimelineLane, ...]:
         """Return timeline lanes: when each rank computed, communicated, waited for others, copied or idled."""
@@ -61,6 +73,15 @@ class Result:
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)
+
+    def against(self, base: Result | Diagnosis | str | os.PathLike[str]) -> Comparison:
+        """Return what a step has more or less of than in an earlier run.
+
+        `base`: its result or diagnosis, the file that `--json` wrote of it, or its traces.
+        """
+        if isinstance(base, str | os.PathLike):
+            base = read_diagnosis(Path(base)) if is_diagnosis(base) else diagnose(base)
+        return compare(self.diagnosis, base.diagnosis if isinstance(base, Result) else base)
 
 
 def diagnose(
@@ -95,6 +116,48 @@ def diagnose(
     return diagnose_digests(digests, names, notes)
 
 
+def diagnose_trend(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    engine: Engine | None = None,
+    limits: Limits | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Trend:
+    """Return the diagnoses of every recording of one job in short, in order of time, the worst named.
+
+    Args:
+        source: as of `diagnose`; folders of iterations, or one worker's files by time.
+        engine: how the ranks are read; by default in processes of this machine.
+        limits: caps on what compressed inputs may expand to.
+        progress: called as (files done, files, what is going on).
+
+    Raises:
+        BadTrace: nothing to read, or no recording could be diagnosed. One that cannot is a row with its `error`.
+    """
+    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
+    limits = limits or Limits()
+    rows: list[TrendRow] = []
+    best = worst = None
+    last: BadTrace | None = None
+    with find_traces(sources, limits) as files:
+        for name, part in recordings(files).items():
+            try:
+                digests = digest_all(part, limits, engine or Engine(), progress)
+                found = diagnose_digests(digests, [f.label for f in part]).diagnosis
+            except BadTrace as error:
+                rows.append(failed_row(name, str(error)))
+                last = error
+                continue
+            rows.append(trend_row(name, found))
+            if best is None or step_us(found) < step_us(best[1]):
+                best = name, found
+            if worst is None or step_us(found) > step_us(worst[1]):
+                worst = name, found
+    if best is None or worst is None:
+        raise last or BadTrace("no rank in these files", path=sources[0])
+    return make_trend(rows, best, worst)
+
+
 def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
     """Return the files of the last recording of a job, and add a note that names the other recordings."""
     found = recordings(files)
@@ -102,7 +165,8 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
     if others:
         shown = ", ".join(others[-8:]) + (" …" if len(others) > 8 else "")
         notes.append(
-            f"{len(found)} recordings of one job: the last, {last}, is diagnosed; give one of {shown} by itself"
+            f"{len(found)} recordings of one job: the last, {last}, is diagnosed; --trend shows all; give one of "
+            f"{shown} by itself"
         )
     return found[last]
 

@@ -14,10 +14,12 @@ import numpy as np
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle
+from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.diagnosis.replay import NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.replay_graph import Bools
+from counterpoint.diagnosis.stack import TracedStack, traced_stack
 from counterpoint.diagnosis.unrecorded import Unrecorded
 from counterpoint.records.diagnosis import (
     Account,
@@ -53,9 +55,10 @@ _KERNEL_TITLE = {
     "sm_contention": "{kernels} slowed by the SMs that communication takes",
     "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
-_NO_SM_COLLECTIVES = (
-    "collectives that take no SM (copy engines): NCCL's zero-CTA policy needs both buffers registered as symmetric "
-    "windows and a stream that is not the default one; check that the trace shows Memcpy PtoP"
+_NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
+_ZERO_CTA = (
+    ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
+    "one; check that the trace shows Memcpy PtoP"
 )
 
 
@@ -91,15 +94,16 @@ def find_findings(
     """
     step = account.duration_us / max(len(job.step_names), 1)
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
+    stack = traced_stack(job)
     found = [
-        *_stragglers(job, stragglers, saved, step),
-        *_slow_kernels(job, kernels, saved, step),
-        *_launch_order(job, blocked, saved, step),
+        *_stragglers(job, stragglers, saved, step, stack),
+        *_slow_kernels(job, kernels, saved, step, stack),
+        *_launch_order(job, blocked, saved, step, stack),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *_pipeline_bubbles(job, w, collectives, step),
-        *_exposed(job, account, w, unrecorded, kinds, saved, step),
+        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
@@ -110,13 +114,14 @@ def _severity(cost_us: float, step_us: float) -> Severity:
 
 
 def _stragglers(
-    job: TracedJob, stragglers: tuple[Straggler, ...], saved: dict[str, float], step: float
+    job: TracedJob, stragglers: tuple[Straggler, ...], saved: dict[str, float], step: float, stack: TracedStack
 ) -> list[Finding]:
     whole = sum(s.delay_us for s in stragglers)
     launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot change host times
+    steps = max(len(job.step_names), 1)
     out = []
     for s in stragglers:
-        cost = s.delay_us / max(len(job.step_names), 1)
+        cost = s.delay_us / steps
         if "no straggler" in saved and whole > 0 and launched:
             cost = saved["no straggler"] * s.delay_us / whole
         out.append(
@@ -125,9 +130,9 @@ def _stragglers(
                 cost_us=cost,
                 severity=_severity(cost, step),
                 title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
-                evidence=f"the others stood still for {s.delay_us / 1e3:.2f} ms; it arrived last {s.times_last} times; "
-                f"{s.evidence}",
-                advice=_advise_straggler(s),
+                evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {_each(job)}; it arrived last "
+                f"{_count(s.times_last, 'time')}{_in_all(job)}; {s.evidence}",
+                advice=_advise_straggler(s, stack),
                 rank=s.rank,
                 start_us=s.start_us,
                 end_us=s.end_us,
@@ -137,7 +142,7 @@ def _stragglers(
 
 
 def _slow_kernels(
-    job: TracedJob, kernels: tuple[KernelComparison, ...], saved: dict[str, float], step: float
+    job: TracedJob, kernels: tuple[KernelComparison, ...], saved: dict[str, float], step: float, stack: TracedStack
 ) -> list[Finding]:
     whole = sum(k.cost_us for k in kernels)
     out = []
@@ -164,9 +169,9 @@ def _slow_kernels(
                 cost_us=cost,
                 severity=_severity(cost, step),
                 title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
-                evidence=f"{lost / max(len(job.step_names), 1) / 1e3:.2f} ms of kernel time a step: "
+                evidence=f"{lost / max(len(job.step_names), 1) / 1e3:.2f} ms of kernel time {_each(job)}: "
                 + "; ".join(parts) + waves,
-                advice=_advise_kernel(worst, job.digests[0].device.num_sms),
+                advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack),
             )
         )  # fmt: skip
     return out
@@ -177,14 +182,28 @@ def _count(number: int, what: str) -> str:
 
 
 def _times(k: KernelComparison) -> str:
-    return f"{k.alone_us:.0f} → {k.overlapped_us:.0f} µs ({k.slowdown:.2f} x, {k.overlapped_count} times)"
+    return (
+        f"{k.alone_us:.0f} → {k.overlapped_us:.0f} µs ({k.slowdown:.2f} x, {_count(k.overlapped_count, 'time')} in all)"
+    )
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 60 else name[:57] + "…"
 
 
-def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str, float], step: float) -> list[Finding]:
+def _each(job: TracedJob) -> str:
+    """Return what a time is of: where no steps were found, it is not of a step."""
+    return "in the recording" if job.step_names == ("whole trace",) else "a step"
+
+
+def _in_all(job: TracedJob) -> str:
+    steps = len(job.step_names)
+    return f" in {steps} steps" if steps > 1 else ""
+
+
+def _launch_order(
+    job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str, float], step: float, stack: TracedStack
+) -> list[Finding]:
     if not blocked:
         return []
     lost = sum(b.lost_us for b in blocked) / len(job.ranks) / max(len(job.step_names), 1)
@@ -205,9 +224,10 @@ def _launch_order(job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str,
             cost_us=cost,
             severity=_severity(cost, step),
             title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
-            evidence=f"{lost / 1e3:.2f} ms a step and rank, mostly behind {_short(most)} ({by_kernel[most]} times); "
+            evidence=f"{lost / 1e3:.2f} ms {_each(job)} and rank, mostly behind {_short(most)} "
+            f"({_count(by_kernel[most], 'time')} in all); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {_short(kernel)}; {worst.proof}",
-            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row])),
+            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack),
             rank=d.rank,
             start_us=start,
             end_us=float(job.op_start[worst.column][worst.op]),
@@ -290,6 +310,7 @@ def _exposed(
     job: TracedJob,
     account: Account,
     w: Waits,
+    busy: list[Activity],
     unrecorded: Unrecorded,
     kinds: tuple[CollectiveKind, ...],
     saved: dict[str, float],
@@ -298,12 +319,16 @@ def _exposed(
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
         return []
-    by_op: dict[str, float] = defaultdict(float)
+    by_op = exposed_by_operation(job, w, busy)
+    in_kinds: dict[str, float] = defaultdict(float)  # where several run at once, more than by_op
+    for kind in kinds:
+        in_kinds[kind.op] += kind.exposed_us
     by_name: dict[str, float] = defaultdict(float)
     for kind in kinds:
-        by_op[kind.op] += kind.exposed_us
-        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += kind.exposed_us
-    parts = ", ".join(f"{op} {us / 1e3:.2f} ms" for op, us in sorted(by_name.items(), key=lambda i: -i[1])[:4])
+        part = kind.exposed_us / in_kinds[kind.op] if in_kinds[kind.op] > 0 else 0.0
+        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += by_op.get(kind.op, 0.0) * part
+    worst = sorted(((name, us) for name, us in by_name.items() if us >= _LEAST_US), key=lambda i: -i[1])
+    parts = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in worst[:4])
     inside = w.step >= 0
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
@@ -313,12 +338,14 @@ def _exposed(
             kind="exposed_comm",
             cost_us=cost,
             severity=_severity(cost, step),
-            title=f"{share:.0%} of the step is communication with no compute beside it",
-            evidence=f"exposed a step and rank: {parts}; "
+            title=f"{share:.0%} of the {_what(job)} is communication with no compute beside it",
+            evidence=f"exposed {_each(job)} and rank: {parts or 'unknown operations'}; "
             + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
             advice=_RECORD_ALL
             if untold
-            else _advise_exposed(account, by_copies=by_op["peer_copy"] > sum(by_op.values()) / 2),
+            else _advise_exposed(
+                account, traced_stack(job), by_copies=by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
+            ),
         )
     ]
 
@@ -345,6 +372,33 @@ def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps:
     return said
 
 
+def exposed_by_operation(job: TracedJob, w: Waits, busy: list[Activity]) -> dict[str, float]:
+    """Return the exposed time of each kind of collective, µs a step, mean over ranks; none of it counts twice.
+
+    Where two run at the same time, it counts for the one that is exposed for longer in all.
+    """
+    inside = w.step >= 0
+    op = np.array(job.joined.op, object)
+    by_op = {name: float(np.nansum(w.exposed[inside & (op == name)])) for name in dict.fromkeys(job.joined.op)}
+    order = sorted(by_op, key=lambda name: -by_op[name])
+    out = dict.fromkeys(order, 0.0)
+    for column, rank in enumerate(busy):
+        taken = rank.compute
+        window = job.step_start[:, column], job.step_end[:, column]
+        before = float(taken.within(*window).sum())
+        for name in order:
+            rows = (op == name) & np.isfinite(job.joined.start[:, column])
+            taken |= Intervals.union(job.joined.start[rows, column], job.joined.end[rows, column])
+            after = float(taken.within(*window).sum())
+            out[name] += (after - before) / len(busy) / max(len(job.step_names), 1)
+            before = after
+    return out
+
+
+def _what(job: TracedJob) -> str:
+    return "recording" if job.step_names == ("whole trace",) else "step"
+
+
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
     """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
     steps = max(len(job.step_names), 1)
@@ -356,22 +410,29 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
         exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
         head = (
             f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
-            "step waits for it."
+            f"{_what(job)} waits for it."
         )
     if not findings:
         return f"{head} Nothing stands out."
     causes = [f for f in findings if f.kind != "exposed_comm" and f.cost_us >= _SYMPTOM * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
     cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
-    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms a step)."
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms {_each(job)})."
 
 
-def _advise_straggler(s: Straggler) -> str:
-    """Return advice on what to change about one late rank."""
+def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
+    """Say what to change about one late rank."""
     if s.cause == "late_input":
         return ADVICE["late_input"]
     if s.cause == "more_work":
         return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
+    if s.cause == "slow_kernels" and stack.vendor != "nvidia":
+        look = "amd-smi metric (clocks, temperature, errors), " if stack.vendor == "amd" else ""
+        where = "machine" if stack.vendor == "cpu" else "GPU"
+        return (
+            f"look at the {where} of rank {s.rank}: {look}throttling, other processes on it; drain the node if it "
+            "stays slow"
+        )
     if s.cause == "slow_kernels":
         return (
             f"look at the GPU of rank {s.rank}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
@@ -386,60 +447,78 @@ def _advise_straggler(s: Straggler) -> str:
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
 
 
-def _advise_kernel(worst: KernelComparison, num_sms: int | None) -> str:
-    """Return advice on what to change about kernels slowed by communication."""
-    if worst.cause == "bandwidth":
+def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack) -> str:
+    """Say what to change about kernels slowed by communication."""
+    if worst.cause == "bandwidth" or stack.vendor == "cpu":
         return (
-            "no knob removes it: they share HBM and power with the transfer. Fuse them, or let a GEMM run beside the "
-            "collective instead"
+            "fuse these kernels, or let a GEMM run beside the collective instead. No knob removes it: they share memory"
+            " bandwidth and power with the transfer"
         )
     ctas, spare = worst.comm_ctas or 0, worst.comm_ctas_without_extra_wave or 0
-    limit = _fewer_sms_for_the_gemm(num_sms, ctas)
+    limit = _fewer_sms_for_the_gemm(num_sms, ctas, stack)
     if worst.cause == "tail_effect" and spare >= 4:
         most = spare // 4 * 4
-        return (
-            f"limit the collective to {most} CTAs (ProcessGroupNCCL.Options().config.max_ctas = {most}, a multiple of "
-            f"its cluster of 4; all_to_all rounds up to a power of two): up to {spare} fit without an extra wave; or "
-            f"{limit}"
+        how = (
+            f" (ProcessGroupNCCL.Options().config.max_ctas = {most}, a multiple of its cluster of 4; all_to_all rounds "
+            "up to a power of two)"
+            if stack.nvidia_nccl
+            else ""
         )
-    return f"use {_NO_SM_COLLECTIVES} ({spare} CTAs fit without an extra wave); or {limit}"
+        return f"limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
+    return f"use {_no_sm_collectives(stack)} ({spare} CTAs fit without an extra wave); or {limit}"
 
 
-def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int) -> str:
+def _no_sm_collectives(stack: TracedStack) -> str:
+    return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
+
+
+def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
     sms = "SMs - CTAs" if num_sms is None else str(num_sms - max(ctas, 1))
+    if stack.vendor != "nvidia":
+        return f"give the GEMM a grid that needs no more than {sms} {'CUs' if stack.vendor == 'amd' else 'SMs'}"
     return (
         f"give the GEMM {sms} SMs: cublasSetSmCountTarget(torch.cuda.current_blas_handle(), {sms}) in every thread "
         "that launches (autograd's too), and check the grid of the kernel"
     )
 
 
-def _advise_launch_order(num_sms: int | None, ctas: int) -> str:
-    """Return advice on what to change about collectives that found every SM taken."""
+def _advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
+    """Say what to change about collectives that found no SM."""
     return (
-        "stream priority does not pre-empt a resident kernel. Launch the collective before the kernel that blocks it; "
-        f"or {_fewer_sms_for_the_gemm(num_sms, ctas)}; or use {_NO_SM_COLLECTIVES}"
+        f"launch the collective before the kernel that blocks it; or {_fewer_sms_for_the_gemm(num_sms, ctas, stack)}; "
+        f"or use {_no_sm_collectives(stack)}. Stream priority does not pre-empt a resident kernel"
     )
 
 
-def _advise_exposed(account: Account, *, by_copies: bool = False) -> str:
+def _advise_exposed(account: Account, stack: TracedStack, *, by_copies: bool = False) -> str:
     """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
-        return "most of it is waiting: fix the late ranks and the launch order first; faster links would not help"
+        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (
-            f"communication takes {ratio:.1f} x as long as compute: more tokens per GPU or gradient accumulation, "
-            "fewer ranks per group (HSDP, smaller TP), or a compressed dtype "
-            "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+            "more tokens per rank or gradient accumulation, fewer ranks per group, or a smaller dtype of what is sent"
+            + " (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))" * stack.fsdp
+            + f". Communication takes {ratio:.1f} x as long as compute"
         )
     if by_copies:
         return (
-            "it takes no SM already, so no kernel holds it up: it begins too late, or nothing is left to run beside "
-            "it, as for the first gather and the last scatter of a step. Begin it earlier (prefetch), or make the "
-            "first and the last module smaller"
+            "begin it earlier (prefetch), or make the first and the last module smaller. It takes no SM already, so "
+            "no kernel holds it up: it begins too late, or nothing is left to run beside it, as for the first gather "
+            "and the last scatter of a step"
         )
+    if stack.vendor == "cpu":
+        return (
+            "begin it as soon as its input is there (async_op=True), and wait for it where its result is needed. There "
+            "is enough compute to hide it behind"
+        )
+    nothing = (
+        ". Prefetching two FSDP2 layers instead of one and registering NCCL's buffers changed nothing measurable on "
+        "8 x H200"
+    )
     return (
-        "there is enough compute to hide it behind. Collectives that take no SM start whatever runs and slow nothing "
-        "down; in tensor parallelism split the matmul and overlap its parts. Prefetching two FSDP2 layers instead of "
-        "one and registering NCCL's buffers changed nothing measurable on 8 x H200"
+        f"use {_NO_SM_COLLECTIVES}: they start whatever runs and slow nothing down; where a matmul waits for its own "
+        "collective (tensor parallelism), split both and overlap the parts. There is enough compute to hide it behind"
+        + nothing
+        * (stack.fsdp and stack.nvidia_nccl)
     )

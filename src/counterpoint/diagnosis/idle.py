@@ -275,6 +275,8 @@ def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
 def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
     """Return advice on a cause of idle time; name the optimizer only if it is not fused and launches many kernels."""
     advice = ADVICE[cause.category]
+    if job.digests[0].device.name == "cpu" and cause.category in ("launch", "between_kernels"):
+        return "fewer, larger operations: torch.compile, larger batches"
     if cause.category == "launch":
         names = [o.name for o in (*cause.operations, *cause.functions)]
         names += job.digests[columns[0]].names

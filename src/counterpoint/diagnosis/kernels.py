@@ -24,6 +24,7 @@ _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
 _OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
 _FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
+_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
     r"elementwise|reduce_kernel|layer_?norm|rms_?norm|softmax|CatArray|index|scatter|gather|embedding|multi_tensor|"
@@ -204,8 +205,10 @@ def _kernel(
         before = waves(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
         after = waves(blocks, num_sms=limits.num_sms - ctas, blocks_per_sm=fit)
         lost = most_ctas_without_extra_wave(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
-    extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if slowdown is not None and slowdown > 1 else 0.0
     cause = _cause(name, slowdown, a, b, ctas, before, after)
+    if cause == "tail_effect" and slowdown and before and after and slowdown > _BESIDES * after / before:
+        slowdown, cause = None, "none"  # kernels of two sizes, which the trace does not tell apart
+    extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if cause != "none" else 0.0
     return KernelComparison(
         name=name,
         grid=(grid[0], grid[1], grid[2]),
@@ -220,7 +223,7 @@ def _kernel(
         overlapped_p10_us=_quantile(b, 10),
         overlapped_p90_us=_quantile(b, 90),
         slowdown=slowdown,
-        cost_us=extra if cause != "none" else 0.0,
+        cost_us=extra,
         cause=cause,
         waves_alone=before,
         waves_overlapped=after,

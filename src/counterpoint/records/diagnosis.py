@@ -6,6 +6,7 @@ Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counte
 
 from __future__ import annotations
 
+from html import escape
 from typing import Literal
 
 from counterpoint.records.base import Record
@@ -38,10 +39,11 @@ class Account(Record, frozen=True, kw_only=True):
     """Accounts for the time of all analysed steps: of one rank, or as the mean over ranks (`totals`).
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
-    `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks (a
-    collective by copies also waits before its first copy, while the stream holds that back); null where none could be,
-    as with one rank's trace. `multi_tensor_us` is the compute in which only kernels over lists of tensors run:
-    optimizers, clipping and casts of a rank's parameters.
+    `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
+    counted once where several run at the same time, as transfer if one of them moves bytes (a collective by copies also
+    waits before its first copy, while the stream holds that back); null where none could be matched, as with one rank's
+    trace. `multi_tensor_us` is the compute in which only kernels over lists of tensors run: optimizers, clipping and
+    casts of a rank's parameters.
     """
 
     duration_us: float
@@ -261,3 +263,16 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     replay: Replay | None
     idle: Idle | None = None
     collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first
+
+    def __repr__(self) -> str:
+        """Return one line: what was recorded, and the verdict."""
+        return f"Diagnosis({len(self.ranks)} of {self.world_size} ranks, {len(self.findings)} findings: {self.verdict})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the findings for a notebook, nothing of a trace interpreted."""
+        rows = "".join(
+            f"<tr><td>{f.cost_us / 1e3:.2f} ms</td><td><b>{escape(f.title)}</b><br>{escape(f.advice)}</td></tr>"
+            for f in self.findings
+        )
+        table = f"<table><tr><th>cost of step time</th><th>what to do</th></tr>{rows}</table>" if rows else ""
+        return f"<p><b>{escape(self.verdict)}</b></p>{table}"

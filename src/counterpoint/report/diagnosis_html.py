@@ -22,10 +22,13 @@ from counterpoint.report import formatting as say
 from counterpoint.report.safe_html import clean, write_page
 
 MAX_RANKS = 32  # of the timeline
-MAX_SPANS = 200_000
+MAX_SPANS = 40_000  # 0.6 MB of the page
 MAX_LABEL = 200  # characters
 MAX_BARS = 64  # ranks drawn
 MAX_ROWS = 512  # ranks in tables
+MAP_FROM = 32  # ranks: a larger job has a map of all of them
+MAX_MAP = 1024  # ranks of it; those that are late are drawn in any case
+NODE = 8  # ranks in a row of the map: those of one node on most machines
 MAX_COLLECTIVES = 300
 MAX_KERNELS = 100
 MAX_HEAT = 16  # ranks whose wait gets a column of its own
@@ -57,12 +60,13 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the values that the template formats and shows; sums over steps become means per step."""
     steps = say.steps_in(diagnosis)
-    bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS)
+    late = {straggler.rank for straggler in diagnosis.stragglers}
+    bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS, late)
     slowed = sorted((k for k in diagnosis.kernels if k.cause != "none"), key=lambda kernel: -kernel.cost_us)
     collectives = say.by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
     return {
         "steps": steps,
-        "accounts": [(account, say.budget(account)) for account in say.worst_ranks(diagnosis.per_rank, MAX_ROWS)],
+        "accounts": [(account, say.budget(account)) for account in say.worst_ranks(diagnosis.per_rank, MAX_ROWS, late)],
         "bars": [(account, _bar(account, max(a.duration_us for a in bars))) for account in bars],
         "total": say.budget(diagnosis.totals),
         "collectives": collectives,
@@ -73,10 +77,42 @@ def _context(diagnosis: Diagnosis) -> dict[str, Any]:
         "all_slowed": len(slowed),
         "undisturbed": len(diagnosis.kernels) - len(slowed),
         "blocks": lambda kernel: math.prod(kernel.grid),
-        "late": {straggler.rank for straggler in diagnosis.stragglers},
+        "late": late,
+        "map": _rank_map(diagnosis),
+        "longest_rank_wait": max((say.budget(a)["wait"] / steps for a in diagnosis.per_rank), default=0.0),
         "notes": say.notes(diagnosis),
         "longest_step": _longest_step(diagnosis),
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCell:
+    """Holds one rank of the map: how long it waits in a step, and how long the others wait for it; ms."""
+
+    rank: int
+    wait_ms: float | None  # None: no trace of it
+    late_ms: float | None  # None: it is not late
+    heat: float  # per cent of the longest wait
+
+
+def _rank_map(diagnosis: Diagnosis) -> list[list[RankCell]]:
+    """Return all ranks of a job that is too large for a bar each, `NODE` in a row; else nothing."""
+    if len(diagnosis.per_rank) <= MAP_FROM:
+        return []
+    steps = say.steps_in(diagnosis)
+    waits = {a.rank: say.budget(a)["wait"] / steps / 1e3 for a in diagnosis.per_rank}
+    late = {s.rank: s.delay_us / steps / 1e3 for s in diagnosis.stragglers}
+    longest = max(waits.values()) or 1.0
+    every = sorted({*waits, *late})
+    rows: dict[int, list[RankCell]] = {}
+    for rank in every[:MAX_MAP]:
+        wait = waits.get(rank)
+        cell = RankCell(rank=rank, wait_ms=wait, late_ms=late.get(rank), heat=100 * (wait or 0.0) / longest)
+        rows.setdefault(rank // NODE, []).append(cell)
+    for rank in set(late) - set(every[:MAX_MAP]):
+        cell = RankCell(rank=rank, wait_ms=waits.get(rank), late_ms=late[rank], heat=0.0)
+        rows.setdefault(rank // NODE, []).append(cell)
+    return [sorted(rows[node], key=lambda cell: cell.rank) for node in sorted(rows)]
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:

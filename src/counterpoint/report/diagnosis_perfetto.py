@@ -2,8 +2,8 @@
 
 Each rank is a process (pid = rank) and each of its streams a thread; the host's gaps are one more. Another process
 holds the findings and the counters of the whole job. On one thread of a trace slices have to follow or enclose one
-another: what would cut into another slice goes to a thread beside it. Times stay µs on the clock of `StepTime`; names
-are escaped, since they come from traces.
+another: what would cut into another slice goes to a thread beside it. Times stay µs on the clock of `StepTime`;
+names are escaped, since they come from traces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print a diagnosis on a terminal: the verdict first, then what it rests on.
+"""Print a diagnosis on a terminal: where the time goes, and at its end, where the eye is, the verdict and what to do.
 
 Names come from traces, maybe hostile: they are printed as `rich.text.Text`, never as markup, with control characters
 escaped. Everything is readable at 80 columns, without colour, and piped.
@@ -15,6 +15,8 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay
 from counterpoint.report import formatting as say
 
+MAX_FINDINGS = 3  # in short
+SHORT_LINES = 2
 MAX_RANKS = 16
 MAX_COLLECTIVES = 8
 MAX_KERNELS = 8
@@ -23,26 +25,36 @@ BAR_WIDTH = 24
 SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": say.QUIET}
 
 
-def render(diagnosis: Diagnosis, console: Console) -> None:
-    """Print the summary of a diagnosis; its first line is the verdict. Totals are milliseconds per step."""
-    console.print(say.text(diagnosis.verdict, "bold"), soft_wrap=True)
+def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> None:
+    """Print the summary of a diagnosis, which ends with the verdict and what to do; `verbose`: all tables and reasons.
+
+    Totals are milliseconds per step.
+    """
     console.print(say.text(_scope(diagnosis), say.QUIET))
-    _findings(diagnosis.findings, console)
     _budget(diagnosis, console)
-    _idle(diagnosis, console)
-    _kinds(diagnosis, console)
-    _collectives(diagnosis, console)
-    _stragglers(diagnosis, console)
-    _kernels(diagnosis, console)
-    if diagnosis.replay is not None:
-        _replay(diagnosis.replay, console)
+    if verbose:
+        _idle(diagnosis, console)
+        _kinds(diagnosis, console)
+        _collectives(diagnosis, console)
+        _stragglers(diagnosis, console)
+        _kernels(diagnosis, console)
+        if diagnosis.replay is not None:
+            _replay(diagnosis.replay, console)
     _notes(diagnosis, console)
+    console.print()
+    console.print(say.text(diagnosis.verdict, "bold"), soft_wrap=True)
+    _findings(diagnosis.findings, console, verbose=verbose)
 
 
-def _below(console: Console, value: str, style: str = "") -> None:
-    """Print text indented by three, wrapped, without spaces at the ends of lines."""
-    for line in say.text(value, style).wrap(console, max(20, console.width - 3)):
+def _below(console: Console, value: str, style: str = "", most: int | None = None) -> None:
+    """Print text indented by three, wrapped, without spaces at the ends of lines; at most so many of them."""
+    width = max(20, console.width - 3)
+    lines = list(say.text(value, style).wrap(console, width))
+    for number, line in enumerate(lines[:most], start=1):
         line.rstrip()
+        if number == most and len(lines) > number:
+            line.truncate(width - 2)
+            line.append(" …")
         console.print(Text("   ").append_text(line), soft_wrap=True)
 
 
@@ -55,16 +67,23 @@ def _scope(diagnosis: Diagnosis) -> str:
     return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])
 
 
-def _findings(findings: Sequence[Finding], console: Console) -> None:
+def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
+    """Print what to do, then why; in short: the dearest findings, the first sentence of each remedy."""
     say.heading(console, "What to do", "cost of step time")
     if not findings:
         console.print(say.text("Nothing found that is worth acting on."))
-    for number, finding in enumerate(findings, start=1):
+    shown = findings if verbose else findings[:MAX_FINDINGS]
+    for number, finding in enumerate(shown, start=1):
         cost = f"{say.milliseconds(finding.cost_us)} ms"
         costs = (cost, SEVERITY_STYLE[finding.severity])
         console.print(Text.assemble(f"{number}. ", costs, "  ", say.text(finding.title, "bold", 200)))
-        _below(console, finding.evidence, say.QUIET)
-        _below(console, "→ " + finding.advice)
+        _below(console, "→ " + (finding.advice if verbose else say.first_sentence(finding.advice)))
+        _below(console, finding.evidence, say.QUIET, None if verbose else SHORT_LINES)
+    if not verbose:
+        left = len(findings) - len(shown)
+        more = f"{left} more finding{'s' * (left != 1)}, " if left else ""
+        console.print()
+        console.print(say.text(f"--verbose: {more}all reasons, idle time, collectives, kernels, what-ifs", say.QUIET))
 
 
 def _bar(parts: dict[str, float], longest_us: float) -> Text:
@@ -81,8 +100,9 @@ def _bar(parts: dict[str, float], longest_us: float) -> Text:
 def _budget(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.per_rank:
         return
+    late = {straggler.rank for straggler in diagnosis.stragglers}
     say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.steps else "ms, the whole trace")
-    shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS), say.steps_in(diagnosis)
+    shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS, late), say.steps_in(diagnosis)
     longest = max(account.duration_us for account in shown)
 
     def row(account: RankAccount) -> list[str | Text]:
@@ -98,9 +118,7 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
     keys = (Text.assemble((part.glyph, part.colour), " ", part.name.removeprefix("exposed ")) for part in say.PARTS)
     console.print(Text("  ").join(keys))
     if len(shown) < len(diagnosis.per_rank):
-        console.print(
-            f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: those with the smallest share in compute."
-        )
+        console.print(f"     {len(shown)} of {len(diagnosis.per_rank)} ranks: the late, and those that compute least.")
 
 
 def _idle(diagnosis: Diagnosis, console: Console) -> None:

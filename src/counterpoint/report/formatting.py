@@ -7,6 +7,7 @@ is what a user notices; data frames and JSON keep the sums.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,11 +101,14 @@ def budget(account: Account) -> dict[str, float]:
     }
 
 
-def worst_ranks(accounts: Sequence[RankAccount], limit: int) -> list[RankAccount]:
-    """Return all accounts in order of rank or, if there are more than `limit`, those with the least compute."""
+def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int] = ()) -> list[RankAccount]:
+    """Return all accounts in order of rank or, if there are more than `limit`, the late and those of least compute."""
     if len(accounts) <= limit:
         return list(accounts)
-    worst = sorted(accounts, key=lambda a: (a.compute_us / a.duration_us if a.duration_us else 0.0, a.rank))[:limit]
+    worst = sorted(
+        accounts,
+        key=lambda a: (a.rank not in late, a.compute_us / a.duration_us if a.duration_us else 0.0, a.rank),
+    )[:limit]
     return sorted(worst, key=lambda a: a.rank)
 
 
@@ -140,6 +144,11 @@ def group_of(kind: CollectiveKind) -> str:
     """Return the parallel group of a kind of collectives, else what the program or the trace calls it, and its size."""
     name = kind.parallel or kind.group_name or kind.group
     return f"{name} ×{kind.ranks}" if kind.ranks else name
+
+
+def first_sentence(advice: str) -> str:
+    """Return advice up to the end of its first sentence."""
+    return re.split(r"(?<=[a-z0-9)])\. (?=[A-Z])", advice, maxsplit=1)[0]
 
 
 def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective]:

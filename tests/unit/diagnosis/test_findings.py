@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
-from counterpoint.diagnosis.findings import _exposed
+from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.diagnosis.findings import _exposed, exposed_by_operation
+from counterpoint.diagnosis.stack import traced_stack
 from counterpoint.diagnosis.unrecorded import find_unrecorded
-from counterpoint.trace.timeline import Kind
-from tests.support.job_builder import Op, comm, job, op, rank
+from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.trace.timeline import Device, Kind
+from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
 
 
 def advice(*, copies: bool) -> str:
@@ -20,11 +25,85 @@ def advice(*, copies: bool) -> str:
     busy = [activity(j, 0)]
     w = waits(j, busy)
     kinds = collective_kinds(j, w, collectives(j, w))
-    (finding,) = _exposed(j, totals(rank_accounts(j, busy, w)), w, find_unrecorded(j, busy, w), kinds, {}, 190.0)
+    (finding,) = _exposed(j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0)
     return finding.advice
 
 
-@pytest.mark.parametrize(("copies", "said"), [(True, "it takes no SM already"), (False, "Collectives that take no SM")])
+@pytest.mark.parametrize(
+    ("copies", "said"), [(True, "It takes no SM already"), (False, "use collectives that take no SM")]
+)
 def test_copy_engines_are_not_advised_where_they_are_used(copies: bool, said: str) -> None:
     """What copies leave exposed begins too late; what NCCL does may have waited for SMs."""
     assert said in advice(copies=copies)
+
+
+AMD, CPU = Device(name="AMD Instinct MI300X", num_sms=304), Device(name="cpu")
+NVIDIA_ONLY = ("cublas", "nvidia-smi", "NCCL", "max_ctas", "FSDP", "MixedPrecision")
+
+
+def contended(device: Device, kernel: str = "gemm_kernel") -> Diagnosis:
+    """Two ranks whose one-wave kernels need a second wave beside a collective, and one exposed collective a step."""
+    ranks = []
+    for late in (0.0, 5.0):
+        ops: list[Op] = []
+        for i in range(4):
+            at = 570.0 * i
+            more: dict[str, Any] = {"launch": float(i), "grid": (device.num_sms or 132, 1, 1)}
+            ops.append(op(kernel, at, at + 200 + i, **more))
+            ops.append(op(kernel, at + 210, at + 560 + i, **more))
+            ops.append(comm("all_gather", at + 205 + late, at + 565, launch=float(i)))
+        ops.append(comm("reduce_scatter", 2300.0, 2600.0, launch=5.0))
+        ranks.append(rank(*ops, device=device))
+    digests = [digested(r, number, 2) for number, r in enumerate(ranks)]
+    return diagnose_digests(digests, ["rank0", "rank1"]).diagnosis
+
+
+@pytest.mark.parametrize("device", [AMD, CPU], ids=["amd", "cpu"])
+def test_knobs_of_nvidia_and_of_fsdp_are_not_advised_elsewhere(device: Device) -> None:
+    findings = contended(device).findings
+    assert findings
+    assert not [(f.title, knob) for f in findings for knob in NVIDIA_ONLY if knob in f.advice]
+
+
+def test_knobs_of_nvidia_are_advised_on_nvidia() -> None:
+    (finding,) = (f for f in contended(H200).findings if f.kind == "tail_effect")
+    assert "cublasSetSmCountTarget" in finding.advice
+    assert "NCCL's zero-CTA policy" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "vendor"),
+    [
+        ("", "nvjet_sm90_tst", "nvidia"), ("", "Cijk_Ailk_Bljk", "amd"), ("", "gemm", None),
+        ("NVIDIA A100-PG509-200", "gemm", "nvidia"), ("AMD Instinct MI300X", "gemm", "amd"),
+        ("Tesla V100-SXM2-16GB", "gemm", "nvidia"), ("cpu", "gemm", "cpu"),
+    ],
+)  # fmt: skip
+def test_vendor(device: str, kernel: str, vendor: str | None) -> None:
+    assert traced_stack(job(rank(op(kernel, 0, 10), device=Device(name=device)))).vendor == vendor
+
+
+def test_collectives_at_the_same_time_count_once() -> None:
+    """Two collectives on two streams, 100 µs each, 80 of them together: 120 µs, of a step of 220."""
+    ops = (
+        op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 200), comm("all_reduce", 120, 220, stream=21),
+    )  # fmt: skip
+    j = job(rank(*ops), rank(*ops))
+    busy = [activity(j, column) for column in range(2)]
+    w = waits(j, busy)
+    accounts = rank_accounts(j, busy, w)
+    assert (accounts[0].wait_us or 0.0) + (accounts[0].transfer_us or 0.0) == pytest.approx(120.0)
+    by_operation = exposed_by_operation(j, w, busy)
+    assert sum(by_operation.values()) == pytest.approx(totals(accounts).exposed_comm_us)
+    assert by_operation == {"all_gather": pytest.approx(100.0), "all_reduce": pytest.approx(20.0)}
+
+
+def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> None:
+    found = contended(H200)
+    assert all(round(f.cost_us / 1e3, 2) > 0 for f in found.findings)
+    ops = (op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 190))
+    digests = [digested(rank(*ops, steps=()), 0, 1)]
+    whole = diagnose_digests(digests, ["rank0"]).diagnosis
+    assert whole.steps[0].name == "whole trace"
+    assert not [f.title for f in whole.findings if "the step" in f.title]
+    assert "of the recording is communication" in str(whole.findings)

@@ -42,6 +42,9 @@ def kernel(
         pytest.param({"beside_us": 115.0, "name": "void vectorized_elementwise_kernel<4>"}, "bandwidth", id="memory"),
         pytest.param({"beside_us": 103.0}, "none", id="3-per-cent"),
         pytest.param({"beside_us": 90.0}, "none", id="faster"),
+        pytest.param({"beside_us": 460.0}, "none", id="2-waves-for-1-cannot-make-4.6-x"),
+        pytest.param({"beside_us": 240.0}, "tail_effect", id="2-waves-for-1-and-some-power"),
+        pytest.param({"beside_us": 300.0, "copies": True}, "bandwidth", id="short-kernels-lose-that-much-to-copies"),
     ],
 )
 def test_cause(facts: dict[str, object], cause: str) -> None:
@@ -84,3 +87,10 @@ def test_sizes_of_one_kernel_without_shapes_are_told_apart() -> None:
         (2, 2, pytest.approx(902.5 / 600.5)),
         (4, 0, None),
     ]
+
+
+def test_a_slow_down_that_its_cause_cannot_produce_is_unknown_and_costs_nothing() -> None:
+    """Two sizes of one kernel are mixed: neither a slow-down nor a time without contention is known."""
+    mixed = kernel(beside_us=460.0)
+    assert mixed.slowdown is None
+    assert mixed.cost_us == 0.0

@@ -8,20 +8,62 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from counterpoint.records.diagnosis import Diagnosis, TimelineLane
+from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause, TimelineLane
 from counterpoint.report.diagnosis_terminal import render
 from tests.support import example_diagnosis as example
 
 
-def printed(diagnosis: Diagnosis, *, width: int = 80, colour: bool = False) -> str:
+def printed(diagnosis: Diagnosis, *, width: int = 80, colour: bool = False, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=colour, color_system="256" if colour else None)
-    render(diagnosis, console)
+    render(diagnosis, console, verbose=verbose)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_first_line_is_the_verdict(training: Diagnosis) -> None:
-    assert printed(training).splitlines()[0] == training.verdict
+@pytest.mark.parametrize("verbose", [False, True])
+def test_it_ends_with_the_verdict_and_what_to_do(training: Diagnosis, verbose: bool) -> None:
+    last = printed(training, verbose=verbose).splitlines()
+    at = last.index(training.verdict)
+    assert last[at + 2].startswith("What to do")
+    assert at > next(i for i, line in enumerate(last) if line.startswith("Where the time goes"))
+
+
+@pytest.mark.parametrize(
+    "table", ["Idle ", "Collectives", "Ranks that make others wait", "Kernels slowed", "What it is worth"]
+)
+def test_long_tables_are_for_the_verbose(training: Diagnosis, table: str) -> None:
+    cause = IdleCause(category="launch", us=900.0, count=3.0, longest_us=400.0, operations=(), functions=())
+    idle = Idle(
+        idle_us=900.0, explained_us=900.0, causes=(cause,), launches=None, launch_interval_us=None, kernel_us=None
+    )
+    diagnosis = msgspec.structs.replace(training, idle=idle)
+
+    def headings(verbose: bool) -> list[str]:
+        return [line for line in printed(diagnosis, verbose=verbose).splitlines() if line.startswith(table)]
+
+    assert headings(verbose=True)
+    assert not headings(verbose=False)
+
+
+def test_in_short_the_three_dearest_findings_are_named_and_the_rest_counted(training: Diagnosis) -> None:
+    many = msgspec.structs.replace(training, findings=training.findings[:1] * 5)
+    short = printed(many, verbose=False)
+    assert "\n3. " in short
+    assert "\n4. " not in short
+    assert "--verbose: 2 more findings" in short
+
+
+def test_the_remedy_comes_before_the_reasons(training: Diagnosis) -> None:
+    finding = training.findings[0]
+    text = printed(training, width=400, verbose=False)
+    assert text.index("→ " + finding.advice[:30]) < text.index(finding.evidence[:30])
+
+
+def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lines(training: Diagnosis) -> None:
+    long = msgspec.structs.replace(training.findings[0], advice="Do this (1.5 x). Because.", evidence="seen " * 60)
+    text = printed(msgspec.structs.replace(training, findings=(long,)), verbose=False)
+    assert "→ Do this (1.5 x)\n" in text
+    assert [line[-2:] for line in text.splitlines() if line.startswith("   seen")] == ["en", " …"]
 
 
 def test_piped_output_has_no_escape_sequences(training: Diagnosis) -> None:
@@ -29,12 +71,12 @@ def test_piped_output_has_no_escape_sequences(training: Diagnosis) -> None:
 
 
 def test_no_line_ends_in_a_space_below_a_finding(training: Diagnosis) -> None:
-    findings = printed(training).split("What to do")[1].split("Where the time goes")[0]
+    findings = printed(training).split("What to do")[1]
     assert not [line for line in findings.splitlines() if line.endswith(" ")]
 
 
 def test_all_but_the_verdict_fits_80_columns(training: Diagnosis) -> None:
-    assert max(map(len, printed(training).splitlines()[1:])) <= 80
+    assert max(len(line) for line in printed(training).splitlines() if line != training.verdict) <= 80
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -66,3 +66,10 @@ def test_sums_are_divided_by_one_where_no_step_was_found(empty: Diagnosis) -> No
 
 def test_a_clock_without_offset_is_not_worth_a_note(empty: Diagnosis) -> None:
     assert say.notes(empty) == []
+
+
+def test_a_late_rank_is_among_the_worst_however_much_it_computes() -> None:
+    accounts = [example.account(rank) for rank in range(40)]
+    accounts[37] = msgspec.structs.replace(accounts[37], compute_us=accounts[37].duration_us)
+    assert 37 not in [a.rank for a in say.worst_ranks(accounts, 4)]
+    assert 37 in [a.rank for a in say.worst_ranks(accounts, 4, {37})]

@@ -1,0 +1,68 @@
+"""A job of 256 ranks: all on the page, the late one drawn and framed; and one line where a diagnosis is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.records.diagnosis import Diagnosis, TimelineLane
+from counterpoint.report.diagnosis_html import write_html
+from tests.support import example_diagnosis as example
+
+WORLD, LATE = 256, 197
+
+
+def of_256_ranks() -> Diagnosis:
+    """A job whose late rank computes more than any other, so that nothing but its lateness tells."""
+    training = example.training()
+    late = msgspec.structs.replace(training.stragglers[0], rank=LATE)
+    ranks = [example.account(rank % 8, late=rank == LATE) for rank in range(WORLD)]
+    accounts = [msgspec.structs.replace(a, rank=rank) for rank, a in enumerate(ranks)]
+    accounts[LATE] = msgspec.structs.replace(accounts[LATE], compute_us=1.2 * accounts[LATE].compute_us)
+    return msgspec.structs.replace(
+        training, per_rank=tuple(accounts), ranks=tuple(range(WORLD)), world_size=WORLD, stragglers=(late,)
+    )
+
+
+@pytest.fixture(name="page", scope="module")
+def page_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_html(path, of_256_ranks(), example.lanes(spans=200_000, world=WORLD))
+    return path.read_text()
+
+
+def test_page_of_256_ranks_is_below_a_megabyte(page: str) -> None:
+    assert len(page.encode()) < 1_000_000
+
+
+def test_every_rank_is_on_the_map_eight_in_a_row(page: str) -> None:
+    table = page.split('<table class="map">')[1].split("</table>")[0]
+    assert [int(rank) for rank in re.findall(r'title="rank (\d+):', table)] == list(range(WORLD))
+    assert table.count("<tr>") == WORLD // 8
+
+
+def test_late_rank_is_framed_and_drawn_as_a_bar(page: str) -> None:
+    framed = re.findall(r'class="heat late"[^>]*title="rank (\d+):', page)
+    assert framed == [str(LATE)]
+    assert f'<b class="name">rank {LATE}</b>' in page
+
+
+def test_a_small_job_has_no_map(tmp_path: Path, training: Diagnosis, lanes: list[TimelineLane]) -> None:
+    write_html(tmp_path / "report.html", training, lanes)
+    assert 'class="map"' not in (tmp_path / "report.html").read_text()
+
+
+def test_a_diagnosis_prints_as_one_line_with_its_verdict(training: Diagnosis) -> None:
+    assert training.verdict in repr(training)
+    assert "\n" not in repr(training)
+    assert len(repr(training)) < 400
+
+
+def test_names_of_traces_are_inert_in_a_notebook(hostile: tuple[Diagnosis, list[TimelineLane]]) -> None:
+    finding = msgspec.structs.replace(example.training().findings[0], title="<script>alert(1)</script>")
+    html = msgspec.structs.replace(hostile[0], findings=(finding,))._repr_html_()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
