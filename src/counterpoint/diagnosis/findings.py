@@ -56,6 +56,7 @@ _KERNEL_TITLE = {
     "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
 _NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
+_OVERLAP = "counterpoint.overlap(model) after fully_shard, for shards within one host: its collectives take no SM"
 _ZERO_CTA = (
     ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
     "one; check that the trace shows Memcpy PtoP"
@@ -469,7 +470,7 @@ def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSt
 
 
 def _no_sm_collectives(stack: TracedStack) -> str:
-    return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
+    return _OVERLAP if stack.overlaps else _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
 
 
 def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
@@ -494,6 +495,8 @@ def _advise_exposed(account: Account, stack: TracedStack, *, by_copies: bool = F
     """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
+    if account.compute_us <= 0:
+        return "record compute as well: no kernel that could hide the communication is in the traces"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (
@@ -516,9 +519,9 @@ def _advise_exposed(account: Account, stack: TracedStack, *, by_copies: bool = F
         ". Prefetching two FSDP2 layers instead of one and registering NCCL's buffers changed nothing measurable on "
         "8 x H200"
     )
+    if stack.overlaps:
+        return f"use {_OVERLAP}, start whatever runs and slow nothing down. There is enough compute beside it{nothing}"
     return (
         f"use {_NO_SM_COLLECTIVES}: they start whatever runs and slow nothing down; where a matmul waits for its own "
         "collective (tensor parallelism), split both and overlap the parts. There is enough compute to hide it behind"
-        + nothing
-        * (stack.fsdp and stack.nvidia_nccl)
     )

@@ -13,6 +13,7 @@ _NVIDIA = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|\b(?:GB?|[ABHVPTL])\d{2,3}\b"
 _AMD_NAMES = re.compile(r"^hip[A-Z]|^Cijk_")
 _NVIDIA_NAMES = re.compile(r"^cuda[A-Z]|^cu[A-Z]|cublas|cudnn|nvjet|cutlass|sm\d{2,3}_")
 _FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
+_FSDP2 = re.compile(r"^FSDP::|^fsdp::|chunk_cat_cuda_kernel")  # ranges, operators and a kernel that FSDP1 lacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +23,17 @@ class TracedStack:
     vendor: str | None  # nvidia | amd | cpu
     nccl: bool  # kernels of NCCL or RCCL
     fsdp: bool
+    fsdp2: bool
 
     @property
     def nvidia_nccl(self) -> bool:
-        """Whether NCCL's own knobs apply: RCCL and gloo do not have them."""
+        """Return whether NCCL's own knobs apply: RCCL and gloo do not have them."""
         return self.nccl and self.vendor == "nvidia"
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether `counterpoint.overlap(model)` can replace the collectives."""
+        return self.fsdp2 and self.nvidia_nccl
 
 
 def traced_stack(job: TracedJob) -> TracedStack:
@@ -39,6 +46,7 @@ def traced_stack(job: TracedJob) -> TracedStack:
         vendor=_vendor(device, names),
         nccl=any("nccl" in name.lower() for name in communication) and device != "cpu",
         fsdp=any(map(_FSDP.search, names)),
+        fsdp2=any(map(_FSDP2.search, names)),
     )
 
 

@@ -83,6 +83,19 @@ def test_vendor(device: str, kernel: str, vendor: str | None) -> None:
     assert traced_stack(job(rank(op(kernel, 0, 10), device=Device(name=device)))).vendor == vendor
 
 
+CHUNK_CAT = "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**)"
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "overlaps"),
+    [(H200, CHUNK_CAT, True), (H200, "nvjet_tst", False), (Device(name="AMD Instinct MI300X"), CHUNK_CAT, False)],
+)
+def test_overlap_is_advised_where_it_applies(device: Device, kernel: str, overlaps: bool) -> None:
+    """To FSDP2 over NCCL on NVIDIA's GPUs, and to nothing else."""
+    found = traced_stack(job(rank(op(kernel, 0, 10), comm("all_gather", 10, 20), device=device)))
+    assert found.overlaps is overlaps
+
+
 def test_collectives_at_the_same_time_count_once() -> None:
     """Two collectives on two streams, 100 µs each, 80 of them together: 120 µs, of a step of 220."""
     ops = (
