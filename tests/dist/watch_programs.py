@@ -24,7 +24,7 @@ from counterpoint.monitoring import beside
 from counterpoint.monitoring.exporters import JsonLines, Prometheus
 from counterpoint.records.watch import WatchedStep
 
-STALL_S = 0.06
+STALL_S = 0.5  # far more than four ranks on two busy cores wait for each other
 
 
 class Lines(logging.Handler):
