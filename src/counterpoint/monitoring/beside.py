@@ -28,7 +28,7 @@ from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
 COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
 _POLL_S = 0.1
-_STILL_S = 15.0  # ranks of which nothing has come for so long are left out
+_STILL_S = 60.0  # ranks of which nothing has come for so long are left out
 _LONGEST_DETAIL = 60
 
 
