@@ -7,7 +7,7 @@ from math import isfinite
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.network.protocols import OPERATIONS
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.measurement import Measurement
 
 __all__ = ["Measured", "from_blocks", "require"]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from fit.measured import Measured
 
 __all__ = ["TuningCell", "TuningPick", "nccl_test_rows", "tuning_pick", "tuning_picks", "tuning_rows", "tuning_table"]

@@ -14,7 +14,7 @@ from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor
-from counterpoint.trace.timeline import F64, I64, Kind, previous_on_stream
+from counterpoint.trace.timeline import F64, I64, Bools, Kind, previous_on_stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class Waits:
     exposed: F64  # the part of the collective during which no compute runs
     exposed_wait: F64  # the part of the wait during which no compute runs
     step: I64  # [J] index of the step, -1: outside
-    complete: np.typing.NDArray[np.bool_]  # [J] every rank of the group is joined; else one that waits is not told
-    told: np.typing.NDArray[np.bool_]  # [J] complete, or joined over two ranks at least: waiting is a lower bound
+    complete: Bools  # [J] every rank of the group is joined; else one that waits is not told
+    told: Bools  # [J] complete, or joined over two ranks at least: waiting is a lower bound
 
 
 def activity(job: TracedJob, column: int) -> Activity:
@@ -80,13 +80,13 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
     )
 
 
-def _complete(job: TracedJob) -> np.typing.NDArray[np.bool_]:
+def _complete(job: TracedJob) -> Bools:
     """Return which collectives [J] are joined over all ranks of their group, as far as its size is known."""
     present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
     return np.asarray((size == 1) | (present >= 2) & ((present >= size) | (not job.missing)))
 
 
-def _arrivals(job: TracedJob) -> tuple[F64, np.typing.NDArray[np.bool_]]:
+def _arrivals(job: TracedJob) -> tuple[F64, Bools]:
     """Return when each rank was ready for each collective [J, R], and which of them [J] copy engines carry out.
 
     A kernel starts and then waits for its peers. Peer copies start only when the peers are ready: no operation shows
@@ -239,7 +239,7 @@ def _named(job: TracedJob, j: int, column: str) -> str | None:
 
 def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) -> tuple[CollectiveKind, ...]:
     """Return the table of collectives by operation, group, size and phase in the analysed steps, most exposed first."""
-    sizes, steps = most_stated(job, "size"), max(len(job.step_names), 1)
+    sizes, steps = most_stated(job, "size"), job.num_steps
     kinds: dict[tuple[str, str, str | None, int | None, str | None], list[int]] = {}
     for j, c in enumerate(every):
         if c.step is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from counterpoint.diagnosis.places import phases_and_modules
 from counterpoint.trace import classify
-from counterpoint.trace.timeline import F64, I32, I64, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
+from counterpoint.trace.timeline import F64, I32, I64, Bools, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
 _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
@@ -82,7 +82,7 @@ def _members(gpu: GpuOps, first: int, last: int) -> I64:
     return first + np.flatnonzero((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
 
 
-def _runs(gpu: GpuOps, rows: I64, is_copy: np.typing.NDArray[np.bool_], world: int | None) -> tuple[I64, I64]:
+def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I64, I64]:
     """Return the first and last operation of each collective: one kernel, or a run of copies on one stream."""
     first, last = list(rows[~is_copy]), list(rows[~is_copy])
     copies = rows[is_copy]

@@ -10,7 +10,7 @@ import numpy as np
 from counterpoint.diagnosis.accounts import Activity
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.records.diagnosis import Finding, Severity
+from counterpoint.records.diagnosis import Finding, severity_of
 from counterpoint.trace.timeline import Kind
 
 _WORTH = 0.03  # of a step
@@ -37,7 +37,7 @@ class _Copies:
 
 def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], step: float) -> list[Finding]:
     """Return a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
-    steps, ranks = max(len(job.step_names), 1), len(job.ranks)
+    steps, ranks = job.num_steps, len(job.ranks)
     exposed = 0.0
     for c, rank in enumerate(busy):
         alone = (rank.any.within(job.step_start[:, c], job.step_end[:, c])
@@ -48,8 +48,6 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
     if min(cost, exposed) < _WORTH * step:
         return []
     kinds = _kinds(job, busy)
-    share = cost / step
-    severity: Severity = "high" if share >= 0.1 else "medium"
     scale = 1.0 / (steps * ranks * 1e3)
     parts = []
     for k in kinds[:3]:
@@ -63,7 +61,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
         Finding(
             kind="copies",
             cost_us=cost,
-            severity=severity,
+            severity=severity_of(cost, step),
             title=f"{exposed / step:.0%} of the step is copying between host and GPU with nothing beside it"
             if kinds[0].way in ("HtoD", "DtoH")
             else f"{exposed / step:.0%} of the step is copying with nothing beside it",

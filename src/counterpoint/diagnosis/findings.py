@@ -13,12 +13,11 @@ import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies
-from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle
+from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle, short_name
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.diagnosis.replay import NO_SUSPECTED_WAITING
-from counterpoint.diagnosis.replay_graph import Bools
 from counterpoint.diagnosis.stack import TracedStack, traced_stack
 from counterpoint.diagnosis.unrecorded import Unrecorded
 from counterpoint.records.diagnosis import (
@@ -28,9 +27,10 @@ from counterpoint.records.diagnosis import (
     Finding,
     KernelComparison,
     Replay,
-    Severity,
     Straggler,
+    severity_of,
 )
+from counterpoint.trace.timeline import Bools
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
@@ -93,7 +93,7 @@ def find_findings(
         kinds: their table.
         replay: what the step would be without each trouble, if it could be replayed.
     """
-    step = account.duration_us / max(len(job.step_names), 1)
+    step = account.duration_us / job.num_steps
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     stack = traced_stack(job)
     found = [
@@ -104,14 +104,9 @@ def find_findings(
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *_pipeline_bubbles(job, w, collectives, step),
-        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step),
+        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
-
-
-def _severity(cost_us: float, step_us: float) -> Severity:
-    share = cost_us / step_us if step_us > 0 else 0.0
-    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
 
 
 def _stragglers(
@@ -119,7 +114,7 @@ def _stragglers(
 ) -> list[Finding]:
     whole = sum(s.delay_us for s in stragglers)
     launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot change host times
-    steps = max(len(job.step_names), 1)
+    steps = job.num_steps
     out = []
     for s in stragglers:
         cost = s.delay_us / steps
@@ -129,7 +124,7 @@ def _stragglers(
             Finding(
                 kind="straggler",
                 cost_us=cost,
-                severity=_severity(cost, step),
+                severity=severity_of(cost, step),
                 title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
                 evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {_each(job)}; it arrived last "
                 f"{_count(s.times_last, 'time')}{_in_all(job)}; {s.evidence}",
@@ -150,13 +145,13 @@ def _slow_kernels(
     for cause in ("tail_effect", "sm_contention", "bandwidth"):
         group = [k for k in kernels if k.cause == cause]
         lost = sum(k.cost_us for k in group)
-        cost = lost / max(len(job.step_names), 1)
+        cost = lost / job.num_steps
         if "no contention" in saved and whole > 0:
             cost = min(cost, saved["no contention"] * lost / whole)
         if not group or cost < _WORTH * step:
             continue
         worst = group[0]
-        parts = [f"{_short(k.name)} {_times(k)}" for k in group[:_KERNELS_NAMED]]
+        parts = [f"{short_name(k.name, 60)} {_times(k)}" for k in group[:_KERNELS_NAMED]]
         waves = (
             f"; {worst.grid[0] * worst.grid[1] * worst.grid[2]} blocks at {worst.blocks_per_sm} a SM take "
             f"{_count(worst.waves_alone or 0, 'wave')} alone, {worst.waves_overlapped} beside {worst.comm_ctas} "
@@ -168,9 +163,9 @@ def _slow_kernels(
             Finding(
                 kind=cause,
                 cost_us=cost,
-                severity=_severity(cost, step),
+                severity=severity_of(cost, step),
                 title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
-                evidence=f"{lost / max(len(job.step_names), 1) / 1e3:.2f} ms of kernel time {_each(job)}: "
+                evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {_each(job)}: "
                 + "; ".join(parts) + waves,
                 advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack),
             )
@@ -188,13 +183,9 @@ def _times(k: KernelComparison) -> str:
     )
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 60 else name[:57] + "…"
-
-
 def _each(job: TracedJob) -> str:
     """Return what a time is of: where no steps were found, it is not of a step."""
-    return "in the recording" if job.step_names == ("whole trace",) else "a step"
+    return "a step" if job.has_steps else "in the recording"
 
 
 def _in_all(job: TracedJob) -> str:
@@ -207,7 +198,7 @@ def _launch_order(
 ) -> list[Finding]:
     if not blocked:
         return []
-    lost = sum(b.lost_us for b in blocked) / len(job.ranks) / max(len(job.step_names), 1)
+    lost = sum(b.lost_us for b in blocked) / len(job.ranks) / job.num_steps
     cost = saved.get("launch order fixed", lost)
     if min(lost, cost) < 0.5 * _WORTH * step:
         return []  # the collectives were held up, but no rank lost time by it
@@ -223,11 +214,12 @@ def _launch_order(
         Finding(
             kind="launch_order",
             cost_us=cost,
-            severity=_severity(cost, step),
+            severity=severity_of(cost, step),
             title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
-            evidence=f"{lost / 1e3:.2f} ms {_each(job)} and rank, mostly behind {_short(most)} "
+            evidence=f"{lost / 1e3:.2f} ms {_each(job)} and rank, mostly behind {short_name(most, 60)} "
             f"({_count(by_kernel[most], 'time')} in all); "
-            f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {_short(kernel)}; {worst.proof}",
+            f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {short_name(kernel, 60)}; "
+            f"{worst.proof}",
             advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack),
             rank=d.rank,
             start_us=start,
@@ -245,7 +237,7 @@ def _suspected_waits(
     step: float,
 ) -> list[Finding]:
     """Tell of collectives that take far longer than usual where ranks have no trace: these are late."""
-    steps = max(len(job.step_names), 1)
+    steps = job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
     lost = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
     if lost < _SUSPECTED_WORTH * step:
@@ -265,7 +257,7 @@ def _suspected_waits(
         Finding(
             kind="suspected_wait",
             cost_us=cost,
-            severity=_severity(cost, step),
+            severity=severity_of(cost, step),
             title=f"At least {lost / 1e3:.2f} ms a step of communication is waiting for a rank {rank}",
             evidence=f"beyond what the same operation usually takes in this recording, a step: {parts}; worst: "
             f"{one.op} #{one.index} of group {one.group}{_in_words(one.parallel, one.phase, one.module)} took "
@@ -285,7 +277,7 @@ def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, .
         for c in collectives
     ]
     rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
-    waited = np.nansum(w.exposed_wait[rows], axis=0) / max(len(job.step_names), 1)
+    waited = np.nansum(w.exposed_wait[rows], axis=0) / job.num_steps
     cost = float(waited.mean())
     if cost < _EXPOSED_WORTH * step:
         return []
@@ -295,7 +287,7 @@ def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, .
         Finding(
             kind="pipeline_bubble",
             cost_us=cost,
-            severity=_severity(cost, step),
+            severity=severity_of(cost, step),
             title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms a step for their neighbours",
             evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
             f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms a step",
@@ -316,6 +308,7 @@ def _exposed(
     kinds: tuple[CollectiveKind, ...],
     saved: dict[str, float],
     step: float,
+    stack: TracedStack,
 ) -> list[Finding]:
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
@@ -333,20 +326,18 @@ def _exposed(
     inside = w.step >= 0
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
-    cost = saved.get("communication free", account.exposed_comm_us / max(len(job.step_names), 1))
+    cost = saved.get("communication free", account.exposed_comm_us / job.num_steps)
     return [
         Finding(
             kind="exposed_comm",
             cost_us=cost,
-            severity=_severity(cost, step),
+            severity=severity_of(cost, step),
             title=f"{share:.0%} of the {_what(job)} is communication with no compute beside it",
             evidence=f"exposed {_each(job)} and rank: {parts or 'unknown operations'}; "
             + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
             advice=_RECORD_ALL
             if untold
-            else _advise_exposed(
-                account, traced_stack(job), by_copies=by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
-            ),
+            else _advise_exposed(account, stack, by_copies=by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2),
         )
     ]
 
@@ -391,20 +382,20 @@ def exposed_by_operation(job: TracedJob, w: Waits, busy: list[Activity]) -> dict
             rows = (op == name) & np.isfinite(job.joined.start[:, column])
             taken |= Intervals.union(job.joined.start[rows, column], job.joined.end[rows, column])
             after = float(taken.within(*window).sum())
-            out[name] += (after - before) / len(busy) / max(len(job.step_names), 1)
+            out[name] += (after - before) / len(busy) / job.num_steps
             before = after
     return out
 
 
 def _what(job: TracedJob) -> str:
-    return "recording" if job.step_names == ("whole trace",) else "step"
+    return "step" if job.has_steps else "recording"
 
 
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
     """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
-    steps = max(len(job.step_names), 1)
+    steps = job.num_steps
     step = account.duration_us / steps / 1e3
-    what = "The recording (no steps were found in it)" if job.step_names == ("whole trace",) else "A step"
+    what = "A step" if job.has_steps else "The recording (no steps were found in it)"
     if account.hidden is None:
         head = f"{what} takes {step:.1f} ms; no communication was seen."
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from counterpoint.errors import Unsupported
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.diagnosis import (
     Collective,
     Diagnosis,

@@ -11,13 +11,10 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.steps import StepWindows
-from counterpoint.trace.timeline import F64, I32, I64, U8, HostKind, HostOps, Kind, Timeline
-
-Bools = npt.NDArray[np.bool_]
+from counterpoint.trace.timeline import F64, I32, I64, U8, Bools, HostKind, HostOps, Kind, Timeline
 
 CATEGORIES = (
     "operation",  # the host spent long in one operation or Python function

@@ -15,7 +15,7 @@ import numpy as np
 from counterpoint.diagnosis.gaps import CATEGORIES, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, Severity
+from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _UNEXPLAINED = ("unrecorded", "no_launch_recorded")
@@ -106,7 +106,7 @@ def time_in(job: TracedJob, column: int, steps: I64) -> F64:
 def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int] | None = None) -> Idle:
     """Return the idle time of a step and its causes, largest first, as means over the ranks in `columns`."""
     columns = list(range(len(job.ranks))) if columns is None else columns
-    scale = 1.0 / (len(columns) * max(len(job.step_names), 1))
+    scale = 1.0 / (len(columns) * job.num_steps)
     us, count, longest = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
     operations: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
     functions: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
@@ -169,7 +169,7 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
     between = between[between < STALL_US]
     kernels = job.in_steps(column, np.arange(len(job.step_names))) & (gpu.kind == Kind.COMPUTE)
     mean = float((gpu.end - gpu.start)[kernels].mean()) if kernels.any() else np.nan
-    return len(start) / max(len(job.step_names), 1), float(between.mean()) if len(between) else np.nan, mean
+    return len(start) / job.num_steps, float(between.mean()) if len(between) else np.nan, mean
 
 
 def _pauses(job: TracedJob, column: int) -> F64:
@@ -204,7 +204,7 @@ def find_idle(
         Finding(
             kind=_KIND.get(cause.category, "host_stall"),
             cost_us=cost[cause.category],
-            severity=_severity(cost[cause.category], step),
+            severity=severity_of(cost[cause.category], step),
             title=_title(job, cause),
             evidence=_evidence(job, columns, cause, summary, step)
             + (_pauses_of_all(job, columns) if cause is stall and len(columns) > 1 else ""),
@@ -217,15 +217,10 @@ def find_idle(
 def _title(job: TracedJob, cause: IdleCause) -> str:
     title = _TITLE[cause.category]
     if cause.category == "operation" and cause.operations and cause.operations[0].us >= 0.5 * cause.us:
-        title = f"The GPUs run dry while the host is in {_short(cause.operations[0].name)}"
+        title = f"The GPUs run dry while the host is in {short_name(cause.operations[0].name)}"
     if job.digests[0].device.name == "cpu":
         title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
     return title
-
-
-def _severity(cost_us: float, step_us: float) -> Severity:
-    share = cost_us / step_us if step_us > 0 else 0.0
-    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
 
 
 def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float) -> str:
@@ -243,9 +238,9 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += f"; the longest single gap is {_ms(cause.longest_us)} ms"
     if cause.operations:
         where = "what then ran" if cause.category in ("queued", "between_kernels") else "host time a step"
-        text += f"; {where}: " + ", ".join(f"{_short(o.name)} {_ms(o.us)} ms" for o in cause.operations)
+        text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in cause.operations)
     if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
-        text += "; in " + ", ".join(f"{_short(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
+        text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
     return text
 
 
@@ -263,7 +258,7 @@ def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
     count = [len(p) for p in pauses]
     if not min(count):
         return ""
-    steps = max(len(job.step_names), 1)
+    steps = job.num_steps
     least, most = (f(float(p.sum()) for p in pauses) / steps for f in (min, max))
     times = f"{min(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
     return (
@@ -289,5 +284,6 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:.2f}" if us >= 100.0 else f"{us / 1e3:.3f}"
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 80 else name[:77] + "…"
+def short_name(name: str, most: int = 80) -> str:
+    """Return a name of at most `most` letters; what is cut off shows as …."""
+    return name if len(name) <= most else name[: most - 3] + "…"

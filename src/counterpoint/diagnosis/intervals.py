@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.trace.timeline import F64
+from counterpoint.trace.timeline import F64, Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Intervals:
         """Return the union with another set."""
         return Intervals.union(np.concatenate((self.start, other.start)), np.concatenate((self.end, other.end)))
 
-    def covers(self, at: F64) -> np.typing.NDArray[np.bool_]:
+    def covers(self, at: F64) -> Bools:
         """Return whether each time lies in the set."""
         index = np.searchsorted(self.start, at, side="right") - 1
         return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)

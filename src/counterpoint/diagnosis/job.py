@@ -13,9 +13,10 @@ import numpy as np
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
+from counterpoint.diagnosis.steps import WHOLE_TRACE
 from counterpoint.errors import BadTrace
 from counterpoint.trace.clocks import Clocks, align_clocks
-from counterpoint.trace.timeline import F64, I64, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _MISSING_SHOWN = 64
 _RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
@@ -48,6 +49,16 @@ class TracedJob:
         """Return the rank of each column."""
         return tuple(d.rank for d in self.digests)
 
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps to divide by, at least 1."""
+        return max(len(self.step_names), 1)
+
+    @property
+    def has_steps(self) -> bool:
+        """Return whether steps were found; else the whole recording counts as one."""
+        return self.step_names != (WHOLE_TRACE,)
+
     def on_job_clock(self, column: int, at: F64) -> F64:
         """Return times of a rank's own clock (µs since its origin) on the job's clock."""
         base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
@@ -57,13 +68,13 @@ class TracedJob:
         """Return when at least one operation of these kinds runs on a rank."""
         return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
 
-    def in_steps(self, column: int, steps: I64) -> np.typing.NDArray[np.bool_]:
+    def in_steps(self, column: int, steps: I64) -> Bools:
         """Return a mask of a rank's GPU operations that start inside these steps (ascending)."""
         start, end = self.step_start[steps, column], self.step_end[steps, column]
         at = np.searchsorted(start, self.op_start[column], side="right") - 1
         return np.asarray((at >= 0) & (self.op_start[column] < end[np.maximum(at, 0)]))
 
-    def runs(self, column: int, rows: np.typing.NDArray[np.bool_]) -> Intervals:
+    def runs(self, column: int, rows: Bools) -> Intervals:
         """Return when at least one of these operations runs on a rank."""
         return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
 

@@ -17,7 +17,7 @@ import numpy as np
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.kernels import sm_limits
 from counterpoint.machine.occupancy import blocks_per_sm
-from counterpoint.trace.timeline import I64, GpuOps, Kind, previous_on_stream
+from counterpoint.trace.timeline import I64, Bools, GpuOps, Kind, previous_on_stream
 
 _CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
@@ -98,7 +98,7 @@ def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
     return op
 
 
-def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> np.typing.NDArray[np.bool_]:
+def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> Bools:
     """Return whether each kernel's grid has at least as many blocks as the GPU can run at once."""
     gpu, limits = job.digests[column].gpu, sm_limits(job.digests[column].device)
     assert limits is not None

@@ -28,9 +28,9 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import LOOK_BACK, Bools, ReplayGraph, build_graph
+from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph
 from counterpoint.records.diagnosis import Replay, WhatIfStep
-from counterpoint.trace.timeline import F64, I64, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
 _SOON_US = 20.0  # an operation that nothing holds has begun by then

@@ -24,12 +24,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.trace.timeline import F64, I64, U8, Kind, previous_on_stream
-
-Bools = npt.NDArray[np.bool_]
+from counterpoint.trace.timeline import F64, I64, U8, Bools, Kind, previous_on_stream
 
 _EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
 _LATE_US = 8.0  # an operation that begins this much after launch, stream and event waited for something else, ...

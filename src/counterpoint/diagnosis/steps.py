@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.repetition import repeated_steps
-from counterpoint.trace.timeline import F64, I64, GpuOps, HostKind, Timeline
+from counterpoint.trace.timeline import F64, I64, Bools, GpuOps, HostKind, Timeline
 
-Mask = npt.NDArray[np.bool_]
+WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
 
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
 _STEP_NAME = (
@@ -108,7 +107,7 @@ def _find(timeline: Timeline) -> StepWindows:
 def _whole(timeline: Timeline) -> StepWindows:
     ran = timeline.gpu if len(timeline.gpu) else timeline.host
     start, end = np.array([ran.start.min()]), np.array([ran.end.max()])
-    return StepWindows(names=("whole trace",), start=start, end=end, found_by="whole")
+    return StepWindows(names=(WHOLE_TRACE,), start=start, end=end, found_by="whole")
 
 
 def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str) -> StepWindows:
@@ -129,7 +128,7 @@ def _launched(gpu: GpuOps) -> F64:
     return np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
 
 
-def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Mask, found_by: str) -> float:
+def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: str) -> float:
     """Return when the first step's work starts if the GPU was then busy with earlier work; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first

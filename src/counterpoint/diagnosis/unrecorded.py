@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from counterpoint.diagnosis.accounts import Activity, Waits, most_stated
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.trace.timeline import F64, I64, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _ENOUGH = 3  # collectives of one size: fewer say nothing of what is usual
 _BESIDE = 2  # of another size
@@ -29,7 +28,7 @@ _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # each rank moves as muc
 class Unrecorded:
     """Holds, of joined collectives, what is unknown for want of a trace: [J], exposed [J, R]; µs."""
 
-    incomplete: npt.NDArray[np.bool_]  # a rank of its group has no trace: waiting for it shows as transfer
+    incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
     usual_us: F64  # what such a collective takes at most, if no rank is late; NaN: cannot be told
     excess_us: F64  # of its transfer: suspected to be waiting; 0 where it is not
     exposed_us: F64  # of that, with no compute beside it; NaN: took no part
@@ -82,7 +81,7 @@ def _several(job: TracedJob, column: int) -> Intervals:
     return Intervals.union(at[busy], at[busy + 1])
 
 
-def _usual(job: TracedJob, own: F64, judged: npt.NDArray[np.bool_]) -> tuple[F64, F64]:
+def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
     """Return the usual and the suspicious, per collective.
 
     Returns:

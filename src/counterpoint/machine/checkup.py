@@ -22,7 +22,7 @@ from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.machine.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
 from counterpoint.machine.software import read_software
 from counterpoint.machine.system import read_system
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.machine import Check, Checkup
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these

@@ -21,7 +21,7 @@ from counterpoint.machine.driver import measure_bandwidth, read_cuda
 from counterpoint.machine.nvml import read_nvml
 from counterpoint.machine.readings import ProbeFailed, ProbeUnavailable
 from counterpoint.machine.software import read_nccl, read_torch_runtime
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 PROBES: dict[str, Callable[[], Record]] = {
     "nvml": read_nvml,

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 VARIABLE = "COUNTERPOINT_PROFILE"
 MAX_BYTES = 1 << 18

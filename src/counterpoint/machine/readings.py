@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from counterpoint.errors import Unsupported
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class ProbeUnavailable(Unsupported):

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.measurement import Outcome
 
 

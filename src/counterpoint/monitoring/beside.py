@@ -21,7 +21,7 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
 from counterpoint.diagnosis.engine import digest_file
 from counterpoint.errors import BadTrace, CounterpointError, printable
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.diagnosis import Diagnosis, Straggler
 from counterpoint.records.watch import WatchedStep
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name

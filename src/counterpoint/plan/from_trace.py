@@ -31,7 +31,7 @@ from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.protocols import OPERATIONS, all_levels, levels, names, network_of
 from counterpoint.plan.step.step import expected_slowest
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.diagnosis import Collective, Diagnosis
 from counterpoint.records.prediction import Prediction, TimePart
 

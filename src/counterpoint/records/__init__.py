@@ -1,7 +1,15 @@
 """Define the frozen records that subpackages exchange and that `--json` prints, one file per subcommand.
 
 diagnosis.py has those of `diagnose`, measurement.py of `measure` and of the controls that it checks, prediction.py of
-`plan`, machine.py of `doctor`, watch.py of `watch`, hang.py of `diagnose` for a hang; base.py has their base class.
-Import from these files. Records import nothing of the code that makes them. Keys may be added to a schema, never
-renamed.
+`plan`, machine.py of `doctor`, watch.py of `watch`, hang.py of `diagnose` for a hang; their base class is here.
+Import records from these files. Records import nothing of the code that makes them. Keys may be added to a schema,
+never renamed.
 """
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Represents immutable data, compared by value, read and written by `msgspec.json`; subclasses repeat `kw_only`."""

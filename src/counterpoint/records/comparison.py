@@ -7,7 +7,7 @@ that is not known is `null`, never 0.
 
 from __future__ import annotations
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 COMPARISON_SCHEMA = "counterpoint.comparison/1"
 TREND_SCHEMA = "counterpoint.trend/1"

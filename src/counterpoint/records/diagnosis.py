@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import Literal
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 SCHEMA = "counterpoint.diagnosis/1"
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
@@ -17,6 +17,12 @@ OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that 
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
+
+
+def severity_of(cost_us: float, step_us: float) -> Severity:
+    """Return how severe a cost is: high from 10 % of a step, medium from 3 %, else low."""
+    share = cost_us / step_us if step_us > 0 else 0.0
+    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
 
 
 class Source(Record, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 SCHEMA = "counterpoint.hang/1"
 

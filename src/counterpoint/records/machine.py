@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 CHECKUP_SCHEMA = "counterpoint.doctor/1"
 

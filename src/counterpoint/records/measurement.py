@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 MEASUREMENT_SCHEMA = "counterpoint.measurement/1"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 PREDICTION_SCHEMA = "counterpoint.plan/1"
 

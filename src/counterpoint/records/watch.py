@@ -6,7 +6,7 @@ value that is not known is `null`, never 0.
 
 from __future__ import annotations
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.diagnosis import Cause, Finding
 
 SCHEMA = "counterpoint.watch/1"

@@ -71,8 +71,8 @@ class EventArgs(msgspec.Struct, gc=False):
     comm_rank: Int | None = msgspec.field(default=None, name="Rank")
 
 
-class KinetoEvent(msgspec.Struct, gc=False):
-    """Holds one trace event; only complete events (`ph` is X) have a duration."""
+class _EventFields(msgspec.Struct, gc=False):
+    """Holds what every trace event has but its arguments; only complete events (`ph` is X) have a duration."""
 
     ph: str = ""
     cat: str | None = ""
@@ -81,19 +81,17 @@ class KinetoEvent(msgspec.Struct, gc=False):
     tid: Any = 0
     ts: float | None = None
     dur: float | None = None
+
+
+class KinetoEvent(_EventFields, gc=False):
+    """Holds one trace event."""
+
     args: EventArgs | None = None
 
 
-class LooseEvent(msgspec.Struct, gc=False):
+class LooseEvent(_EventFields, gc=False):
     """Holds an event with raw arguments, which are decoded separately so that a bad one does not lose the event."""
 
-    ph: str = ""
-    cat: str | None = ""
-    name: str | None = ""
-    pid: Any = 0
-    tid: Any = 0
-    ts: float | None = None
-    dur: float | None = None
     args: msgspec.Raw = _RAW
 
 

@@ -19,6 +19,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
 
 
 class Kind(IntEnum):

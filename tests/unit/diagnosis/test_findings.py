@@ -25,7 +25,9 @@ def advice(*, copies: bool) -> str:
     busy = [activity(j, 0)]
     w = waits(j, busy)
     kinds = collective_kinds(j, w, collectives(j, w))
-    (finding,) = _exposed(j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0)
+    (finding,) = _exposed(
+        j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j)
+    )
     return finding.advice
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class HookTraffic(Record, frozen=True, kw_only=True):

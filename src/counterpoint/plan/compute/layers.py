@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 LOGIT_BYTES = {"fused": 52, "eager": 36}  # of one logit from the product to its gradient, in float32 on the way
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own

@@ -29,7 +29,7 @@ from counterpoint.plan.job.model import Experts, Model, layer_parameters
 from counterpoint.plan.job.parallel import StagePart, deal_layers, part_parameters, whole_stage
 from counterpoint.plan.network.group import axes
 from counterpoint.plan.step.schedule import in_flight
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 GIB = 2.0**30
 RESERVED_GIB = 4.0

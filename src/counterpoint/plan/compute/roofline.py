@@ -23,7 +23,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Efficiency, shipped_profile
 from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.cluster import ClusterGpu
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 SPLITS = (1, 2, 4, 8)
 SUM_BYTES = 8  # of an element in float32, written and read again

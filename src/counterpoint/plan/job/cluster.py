@@ -7,7 +7,7 @@ from typing import Literal
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import GPUS as SHEETS
 from counterpoint.plan.job.model import positive
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class ClusterGpu(Record, frozen=True, kw_only=True):

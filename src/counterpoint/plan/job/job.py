@@ -38,7 +38,7 @@ from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.network.protocols import levels
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 MAX_BYTES = 1 << 20
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class Experts(Record, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, positive
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 

@@ -15,7 +15,7 @@ from counterpoint.plan.network.algorithms import ALGORITHMS, nccl_algorithms, sc
 from counterpoint.plan.network.group import Axis, Group, Reach, axes, reach
 from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, nccl_choice, shared_gb_per_s
 from counterpoint.plan.network.protocols import OPERATIONS, Network
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, Level
 from counterpoint.plan.job.model import positive
 from counterpoint.plan.job.parallel import Parallel
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "expert_dp", "shard", "replicate"]
 AXES: tuple[Axis, ...] = get_args(Axis)

@@ -30,7 +30,7 @@ import msgspec
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster, Level
 from counterpoint.plan.job.model import positive
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 Kind = Literal["nvlink", "pcie", "network"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv"]

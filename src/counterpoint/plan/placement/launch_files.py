@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.place import Placement
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 I64 = NDArray[np.int64]
 

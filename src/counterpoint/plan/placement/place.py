@@ -26,7 +26,7 @@ from counterpoint.plan.placement.partition import arrange, arrange_groups, contr
 from counterpoint.plan.placement.swaps import MAX_SMALL, best_of_many, fits_memory, improve
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 from counterpoint.records.prediction import LevelLoad, RankOrder
 
 I64 = NDArray[np.int64]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster
 from counterpoint.plan.job.model import positive
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

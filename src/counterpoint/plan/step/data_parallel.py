@@ -46,7 +46,7 @@ from counterpoint.plan.job.model import ParameterCount
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 NOTE = "convergence is not modelled: a step that sends less is not worth as much as a whole one"
 INDEX_BYTES = SCALE_BYTES = 4

@@ -22,7 +22,7 @@ from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
 from counterpoint.plan.network.protocols import Operation
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 
 class Exchange(Record, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from counterpoint.plan.job.parallel import StagePart, part_parameters
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies_us, overlapped_in_pieces_us
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import divides, positive
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 Kind = Literal["F", "B", "W"]
 _Waiting = dict[Kind, deque[tuple[float, int]]]

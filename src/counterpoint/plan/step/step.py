@@ -38,7 +38,7 @@ from counterpoint.plan.step.data_parallel import NOTE, CommTime, replica_exchang
 from counterpoint.plan.step.exchanges import stage_exchanges
 from counterpoint.plan.step.layer_time import MicroBatchTime, TimeByPart, layer_time, part_time
 from counterpoint.plan.step.schedule import StageTimes, pipeline_us
-from counterpoint.records.base import Record
+from counterpoint.records import Record
 
 Stage = tuple[StagePart, ...]
 PartTimes = dict[StagePart, MicroBatchTime]
