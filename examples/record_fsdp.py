@@ -7,12 +7,16 @@ given a fault (faults.py), so that a diagnosis of the traces has a known answer:
     torchrun --nproc-per-node 8 examples/record_fsdp.py --out traces/fsdp-healthy
     torchrun --nproc-per-node 8 examples/record_fsdp.py --out traces/fsdp-host-stall --fault host_stall --fault-rank 5
     torchrun --nproc-per-node 2 examples/record_fsdp.py --out traces/gloo --device cpu --tiny
+
+`--overlap` records the same training twice in one process, into `stock` and `overlap` of the folder: first as it is,
+then after `counterpoint.overlap(model)`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 import faults
 import recording
@@ -26,6 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
+
+import counterpoint
 
 TINY = Shape(layers=4, hidden=128, ffn=256, heads=4, kv_heads=2, vocabulary=512)
 
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="per rank and step")
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--overlap", action="store_true", help="record stock, then counterpoint.overlap(model)")
     parser.add_argument("--tiny", action="store_true", help="a very small model and 128 tokens, for CPUs")
     faults.add_arguments(parser)
     args = parser.parse_args()
@@ -105,7 +112,12 @@ def train(args: argparse.Namespace, job: Job) -> None:
         losses.append(loss.item())  # waits for the GPU, as a loop that logs every step does
 
     with fault.neighbour(job.device):
-        recording.record(step, job, planted=fault.describe())
+        if args.overlap:
+            recording.record(step, replace(job, out=job.out / "stock"), planted=fault.describe())
+            counterpoint.overlap(model)
+            recording.record(step, replace(job, out=job.out / "overlap"), planted=fault.describe())
+        else:
+            recording.record(step, job, planted=fault.describe())
     if job.rank == 0:
         print("losses:", [round(loss, 3) for loss in losses], flush=True)
 

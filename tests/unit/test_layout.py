@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "records": set(),
     "machine": set(),
     "trace": set(),
-    "diagnosis": {"trace", "machine"},
+    "diagnosis": {"trace", "machine", "pair", "collectives"},
     "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
     "collectives": {"machine", "pair"},

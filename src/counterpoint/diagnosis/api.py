@@ -22,6 +22,7 @@ from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
 from counterpoint.diagnosis.replay import replay
+from counterpoint.diagnosis.stack import TracedStack, traced_stack
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.diagnosis.trend import failed_row, make_trend, trend_row
 from counterpoint.diagnosis.unrecorded import Unrecorded, find_unrecorded
@@ -189,7 +190,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     kernels = compare_overlap(job, busy)
     blocked = find_blocked(job)
     unrecorded = find_unrecorded(job, busy, waits)
-    played = _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded)
+    stack = traced_stack(job)
+    played = _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack)
     idle = idle_of_ranks(job, per_rank)
     collectives = account.collectives(job, waits)
     kinds = account.collective_kinds(job, waits, collectives)
@@ -206,6 +208,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         collectives,
         kinds,
         played,
+        stack,
     )
     clocks, ranks = job.clocks, job.ranks
     formats = {d.format for d in digests}
@@ -250,6 +253,7 @@ def _replay(
     blocked: tuple[Blocked, ...],
     per_rank: tuple[RankAccount, ...],
     unrecorded: Unrecorded,
+    stack: TracedStack,
 ) -> Replay | None:
     """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
     late = {job.ranks.index(s.rank) for s in stragglers}
@@ -265,6 +269,7 @@ def _replay(
         alone_us=kernels.alone_us if touched else None,
         blocked=held if blocked else None,
         suspected_us=unrecorded.by_operation(job),
+        stack=stack,
         collective_waits=_collective_waits(waits),
     )
 

@@ -17,9 +17,10 @@ from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle, short_name
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
-from counterpoint.diagnosis.replay import NO_SUSPECTED_WAITING
-from counterpoint.diagnosis.stack import TracedStack, traced_stack
+from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, NO_SUSPECTED_WAITING, ZERO_SM
+from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.unrecorded import Unrecorded
+from counterpoint.diagnosis.zero_sm import fsdp2_copies
 from counterpoint.records.diagnosis import (
     Account,
     Collective,
@@ -34,7 +35,8 @@ from counterpoint.trace.timeline import Bools
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
-_SYMPTOM = 0.2  # the verdict names a cause rather than exposed_comm, unless it costs less than this share of it
+_HEALTHY_TOO = ("exposed_comm", "fsdp2_copies")  # healthy jobs have them: the verdict names another cause, ...
+_SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest finding
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
@@ -56,7 +58,7 @@ _KERNEL_TITLE = {
     "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
 _NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
-_OVERLAP = "counterpoint.overlap(model) after fully_shard, for shards within one host: its collectives take no SM"
+_OVERLAP = "counterpoint.overlap(model) after fully_shard (for shards within one host"
 _ZERO_CTA = (
     ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
     "one; check that the trace shows Memcpy PtoP"
@@ -76,6 +78,7 @@ def find_findings(
     collectives: tuple[Collective, ...],
     kinds: tuple[CollectiveKind, ...],
     replay: Replay | None,
+    stack: TracedStack,
 ) -> tuple[Finding, ...]:
     """Return the findings, dearest first; `cost_us` is time per step.
 
@@ -92,19 +95,21 @@ def find_findings(
         collectives: every one, in the order of `job.joined`.
         kinds: their table.
         replay: what the step would be without each trouble, if it could be replayed.
+        stack: whose GPUs and collectives the trace shows.
     """
     step = account.duration_us / job.num_steps
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
-    stack = traced_stack(job)
+    no_sm = _no_sm_collectives(job, stack, replay)
     found = [
         *_stragglers(job, stragglers, saved, step, stack),
-        *_slow_kernels(job, kernels, saved, step, stack),
-        *_launch_order(job, blocked, saved, step, stack),
+        *_slow_kernels(job, kernels, saved, step, stack, no_sm),
+        *_launch_order(job, blocked, saved, step, stack, no_sm),
+        *_fsdp2_copies(job, saved, step, no_sm),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *_pipeline_bubbles(job, w, collectives, step),
-        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack),
+        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack, no_sm),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
@@ -138,7 +143,12 @@ def _stragglers(
 
 
 def _slow_kernels(
-    job: TracedJob, kernels: tuple[KernelComparison, ...], saved: dict[str, float], step: float, stack: TracedStack
+    job: TracedJob,
+    kernels: tuple[KernelComparison, ...],
+    saved: dict[str, float],
+    step: float,
+    stack: TracedStack,
+    no_sm: str,
 ) -> list[Finding]:
     whole = sum(k.cost_us for k in kernels)
     out = []
@@ -167,7 +177,7 @@ def _slow_kernels(
                 title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
                 evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {_each(job)}: "
                 + "; ".join(parts) + waves,
-                advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack),
+                advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack, no_sm),
             )
         )  # fmt: skip
     return out
@@ -194,7 +204,12 @@ def _in_all(job: TracedJob) -> str:
 
 
 def _launch_order(
-    job: TracedJob, blocked: tuple[Blocked, ...], saved: dict[str, float], step: float, stack: TracedStack
+    job: TracedJob,
+    blocked: tuple[Blocked, ...],
+    saved: dict[str, float],
+    step: float,
+    stack: TracedStack,
+    no_sm: str,
 ) -> list[Finding]:
     if not blocked:
         return []
@@ -220,10 +235,36 @@ def _launch_order(
             f"({_count(by_kernel[most], 'time')} in all); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {short_name(kernel, 60)}; "
             f"{worst.proof}",
-            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack),
+            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack, no_sm),
             rank=d.rank,
             start_us=start,
             end_us=float(job.op_start[worst.column][worst.op]),
+        )
+    ]
+
+
+def _fsdp2_copies(job: TracedJob, saved: dict[str, float], step: float, no_sm: str) -> list[Finding]:
+    """Tell of the copies that FSDP2 makes between parameters and the buffers of its collectives."""
+    cost = saved.get(NO_FSDP2_COPIES, 0.0)
+    if cost < _WORTH * step:
+        return []
+    by_name: dict[str, float] = defaultdict(float)
+    for c, d in enumerate(job.digests):
+        rows = np.flatnonzero(fsdp2_copies(d) & job.in_steps(c, np.arange(len(job.step_names))))
+        for name in np.unique(d.gpu.name[rows]).tolist():
+            own = rows[d.gpu.name[rows] == name]
+            by_name[d.names[name]] += float((d.gpu.end[own] - d.gpu.start[own]).sum()) / len(job.ranks) / job.num_steps
+    worst = sorted(by_name.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{short_name(name, 60)} {us / 1e3:.2f} ms" for name, us in worst)
+    return [
+        Finding(
+            kind="fsdp2_copies",
+            cost_us=cost,
+            severity=severity_of(cost, step),
+            title="Copies between parameters and the buffers of FSDP2's collectives",
+            evidence=f"{sum(by_name.values()) / 1e3:.2f} ms of kernels {_each(job)} and rank; without them a replay is "
+            f"{cost / 1e3:.2f} ms shorter: {parts}",
+            advice=f"use {no_sm}: every byte goes straight to its place",
         )
     ]
 
@@ -309,6 +350,7 @@ def _exposed(
     saved: dict[str, float],
     step: float,
     stack: TracedStack,
+    no_sm: str,
 ) -> list[Finding]:
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
@@ -326,6 +368,7 @@ def _exposed(
     inside = w.step >= 0
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
+    by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
     cost = saved.get("communication free", account.exposed_comm_us / job.num_steps)
     return [
         Finding(
@@ -335,9 +378,7 @@ def _exposed(
             title=f"{share:.0%} of the {_what(job)} is communication with no compute beside it",
             evidence=f"exposed {_each(job)} and rank: {parts or 'unknown operations'}; "
             + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
-            advice=_RECORD_ALL
-            if untold
-            else _advise_exposed(account, stack, by_copies=by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2),
+            advice=_RECORD_ALL if untold else _advise_exposed(account, stack, no_sm, by_copies=by_copies),
         )
     ]
 
@@ -406,7 +447,7 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
         )
     if not findings:
         return f"{head} Nothing stands out."
-    causes = [f for f in findings if f.kind != "exposed_comm" and f.cost_us >= _SYMPTOM * findings[0].cost_us]
+    causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
     cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
     return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms {_each(job)})."
@@ -439,7 +480,7 @@ def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
 
 
-def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack) -> str:
+def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack, no_sm: str) -> str:
     """Say what to change about kernels slowed by communication."""
     if worst.cause == "bandwidth" or stack.vendor == "cpu":
         return (
@@ -456,12 +497,19 @@ def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSt
             if stack.nvidia_nccl
             else ""
         )
-        return f"limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
-    return f"use {_no_sm_collectives(stack)} ({spare} CTAs fit without an extra wave); or {limit}"
+        first = f"use {no_sm}; or " * stack.overlaps
+        return f"{first}limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
+    return f"use {no_sm}, for only {spare} CTAs fit without an extra wave; or {limit}"
 
 
-def _no_sm_collectives(stack: TracedStack) -> str:
-    return _OVERLAP if stack.overlaps else _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
+def _no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None) -> str:
+    """Return what replaces collectives that need SMs, and what the replay says of a step with it."""
+    if not stack.overlaps:
+        return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
+    would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
+    if replay is None or would is None:
+        return f"{_OVERLAP})"
+    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {_each(job)})"
 
 
 def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
@@ -474,15 +522,18 @@ def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) 
     )
 
 
-def _advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
+def _advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_sm: str) -> str:
     """Say what to change about collectives that found no SM."""
-    return (
-        f"launch the collective before the kernel that blocks it; or {_fewer_sms_for_the_gemm(num_sms, ctas, stack)}; "
-        f"or use {_no_sm_collectives(stack)}. Stream priority does not pre-empt a resident kernel"
-    )
+    ways = [
+        "launch the collective before the kernel that blocks it",
+        _fewer_sms_for_the_gemm(num_sms, ctas, stack),
+        f"use {no_sm}",
+    ]
+    ways.sort(key=lambda way: no_sm in way and stack.overlaps, reverse=True)
+    return f"{'; or '.join(ways)}. Stream priority does not pre-empt a resident kernel"
 
 
-def _advise_exposed(account: Account, stack: TracedStack, *, by_copies: bool = False) -> str:
+def _advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
     """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
@@ -511,7 +562,7 @@ def _advise_exposed(account: Account, stack: TracedStack, *, by_copies: bool = F
         "8 x H200"
     )
     if stack.overlaps:
-        return f"use {_OVERLAP}, start whatever runs and slow nothing down. There is enough compute beside it{nothing}"
+        return f"use {no_sm}: its collectives start whatever runs. There is enough compute beside it{nothing}"
     return (
         f"use {_NO_SM_COLLECTIVES}: they start whatever runs and slow nothing down; where a matmul waits for its own "
         "collective (tensor parallelism), split both and overlap the parts. There is enough compute to hide it behind"

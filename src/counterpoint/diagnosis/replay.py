@@ -17,6 +17,8 @@ explains; only where that is too little (a trace without launches, say) such wai
   event, stream or other operation was seen to hold still follows what had ended when it began.
 - no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`.
 - no copies: copies between host and GPU, and the calls that start them, take no time.
+- no FSDP2 copies: copies between parameters and the buffers of FSDP2's collectives take no time.
+- zero-SM collectives: copy engines move what NCCL's kernels move (`zero_sm.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph
+from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph, by_host, simulate, since_host
+from counterpoint.diagnosis.stack import TracedStack
+from counterpoint.diagnosis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
@@ -36,6 +40,8 @@ _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in hal
 _SOON_US = 20.0  # an operation that nothing holds has begun by then
 _WORTH = 0.01  # of the time replayed: copies that take less are not left out
 NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
+NO_FSDP2_COPIES = "no FSDP2 copies"
+ZERO_SM = "zero-SM collectives"
 _CLOSE = 0.01  # error of a graph that explains a trace
 
 
@@ -46,6 +52,7 @@ def replay(
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
     suspected_us: Sequence[F64] | None = None,
+    stack: TracedStack | None = None,
     collective_waits: str | None = None,
     limit: int = _LIMIT,
 ) -> Replay | None:
@@ -57,6 +64,7 @@ def replay(
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
         suspected_us: per column and GPU operation, how long it seems to have waited for a rank that has no trace.
+        stack: whose collectives the trace shows; None: zero-SM ones are not tried.
         collective_waits: what the answer says of waits in collectives: joined, partly_joined or as_measured.
         limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
 
@@ -91,6 +99,7 @@ def replay(
             what_if["no stall on any rank"] = _no_stall(graph)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
         what_if["no copies"] = _no_copies(graph, job)
+    what_if |= _without_sms(graph, job, stack, alone_us, blocked)
     measured, replayed = graph.window_us / graph.steps, _step_us(graph)
     return Replay(
         measured_us=measured,
@@ -103,42 +112,25 @@ def replay(
     )
 
 
+def _without_sms(
+    graph: ReplayGraph,
+    job: TracedJob,
+    stack: TracedStack | None,
+    alone_us: Sequence[F64] | None,
+    blocked: Sequence[Bools] | None,
+) -> dict[str, ReplayGraph]:
+    """Return what copy engines would change, and which part of that is FSDP2's copies."""
+    found: dict[str, ReplayGraph] = {}
+    if stack is None or not stack.nvidia_nccl:
+        return found
+    if stack.fsdp2 and any(fsdp2_copies(d).any() for d in job.digests):
+        found[NO_FSDP2_COPIES] = without_fsdp2_copies(graph, job)
+    moved = zero_sm(graph, job, fsdp2=stack.fsdp2, alone_us=alone_us, blocked=blocked)
+    return found if moved is None else found | {ZERO_SM: moved}
+
+
 def _step_us(graph: ReplayGraph) -> float:
     return (max(simulate(graph)) - graph.head_us) / graph.steps
-
-
-def simulate(graph: ReplayGraph) -> list[float]:
-    """Return when every node ends, in µs after node 0: one pass, since every node follows all it depends on."""
-    ends = [0.0] * len(graph.row)
-    last_arrival = [0.0] * (int(graph.collective.max()) + 1)
-    to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
-    inside: list[list[int]] = [[] for _ in last_arrival]
-    arrives, leaves, transfer = graph.arrives.tolist(), graph.leaves.tolist(), graph.transfer.tolist()
-    edges = (graph.host, graph.after_host, graph.stream, graph.event, graph.seen, graph.collective)
-    columns = [column.tolist() for column in (*edges, graph.lag, graph.duration)]
-    for node, (host, after, stream, event, seen, joint, lag, duration) in enumerate(zip(*columns, strict=True)):
-        begin = ends[host] + after
-        if ends[stream] > begin:
-            begin = ends[stream]
-        if ends[event] > begin:
-            begin = ends[event]
-        if ends[seen] > begin:
-            begin = ends[seen]
-        begin += lag
-        ends[node] = begin + duration
-        if joint < 0:
-            continue
-        if arrives[node]:
-            to_come[joint] -= 1
-            last_arrival[joint] = max(last_arrival[joint], begin)
-        if leaves[node]:
-            ends[node] = begin
-            inside[joint].append(node)
-        if not to_come[joint]:
-            for left in inside[joint]:
-                ends[left] = max(ends[left], last_arrival[joint] + transfer[left])
-            inside[joint].clear()
-    return ends
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
@@ -186,8 +178,8 @@ def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayG
 def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
     after_host, event = graph.after_host.copy(), graph.event.copy()
     for column in np.unique(graph.column[1:]).tolist():
-        own = _by_host(graph, column)
-        after_host[own] -= _since_host(graph, own, graph.host_gap[own])
+        own = by_host(graph, column)
+        after_host[own] -= since_host(graph, own, graph.host_gap[own])
         ops = np.flatnonzero((graph.column == column) & (graph.row >= 0))
         free = ops[(graph.event[ops] == 0) & (graph.seen[ops] == 0)]
         event[free] = _ended_before(graph, ops, free)
@@ -207,11 +199,11 @@ def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
 def _no_stall(graph: ReplayGraph) -> ReplayGraph:
     after_host = graph.after_host.copy()
     for column in np.unique(graph.column[1:]).tolist():
-        own = _by_host(graph, column)
+        own = by_host(graph, column)
         gap = graph.host_gap[own]
         usual = gap[(gap > 0) & (gap < STALL_US)]
         pace = float(np.median(usual)) if len(usual) else 0.0
-        after_host[own] += _since_host(graph, own, np.where(gap >= STALL_US, pace - gap, 0.0))
+        after_host[own] += since_host(graph, own, np.where(gap >= STALL_US, pace - gap, 0.0))
     return changed(graph, after_host=after_host)
 
 
@@ -219,21 +211,21 @@ def _no_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
     copies = graph.kind == Kind.MEMCPY
     after_host = graph.after_host.copy()
     for column in np.unique(graph.column[1:]).tolist():
-        own = _by_host(graph, column)
+        own = by_host(graph, column)
         gpu, row = job.digests[column].gpu, graph.row[own]
         call = np.where(copies[own], (gpu.launch_end - gpu.launch_start)[np.maximum(row, 0)], 0.0)
         calling = np.minimum(np.concatenate(([0.0], call[:-1])), graph.host_gap[own])  # in the next node's host_gap
-        after_host[own] -= _since_host(graph, own, calling)
+        after_host[own] -= since_host(graph, own, calling)
     return changed(graph, after_host=after_host, duration=np.where(copies, 0.0, graph.duration))
 
 
 def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph:
     duration, after_host = graph.duration.copy(), graph.after_host.copy()
     for late, stand_in in typical.items():
-        own, theirs = _by_host(graph, late), _by_host(graph, stand_in)
+        own, theirs = by_host(graph, late), by_host(graph, stand_in)
         stretch, their_stretch = _stretch(graph, own), _stretch(graph, theirs)
         gap = _stand_in(graph.host_gap[own], stretch, graph.host_gap[theirs], their_stretch)
-        after_host[own] += _since_host(graph, own, gap - graph.host_gap[own])
+        after_host[own] += since_host(graph, own, gap - graph.host_gap[own])
         if (root := graph.row[own] < 0).any():
             after_host[own[root][0]] = graph.after_host[theirs[graph.row[theirs] < 0][0]]
         local, their_local = _is_local(graph, own), _is_local(graph, theirs)
@@ -241,12 +233,6 @@ def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph
             duration[own[local]], stretch[local], graph.duration[theirs[their_local]], their_stretch[their_local]
         )
     return changed(graph, duration=duration, after_host=after_host)
-
-
-def _by_host(graph: ReplayGraph, column: int) -> I64:
-    """Return a rank's nodes in host order: by launch of operations and by return of host calls."""
-    nodes = np.flatnonzero((graph.column == column) & np.isfinite(graph.order))
-    return nodes[np.argsort(graph.order[nodes], kind="stable")]
 
 
 def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
@@ -257,13 +243,6 @@ def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
 def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
     """Return, per node, the number of communication operations up to it; ranks of one program have equal numbers."""
     return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
-
-
-def _since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
-    """Return, for every node, the sum of `gap` over `nodes` (in host order) since the host call that it follows."""
-    total = np.zeros(len(graph.row))
-    total[nodes] = np.cumsum(gap)
-    return total[nodes] - total[graph.host[nodes]]
 
 
 def _stand_in(own: F64, stretch: I64, theirs: F64, their_stretch: I64) -> F64:

@@ -87,6 +87,53 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
     )
 
 
+def simulate(graph: ReplayGraph) -> list[float]:
+    """Return when every node ends, in µs after node 0: one pass, since every node follows all it depends on."""
+    ends = [0.0] * len(graph.row)
+    last_arrival = [0.0] * (int(graph.collective.max()) + 1)
+    to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
+    inside: list[list[int]] = [[] for _ in last_arrival]
+    arrives, leaves, transfer = graph.arrives.tolist(), graph.leaves.tolist(), graph.transfer.tolist()
+    edges = (graph.host, graph.after_host, graph.stream, graph.event, graph.seen, graph.collective)
+    columns = [column.tolist() for column in (*edges, graph.lag, graph.duration)]
+    for node, (host, after, stream, event, seen, joint, lag, duration) in enumerate(zip(*columns, strict=True)):
+        begin = ends[host] + after
+        if ends[stream] > begin:
+            begin = ends[stream]
+        if ends[event] > begin:
+            begin = ends[event]
+        if ends[seen] > begin:
+            begin = ends[seen]
+        begin += lag
+        ends[node] = begin + duration
+        if joint < 0:
+            continue
+        if arrives[node]:
+            to_come[joint] -= 1
+            last_arrival[joint] = max(last_arrival[joint], begin)
+        if leaves[node]:
+            ends[node] = begin
+            inside[joint].append(node)
+        if not to_come[joint]:
+            for left in inside[joint]:
+                ends[left] = max(ends[left], last_arrival[joint] + transfer[left])
+            inside[joint].clear()
+    return ends
+
+
+def by_host(graph: ReplayGraph, column: int) -> I64:
+    """Return a rank's nodes in host order: by launch of operations and by return of host calls."""
+    nodes = np.flatnonzero((graph.column == column) & np.isfinite(graph.order))
+    return nodes[np.argsort(graph.order[nodes], kind="stable")]
+
+
+def since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
+    """Return, for every node, the sum of `gap` over `nodes` (in host order) since the host call that it follows."""
+    total = np.zeros(len(graph.row))
+    total[nodes] = np.cumsum(gap)
+    return total[nodes] - total[graph.host[nodes]]
+
+
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
     """Return the first and last step to replay: the middle step, and its neighbours as long as `limit` allows."""
     size = np.zeros(len(job.step_names), np.int64)

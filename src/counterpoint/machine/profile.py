@@ -158,6 +158,11 @@ class Profile(_Strict, frozen=True, kw_only=True):
         figures = {group: _figures(msgspec.to_builtins(getattr(self, group))) for group in GROUPS}
         return blake2b(msgspec.json.encode(figures, order="deterministic"), digest_size=8).hexdigest()
 
+    @property
+    def is_of_this_chip(self) -> bool:
+        """Return whether the rates were measured on this GPU or one of the same chip, not assumed from another."""
+        return self.measured_on.get("rates", self.gpu) == self.gpu or self.gpu in self.same_chip
+
     def note(self, groups: Iterable[str] = ()) -> str:
         """Return a sentence that names the groups (default: of all) not measured on this GPU; "" if all were."""
         other: dict[str, list[str]] = {}

@@ -26,8 +26,9 @@ def advice(*, copies: bool) -> str:
     w = waits(j, busy)
     kinds = collective_kinds(j, w, collectives(j, w))
     (finding,) = _exposed(
-        j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j)
-    )
+        j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j),
+        "collectives that take no SM",
+    )  # fmt: skip
     return finding.advice
 
 
