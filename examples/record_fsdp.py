@@ -31,8 +31,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import counterpoint
-
 TINY = Shape(layers=4, hidden=128, ffn=256, heads=4, kv_heads=2, vocabulary=512)
 
 
@@ -113,6 +111,8 @@ def train(args: argparse.Namespace, job: Job) -> None:
 
     with fault.neighbour(job.device):
         if args.overlap:
+            import counterpoint  # without --overlap the recorder needs nothing but torch
+
             recording.record(step, replace(job, out=job.out / "stock"), planted=fault.describe())
             counterpoint.overlap(model)
             recording.record(step, replace(job, out=job.out / "overlap"), planted=fault.describe())

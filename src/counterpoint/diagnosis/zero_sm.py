@@ -102,17 +102,14 @@ def fsdp2_copies(digest: RankDigest) -> Bools:
 
 def without_fsdp2_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
     """Return the graph in which FSDP2's copies, and launching them, take no time."""
-    duration, lag, after_host = graph.duration.copy(), graph.lag.copy(), graph.after_host.copy()
+    vanished, after_host = np.zeros(len(graph.row), bool), graph.after_host.copy()
     for c, digest in enumerate(job.digests):
-        copies = fsdp2_copies(digest)
         own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        vanished = own[copies[graph.row[own]]]
-        duration[vanished] = lag[vanished] = 0.0
+        vanished[own] = fsdp2_copies(digest)[graph.row[own]]
         launched = by_host(graph, c)
-        saved = np.zeros(len(graph.row))
-        saved[vanished] = graph.host_gap[vanished]
-        after_host[launched] -= since_host(graph, launched, saved[launched])
-    return replace(graph, duration=duration, lag=lag, after_host=after_host)
+        after_host[launched] -= since_host(graph, launched, np.where(vanished, graph.host_gap, 0.0)[launched])
+    busy = np.where(vanished, 0.0, graph.duration), np.where(vanished, 0.0, graph.lag)
+    return replace(graph, duration=busy[0], lag=busy[1], after_host=after_host)
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -88,6 +89,8 @@ class TrainingWatch:
         self._hook: Any = None
         self._optimizer: weakref.ref[Any] | None = None
         self._recording: Recording | None = None
+        self._unrecorded = (0, 0.0)  # step and time since which nothing is recorded
+        self._usual_us: float | None = None  # of a step that is not recorded
         self._others = OtherProfilers(give_way=self._give_way)
         self._ready = False
         self._made: dict[str, Path] = {}  # folders that this rank has made, by their keys in the store
@@ -175,6 +178,8 @@ class TrainingWatch:
         elif self._others.any():
             self._skip("another profiler is in use")
         else:
+            step, begun = self._unrecorded
+            self._usual_us = (time.perf_counter() - begun) * 1e6 / max(self.count - step, 1)
             self._recording = self._others.own(lambda: Recording(self._steps, **self._settings))
 
     def _prepare(self) -> None:
@@ -195,6 +200,7 @@ class TrainingWatch:
                 log.addHandler(self._handler)
         if not self._others.any():
             self._others.own(lambda: Recording(1, **self._settings)).stop()
+        self._unrecorded = self.count, time.perf_counter()
 
     def _finish(self) -> None:
         recording, self._recording = self._recording, None
@@ -202,6 +208,7 @@ class TrainingWatch:
         rank, first = _rank(), _first_rank()
         with beside.writing(self._seen(f"traces/{first}") / f"step{self.count}", f"rank{rank}.json") as path:
             recording.write(path)
+        self._unrecorded = self.count, time.perf_counter()
         if rank == first:
             arguments = (self.count,)
             self._reader = threading.Thread(
@@ -252,6 +259,7 @@ class TrainingWatch:
             digests=str(self._seen("digests") / f"step{step}"),
             world_size=_world_size(),
             step=step,
+            usual_us=self._usual_us,
         )
         pipe = subprocess.PIPE
         process = subprocess.Popen(beside.COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, env=beside.environment())

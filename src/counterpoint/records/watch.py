@@ -23,6 +23,7 @@ class WatchedStep(Record, frozen=True, kw_only=True):
     ranks: tuple[int, ...]  # those that were read
     world_size: int
     step_us: float
+    usual_us: float | None = None  # of a step that is not recorded: mean since the recording before
     hidden: float | None  # of the communication; null: none was seen
     exposed_comm_us: float
     idle_us: float

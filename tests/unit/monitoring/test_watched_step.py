@@ -49,6 +49,25 @@ def test_a_job_in_which_nobody_is_late() -> None:
     assert found.findings[0].title[1:] in found.line
 
 
+def test_recording_that_slows_hosts_makes_nobody_late() -> None:
+    """Launches slowed by no more than recording slows the step are its doing; a stall in an operation never is."""
+    found = diagnosed("fsdp-host-stall")
+    step_us = found.totals.duration_us / len(found.steps)
+    (late, *others) = found.stragglers
+    slow = [msgspec.structs.replace(late, detail=detail, delay_us=0.3 * step_us) for detail in ("launch", "encode")]
+    launching, stalling = (msgspec.structs.replace(found, stragglers=(s, *others)) for s in slow)
+    assert watched_step(launching, 500, (), 0.5 * step_us).late_rank is None
+    assert watched_step(launching, 500, (), 0.9 * step_us).late_rank == late.rank
+    assert watched_step(launching, 500, ()).late_rank == late.rank
+    assert watched_step(stalling, 500, (), 0.5 * step_us).late_rank == late.rank
+
+
+def test_the_line_tells_usual_steps_from_recorded_ones() -> None:
+    found = diagnosed("fsdp-healthy")
+    assert watched_step(found, 500, (), 100e3).line.startswith("step 500: 100 ms (156 ms while recorded), ")
+    assert watched_step(found, 500, (), 150e3).line.startswith("step 500: 156 ms, ")
+
+
 def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:
     """Each record is a line, and is read back equal."""
     export = JsonLines(tmp_path / "watch.jsonl")
