@@ -176,14 +176,16 @@ def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayG
 
 
 def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
-    after_host, event = graph.after_host.copy(), graph.event.copy()
+    after_host, event, lag = graph.after_host.copy(), graph.event.copy(), graph.lag.copy()
     for column in np.unique(graph.column[1:]).tolist():
         own = by_host(graph, column)
-        after_host[own] -= since_host(graph, own, graph.host_gap[own])
+        after_host[own] -= np.maximum(since_host(graph, own, graph.host_gap[own]), 0.0)  # < 0: calls of two threads
         ops = np.flatnonzero((graph.column == column) & (graph.row >= 0))
         free = ops[(graph.event[ops] == 0) & (graph.seen[ops] == 0)]
-        event[free] = _ended_before(graph, ops, free)
-    return changed(graph, after_host=after_host, event=event)
+        event[free] = followed = _ended_before(graph, ops, free)
+        since = np.where(followed > 0, graph.begin[free] - graph.end[followed], np.inf)
+        lag[free] = np.minimum(lag[free], since)  # what came before the operation it follows is no longer unexplained
+    return changed(graph, after_host=after_host, event=event, lag=lag)
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
@@ -214,7 +216,8 @@ def _no_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
         own = by_host(graph, column)
         gpu, row = job.digests[column].gpu, graph.row[own]
         call = np.where(copies[own], (gpu.launch_end - gpu.launch_start)[np.maximum(row, 0)], 0.0)
-        calling = np.minimum(np.concatenate(([0.0], call[:-1])), graph.host_gap[own])  # in the next node's host_gap
+        before = np.concatenate(([0.0], call[:-1]))  # part of the next node's host_gap
+        calling = np.minimum(before, np.maximum(graph.host_gap[own], 0.0))
         after_host[own] -= since_host(graph, own, calling)
     return changed(graph, after_host=after_host, duration=np.where(copies, 0.0, graph.duration))
 

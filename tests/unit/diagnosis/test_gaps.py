@@ -357,4 +357,7 @@ def test_causes_add_up_to_the_idle_time(ranks: list[Rank]) -> None:
     assert found.idle.idle_us == pytest.approx(found.totals.idle_us / len(found.steps), abs=1e-6)
     assert sum(c.us for c in found.idle.causes) == pytest.approx(found.idle.idle_us, abs=1e-6)
     assert found.idle.explained_us <= found.idle.idle_us + 1e-6
+    if found.replay is not None:  # less work and fewer waits never take longer than what was measured
+        for what_if in found.replay.what_if:
+            assert what_if.step_us <= found.replay.measured_us * (1 + 1e-9) + 1e-3, what_if.name
     assert all(5.0 <= f.cost_us <= found.totals.duration_us / len(found.steps) * 2 for f in found.findings)

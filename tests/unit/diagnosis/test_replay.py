@@ -323,3 +323,9 @@ def test_operations_without_launches_follow_their_streams() -> None:
 def test_job_without_gpu_operations_is_not_replayed() -> None:
     """There is nothing to simulate."""
     assert replay(job(rank(host("aten::mm", 0, 10)))) is None
+
+
+def test_hosts_free_take_an_unexplained_wait_once() -> None:
+    """The collective began at 310, 200 µs after the kernel that it follows: not 200 µs and what came before it."""
+    late = rank(op("matmul", 10, 110, launch=0), comm("all_reduce", 310, 360, launch=5))
+    assert step_us(replay(job(late)), "hosts free (CUDA graphs)") == pytest.approx(360)
