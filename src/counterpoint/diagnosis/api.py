@@ -236,7 +236,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         kernels=kernels.kernels,
         findings=findings,
         replay=played,
-        idle=summarise_idle(job, idle),
+        idle=summarise_idle(job, idle) if job.gpu_recorded else None,
     )
     return Result(diagnosis=diagnosis, job=job, waits=waits)
 
@@ -310,7 +310,7 @@ def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: boo
     """Return pairs of stream name and its rows; without `by_stream`, one pair of None and all rows."""
     if not by_stream:
         return [(None, rows)]
-    kind = "thread" if job.digests[column].device.name == "cpu" else "stream"
+    kind = "thread" if job.digests[column].device.from_host else "stream"
     found: list[tuple[str | None, I64]] = []
     for number in np.unique(stream[rows]).tolist():
         device = f"device {number >> 32} " if number >> 32 > 0 else ""

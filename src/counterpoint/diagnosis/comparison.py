@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.diagnosis.steps import WHOLE_TRACE
 from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Change, Comparison, FindingChange, KernelChange
 from counterpoint.records.diagnosis import SCHEMA, Diagnosis, KernelComparison
@@ -177,7 +176,7 @@ def _notes(now: Diagnosis, before: Diagnosis) -> tuple[str, ...]:
         ("GPU", before.gpu, now.gpu),
     )
     notes = [f"{what}: {b} before, {n} now" for what, b, n in facts if b != n]
-    if any(d.steps and d.steps[0].name == WHOLE_TRACE for d in (now, before)):
+    if any(d.steps and not d.has_steps for d in (now, before)):
         notes.append("no steps were found in one of the two: its whole recording counts as one")
     return tuple(notes)
 

@@ -14,6 +14,7 @@ from counterpoint.records.diagnosis import Finding, severity_of
 from counterpoint.trace.timeline import Kind
 
 _WORTH = 0.03  # of a step
+_NEARLY = 0.9  # of what something takes; if it costs less, both are said
 _LAUNCHED = 0.9  # of the operations: if fewer have a recorded launch, the replay cannot change host times
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
 _SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
@@ -57,18 +58,26 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
             f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "
             f"{k.count / (steps * ranks):,.0f} copies{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
         )
+    between = " between host and GPU" if kinds[0].way in ("HtoD", "DtoH") else ""
     return [
         Finding(
             kind="copies",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title=f"{exposed / step:.0%} of the step is copying between host and GPU with nothing beside it"
-            if kinds[0].way in ("HtoD", "DtoH")
-            else f"{exposed / step:.0%} of the step is copying with nothing beside it",
-            evidence=f"a step and rank: {'; '.join(parts)}",
+            title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
+            "beside it",
+            evidence=f"{job.each} and rank: {'; '.join(parts)}{saves_less(job, cost, exposed)}",
             advice=_advise(kinds),
         )
     ]
+
+
+def saves_less(job: TracedJob, cost: float, exposed: float) -> str:
+    """Say that a step without something would be shorter by less than that thing takes; empty if it would not."""
+    if cost >= _NEARLY * exposed:
+        return ""
+    what = "a step" if job.has_steps else "the recording"
+    return f"; without it {what} would take only {cost / 1e3:.2f} ms less, for it waits for something else meanwhile"
 
 
 def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:

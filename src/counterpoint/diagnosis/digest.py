@@ -52,7 +52,8 @@ def digest(timeline: Timeline) -> RankDigest:
     """Return the digest of one rank: its steps, collectives, gaps, host waits and FLOPs."""
     gpu, steps = timeline.gpu, find_steps(timeline)
     gaps = find_gaps(timeline, steps)
-    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside)))
+    named = (gaps.operations.name, gaps.functions.name)
+    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, *named)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
     facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
@@ -64,7 +65,13 @@ def digest(timeline: Timeline) -> RankDigest:
         gpu=replace(gpu, name=renumber[gpu.name]),
         comm=comm_rows(timeline),
         steps=steps,
-        gaps=replace(gaps, operation=renumber[gaps.operation], inside=renumber[gaps.inside]),
+        gaps=replace(
+            gaps,
+            operation=renumber[gaps.operation],
+            inside=renumber[gaps.inside],
+            operations=replace(gaps.operations, name=renumber[gaps.operations.name]),
+            functions=replace(gaps.functions, name=renumber[gaps.functions.name]),
+        ),
         waits=_waits(timeline),
         flops=_matmul_flops(timeline),
     )

@@ -12,8 +12,8 @@ from collections import defaultdict
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
-from counterpoint.diagnosis.copies import find_copies
-from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle, short_name
+from counterpoint.diagnosis.copies import find_copies, saves_less
+from counterpoint.diagnosis.idle import ADVICE, RankIdle, advise_operation, find_idle, short_name
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
@@ -41,6 +41,11 @@ _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
 _UNTOLD = 0.1  # of exposed communication that lacks ranks: what is known says little then
+_HARDLY = 0.01  # of the time: compute that takes less was not recorded
+_RECORD_COMPUTE = (
+    "record compute as well, and all ranks: hardly an operation that could run beside the communication is in the "
+    "traces, so that it is not known whether it is exposed"
+)
 _RECORD_ALL = (
     "record all ranks in the same steps and diagnose them together: only that tells waiting for a late rank, which has "
     "its cause there, from moving bytes. What helps in both cases is compute to run beside it: begin it earlier"
@@ -98,6 +103,8 @@ def find_findings(
         stack: whose GPUs and collectives the trace shows.
     """
     step = account.duration_us / job.num_steps
+    if not job.gpu_recorded or step <= 0:
+        return ()
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     no_sm = _no_sm_collectives(job, stack, replay)
     found = [
@@ -131,7 +138,7 @@ def _stragglers(
                 cost_us=cost,
                 severity=severity_of(cost, step),
                 title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
-                evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {_each(job)}; it arrived last "
+                evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {job.each}; it arrived last "
                 f"{_count(s.times_last, 'time')}{_in_all(job)}; {s.evidence}",
                 advice=_advise_straggler(s, stack),
                 rank=s.rank,
@@ -175,7 +182,7 @@ def _slow_kernels(
                 cost_us=cost,
                 severity=severity_of(cost, step),
                 title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
-                evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {_each(job)}: "
+                evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {job.each}: "
                 + "; ".join(parts) + waves,
                 advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack, no_sm),
             )
@@ -191,11 +198,6 @@ def _times(k: KernelComparison) -> str:
     return (
         f"{k.alone_us:.0f} → {k.overlapped_us:.0f} µs ({k.slowdown:.2f} x, {_count(k.overlapped_count, 'time')} in all)"
     )
-
-
-def _each(job: TracedJob) -> str:
-    """Return what a time is of: where no steps were found, it is not of a step."""
-    return "a step" if job.has_steps else "in the recording"
 
 
 def _in_all(job: TracedJob) -> str:
@@ -231,7 +233,7 @@ def _launch_order(
             cost_us=cost,
             severity=severity_of(cost, step),
             title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
-            evidence=f"{lost / 1e3:.2f} ms {_each(job)} and rank, mostly behind {short_name(most, 60)} "
+            evidence=f"{lost / 1e3:.2f} ms {job.each} and rank, mostly behind {short_name(most, 60)} "
             f"({_count(by_kernel[most], 'time')} in all); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {short_name(kernel, 60)}; "
             f"{worst.proof}",
@@ -299,8 +301,8 @@ def _suspected_waits(
             kind="suspected_wait",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title=f"At least {lost / 1e3:.2f} ms a step of communication is waiting for a rank {rank}",
-            evidence=f"beyond what the same operation usually takes in this recording, a step: {parts}; worst: "
+            title=f"At least {lost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
+            evidence=f"beyond what the same operation usually takes in this recording, {job.each}: {parts}; worst: "
             f"{one.op} #{one.index} of group {one.group}{_in_words(one.parallel, one.phase, one.module)} took "
             f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
             advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
@@ -329,9 +331,9 @@ def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, .
             kind="pipeline_bubble",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms a step for their neighbours",
+            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms {job.each} for their neighbours",
             evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
-            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms a step",
+            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms {job.each}",
             advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
             "long (move layers from the slowest stage)",
             start_us=float(np.nanmin(job.joined.start[worst])),
@@ -375,10 +377,16 @@ def _exposed(
             kind="exposed_comm",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title=f"{share:.0%} of the {_what(job)} is communication with no compute beside it",
-            evidence=f"exposed {_each(job)} and rank: {parts or 'unknown operations'}; "
-            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
-            advice=_RECORD_ALL if untold else _advise_exposed(account, stack, no_sm, by_copies=by_copies),
+            title=f"{share:.0%} of the {job.whole} ({account.exposed_comm_us / job.num_steps / 1e3:.2f} ms) is "
+            "communication with no compute beside it",
+            evidence=f"exposed {job.each} and rank: {parts or 'unknown operations'}; "
+            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold)
+            + saves_less(job, cost, account.exposed_comm_us / job.num_steps),
+            advice=_RECORD_COMPUTE
+            if account.compute_us < _HARDLY * account.duration_us
+            else _RECORD_ALL
+            if untold
+            else _advise_exposed(account, stack, no_sm, by_copies=by_copies),
         )
     ]
 
@@ -428,29 +436,37 @@ def exposed_by_operation(job: TracedJob, w: Waits, busy: list[Activity]) -> dict
     return out
 
 
-def _what(job: TracedJob) -> str:
-    return "step" if job.has_steps else "recording"
-
-
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
     """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
     steps = job.num_steps
     step = account.duration_us / steps / 1e3
     what = "A step" if job.has_steps else "The recording (no steps were found in it)"
+    if not job.gpu_recorded:
+        return (
+            f"{what} takes {step:.1f} ms on the host. GPU activity was not recorded, so nothing can be said of what "
+            "the GPUs did: record with ProfilerActivity.CUDA beside ProfilerActivity.CPU."
+        )
     if account.hidden is None:
         head = f"{what} takes {step:.1f} ms; no communication was seen."
     else:
         exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
         head = (
             f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
-            f"{_what(job)} waits for it."
+            f"{job.whole} waits for it."
         )
+        if exposed >= _EXPOSED_WORTH and replay and all(f.kind != "exposed_comm" for f in findings):
+            head += (
+                " Without communication it would take as long, by the replay: it waits for something else meanwhile."
+            )
     if not findings:
         return f"{head} Nothing stands out."
     causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
     cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
-    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms {_each(job)})."
+    said = f" ({cost} ms {job.each})"
+    if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
+        said = f"; at most {cost} ms of it can be saved"
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."
 
 
 def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
@@ -474,7 +490,7 @@ def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
     if s.cause == "host_stall":
         if s.detail is None:
             return ADVICE["unrecorded"]
-        return ADVICE.get(
+        return ADVICE.get(s.detail) or advise_operation(
             s.detail, f"take {s.detail} out of the step of rank {s.rank}: do it ahead, or in a worker process"
         )
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
@@ -537,8 +553,6 @@ def _advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copi
     """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
-    if account.compute_us <= 0:
-        return "record compute as well: no kernel that could hide the communication is in the traces"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (

@@ -12,9 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from counterpoint.diagnosis import host_names
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.steps import StepWindows
-from counterpoint.trace.timeline import F64, I32, I64, U8, Bools, HostKind, HostOps, Kind, Timeline
+from counterpoint.trace.timeline import (
+    F64,
+    I32,
+    I64,
+    U8,
+    Bools,
+    GpuOps,
+    HostKind,
+    HostOps,
+    Kind,
+    Timeline,
+    previous_on_stream,
+)
 
 CATEGORIES = (
     "operation",  # the host spent long in one operation or Python function
@@ -29,46 +42,60 @@ CATEGORIES = (
     "queued",  # the next operation was launched in time, but waited for an event, another stream or another rank
     "between_kernels",  # the next operation was launched in time: the few µs from one kernel to the next
     "no_launch_recorded",  # the trace does not say when the next operation was launched, nor what the host did
-    "unrecorded",  # the host launched nothing, and the trace does not say why
+    "unrecorded",  # the host launched nothing, and no range of any thread says what it did
+    "nothing_recorded",  # before the first event of the trace or after its last
+    "earlier_work",  # the first operation of its stream, launched long ago, waits: for work that was not recorded
 )
 _NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
 OPERATION, LAUNCH = _NUMBER["operation"], _NUMBER["launch"]
 QUEUED, BETWEEN = _NUMBER["queued"], _NUMBER["between_kernels"]
 SYNCHRONISE, COPY, START_UP = _NUMBER["synchronise"], _NUMBER["copy"], _NUMBER["start_up"]
 ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_recorded"], _NUMBER["unrecorded"]
+NOTHING, EARLIER_WORK = _NUMBER["nothing_recorded"], _NUMBER["earlier_work"]
+NOT_RECORDED = ("unrecorded", "no_launch_recorded", "nothing_recorded")  # the trace does not hold the cause
 
 STALL_US = 500.0  # a host that launches nothing for longer stalls; for a shorter time, it is slow
 _HIDDEN_US = 2000.0  # queued launches would have hidden a shorter pause, had the host not waited for the GPU
 _LOADING_US = 500_000.0  # only calls that start CUDA or load a library of kernels take longer
 _SOON_US = 20.0  # an operation that waits for nothing begins this soon after its launch
+_EARLIER_US = 1000.0  # the GPU runs nothing for longer, though an operation is queued, only if work is not recorded
 _SHORT_US = 100.0  # a shorter gap gets one cause, that of its middle
 _BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
 _DEEPEST = 512  # levels of nesting; deeper ranges count as part of the range around them
 _THREADS = 64  # threads that are analysed: those that launch most, then those with most ranges
 _PATTERNS = (
-    ("allocator", re.compile(r"^(cuda|hip)(Malloc|Free|HostAlloc|HostFree|Mem(Pool|Create|Map|Unmap|Release|SetAccess))"
-                             r"|^cuMem(Alloc|Create|Map|Unmap|Release|SetAccess|Free|AddressReserve|HostAlloc)")),
-    ("garbage_collection", re.compile(r"\bgc\b.*collect|^gc\.|python gc|garbage", re.I)),
-    ("start_up", re.compile(r"Lazy Function Loading|Module ?Load|LibraryLoad|^(cuda|hip|cu)(Init$|DeviceReset|CtxCreate"
-                            r"|StreamCreate|Stream(Begin|End)Capture|Graph(Instantiate|Destroy|GetNodes))"
-                            r"|^cu(dnn|blas\w*|fft)Create|^(nccl|rccl)CommInit|ncclGetUniqueId"
-                            r"|torch/_dynamo/(convert_frame|output_graph|symbolic_convert)|torch/_inductor/(compile_fx|"
-                            r"codecache|async_compile|scheduler|graph|lowering)"
-                            r"|triton/(backends/\w+/compiler|compiler/code_generator)\.py|triton/compiler/compiler\.py"
-                            r"\(\d+\): (compile|_init_handles|make_|parse)"
-                            r"|dynamo_timed|_compile\.compile_inner|OutputGraph\.call_user_compiler"
-                            r"|torch/cuda/graphs\.py\(\d+\): (capture_begin|capture_end)")),
-    ("profiler", re.compile(r"^(Activity Buffer Request|Buffer Flush|Instrumentation|Resource|Command Buffer Full)$"
-                            r"|^(cuda|hip|roc)Profiler|^CUPTI", re.I)),
-    ("late_input", re.compile(r"dataloader|datapipe|__next__.*(loader|iter)|enumerate\(|pin_memory|prefetch.*batch"
-                              r"|next_batch|get_batch|load_batch|fetch_data|data_?loading", re.I)),
-    ("synchronise", re.compile(r"synchronize|^aten::(item|_local_scalar_dense)$|^(Stream|Context|Event|Device) Sync",
-                               re.I)),
-    ("copy", re.compile(r"^(cuda|hip)Memcpy(?!.*Peer)|^cuMemcpy(?!Peer)|^hipMemcpyWithStream")),
-)  # fmt: skip
+    ("allocator", (host_names.ALLOCATION,)),
+    ("garbage_collection", (host_names.GARBAGE_COLLECTION,)),
+    ("start_up", (host_names.START_UP, host_names.CAPTURE, host_names.COMPILATION)),
+    ("profiler", (host_names.PROFILER,)),
+    ("late_input", (host_names.INPUT,)),
+    ("synchronise", (host_names.SYNCHRONISATION,)),
+    ("copy", (host_names.COPY,)),
+)
 _FRAME = re.compile(r"^(ProfilerStep|PyTorch Profiler|torch/profiler|profiler)")
 _WAITING = re.compile(r"^<built-in .*(acquire|poll|select|wait|sleep|recv|read)\b|^(threading|queue|selectors)\.py\(")
 _LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|contextlib|functools)\.py\(")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedShares:
+    """Holds the share that each name has in the idle time of each cause, in the rank's steps; columns of one length."""
+
+    category: U8
+    name: I32
+    share: F64
+
+    @classmethod
+    def of(cls, category: U8, name: I64, time: F64, whole: F64) -> NamedShares:
+        """Sum `time` by category and name (-1: none), as shares in `whole`, the time of each category."""
+        causes, named, shares = [np.empty(0, np.uint8)], [np.empty(0, np.int32)], [np.empty(0)]
+        for each in np.flatnonzero(whole > 0).tolist():
+            rows = (category == each) & (name >= 0)
+            total = np.bincount(name[rows], weights=time[rows])
+            named.append(np.flatnonzero(total > 0).astype(np.int32))
+            causes.append(np.full(len(named[-1]), each, np.uint8))
+            shares.append(np.minimum(total[named[-1]] / whole[each], 1.0))
+        return cls(category=np.concatenate(causes), name=np.concatenate(named), share=np.concatenate(shares))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +103,8 @@ class Gaps:
     """Holds all times [start, end) in which no GPU operation runs, and their causes; columns of one length.
 
     A gap has one row per cause: `time` is the part of the gap with that cause, longest first. Gaps are cut where steps
-    begin and end. Names are indices into the rank's names, -1: not known.
+    begin and end. Names are indices into the rank's names, -1: not known. A row names only what took most of its time;
+    `operations` and `functions` are tables of their own, of every moment in the steps.
     """
 
     start: F64
@@ -86,6 +114,8 @@ class Gaps:
     operation: I32  # host range that took most of `time`; for queued and between_kernels: the next GPU operation
     inside: I32  # the Python function or range around that host range
     host_us: F64  # for how long no thread launched anything, until the gap's next launch
+    operations: NamedShares  # innermost host ranges; of causes after a launch: the next GPU operation
+    functions: NamedShares  # the Python functions, or ranges, around those
 
     def __len__(self) -> int:
         return len(self.start)
@@ -102,7 +132,7 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
     own = np.array([_category(n) for n in timeline.names], np.uint8)
     waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
     threads = _Threads.of(timeline, own, start, waits.held)
-    parts = [_queued(waits, end)]
+    parts = [_queued(timeline.gpu, waits, start, end)]
     known = np.where(np.isin(waits.thread, threads.order), waits.thread, -1)
     for thread in np.unique(known).tolist():
         gap = np.flatnonzero(known == thread).astype(np.int64)
@@ -110,7 +140,8 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
     pieces = _Pieces.joined(parts)
     _judge(timeline, threads, waits, pieces, start, end)
     host_us = np.minimum(waits.since_launch + waits.call_us, waits.held - start)
-    return _table(timeline, threads, pieces, start, end, op, host_us)
+    named = _named(timeline, threads, known, pieces, op, Intervals.union(steps.start, steps.end))
+    return _table(timeline, threads, pieces, start, end, op, host_us, *named)
 
 
 def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
@@ -195,11 +226,17 @@ class _Pieces:
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
 
 
-def _queued(waits: _Launches, end: F64) -> _Pieces:
-    """Return the parts of gaps after the next operation was launched: `queued`, or if short `between_kernels`."""
+def _queued(gpu: GpuOps, waits: _Launches, start: F64, end: F64) -> _Pieces:
+    """Return the parts of gaps after the next operation was launched, with their causes.
+
+    If nothing ran since that launch for long, and it is the first operation of its stream, the stream was busy with
+    work that was launched before the recording began.
+    """
     gap = np.flatnonzero(waits.held < end)
-    short = end[gap] - waits.held[gap] <= _SOON_US
-    category = np.where(short, BETWEEN, QUEUED).astype(np.uint8)
+    us, op = end[gap] - waits.held[gap], waits.op[gap]
+    category = np.where(us <= _SOON_US, BETWEEN, QUEUED).astype(np.uint8)
+    earlier = (us >= _EARLIER_US) & (previous_on_stream(gpu.stream) < 0)[op] & (start[gap] < gpu.launch_end[op])
+    category[earlier] = EARLIER_WORK
     return _Pieces(gap, waits.held[gap], end[gap], category, np.full(len(gap), -1))
 
 
@@ -227,30 +264,23 @@ class _Layer:
         return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
 
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
-        """Split disjoint, sorted time windows: return the parts inside spans, with rows, and the parts outside."""
+        """Split time windows: return the parts inside spans, with rows, and the parts outside."""
         low = np.searchsorted(self.end, start, side="right")
-        high = np.searchsorted(self.start, end, side="left")
-        here = np.unique(np.concatenate((start, end, *_inside(self, low, high))))
-        middle = (here[:-1] + here[1:]) / 2
-        at = np.searchsorted(start, middle, side="right") - 1
-        ours = (at >= 0) & (middle < end[np.maximum(at, 0)])
-        begins, ends, middle, at = here[:-1][ours], here[1:][ours], middle[ours], at[ours]
-        row = self.at(middle)
-        covered, left = row >= 0, row < 0
+        count = np.maximum(np.searchsorted(self.start, end, side="left") - low, 0)
+        first = np.cumsum(count) - count
+        windows = np.arange(len(gap))
+        window = np.repeat(windows, count)
+        at = np.arange(len(window))
+        span = at + np.repeat(low - first, count)
+        begins, ends = np.maximum(self.start[span], start[window]), np.minimum(self.end[span], end[window])
+        opens, closes = (np.empty(len(gap) + len(at)) for _ in range(2))  # before, between and after a window's spans
+        opens[first + windows], closes[first + count + windows] = start, end
+        opens[at + window + 1], closes[at + window] = ends, begins
+        left = closes > opens
         return (
-            (gap[at[covered]], begins[covered], ends[covered], row[covered]),
-            (gap[at[left]], begins[left], ends[left]),
+            (gap[window], begins, ends, self.row[span]),
+            (gap[np.repeat(windows, count + 1)[left]], opens[left], closes[left]),
         )
-
-
-def _inside(layer: _Layer, low: I64, high: I64) -> tuple[F64, F64]:
-    """Return starts and ends of the spans of a layer whose index lies in one of the ranges [low, high)."""
-    marks = np.zeros(len(layer.start) + 1, np.int64)
-    some = high > low
-    np.add.at(marks, low[some], 1)
-    np.add.at(marks, high[some], -1)
-    near = np.cumsum(marks)[:-1] > 0
-    return layer.start[near], layer.end[near]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +297,8 @@ class _Threads:
     shared: _Layer  # allocator, garbage collection and profiler, which block every thread
     layers: dict[int, _Layer]  # by thread; under ~thread the same without ranges in which a thread only waits
     order: tuple[int, ...]  # threads, those that launch most first
+    first: float  # when the first event was recorded, of the host or the GPU, and ...
+    last: float  # ... when the last one ended; steps and ranges around everything do not count
 
     @classmethod
     def of(cls, timeline: Timeline, own: U8, start: F64, end: F64) -> _Threads:
@@ -276,7 +308,9 @@ class _Threads:
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
         if len(host):
             use &= ~frames[host.name] & (idle.within(host.start, host.end) > 0)
-        use &= ~_around_everything(timeline, own, use)
+        around = _around_everything(timeline, own, use)
+        use &= ~around
+        events = ~around & ~frames[host.name] if len(host) else use
         rows = np.flatnonzero(use)
         parent, category, inside, end = _nested(timeline, own, rows)
         threads, count = np.unique(host.thread[rows], return_counts=True)
@@ -297,26 +331,33 @@ class _Threads:
             for k in [~waiting[host.name[layer.row]]]
         }
         layers |= {~t: layer for t, layer in idle_others.items()}
-        return cls(host, category, inside, shared, layers, tuple(ranked.tolist()))
+        first = min(host.start[events].min(initial=np.inf), gpu.start.min(initial=np.inf))
+        last = max(host.end[events].max(initial=-np.inf), gpu.end.max(initial=-np.inf))
+        return cls(host, category, inside, shared, layers, tuple(ranked.tolist()), float(first), float(last))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> _Pieces:
-        """Return what the host did in [start, end) of each gap: calls that block all, `thread`, else another thread.
-
-        For short gaps only the middle is looked up.
-        """
-        others = [~t for t in self.order if t != thread]
-        layers = [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
+        """Return what the host did in [start, end) of each gap; for short gaps only the middle is looked up."""
         short = end - start <= _SHORT_US
-        parts = [self._seen_at_once(layers, gap[short], start[short], end[short])]
         some = ~short & (end > start)
-        left = (gap[some], start[some], end[some])
-        for layer in layers:
+        at_once = self._seen_at_once(self._layers(thread), gap[short], start[short], end[short])
+        return _Pieces.joined([at_once, self.seen(thread, gap[some], start[some], end[some])])
+
+    def seen(self, thread: int, gap: I64, start: F64, end: F64) -> _Pieces:
+        """Return what the host did in [start, end) of each gap, every moment of it."""
+        parts = []
+        left = (gap, start, end)
+        for layer in self._layers(thread):
             if not len(left[0]):
                 break
             (of, begins, ends, row), left = layer.over(*left)
             parts.append(_Pieces(of, begins, ends, self.category[row], row))
         none = np.full(len(left[0]), UNRECORDED, np.uint8)
         return _Pieces.joined([*parts, _Pieces(*left, none, np.full(len(none), -1))])
+
+    def _layers(self, thread: int) -> list[_Layer]:
+        """Return where to look, in turn: calls that block all threads, `thread`, the other threads."""
+        others = [~t for t in self.order if t != thread]
+        return [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
 
     def _seen_at_once(self, layers: list[_Layer], gap: I64, start: F64, end: F64) -> _Pieces:
         row = np.full(len(gap), -1)
@@ -339,7 +380,7 @@ def _blocking(host: HostOps, own: U8) -> I64:
 
 
 def _category(name: str) -> int:
-    return next((_NUMBER[category] for category, pattern in _PATTERNS if pattern.search(name)), OPERATION)
+    return next((_NUMBER[c] for c, patterns in _PATTERNS if any(p.search(name) for p in patterns)), OPERATION)
 
 
 def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
@@ -347,7 +388,8 @@ def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
     gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
-    length = float(host.end[use].max() - host.start[use].min())
+    tables = [t for t in (gpu, host) if len(t)]
+    length = max(float(t.end.max()) for t in tables) - min(float(t.start[0]) for t in tables)
     plain = (host.kind == HostKind.ANNOTATION) & (own[host.name] == OPERATION)
     rows = np.flatnonzero(plain & (host.end - host.start >= 0.5 * length))
     launched = np.sort(np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start))
@@ -418,7 +460,7 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
     stalls = np.maximum(waits.since_launch, np.maximum(waits.call_us, waits.held - start)) >= STALL_US
     generic = np.isin(pieces.category, (OPERATION, UNRECORDED))
     slow = generic & ~stalls[gap]
-    if timeline.device.name == "cpu":  # operations run on the host, so there are no launches
+    if timeline.device.from_host:  # operations run on the host, so there are no launches
         pieces.category[slow] = OPERATION
     else:
         pieces.category[slow & waits.known[gap]] = LAUNCH
@@ -428,6 +470,8 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
         pieces.category[waited], pieces.row[waited] = SYNCHRONISE, by[gap[waited]]
         blind = (pieces.category == UNRECORDED) & ~waits.known[gap]
         pieces.category[blind] = NO_LAUNCH
+    outside = (pieces.end <= threads.first) | (pieces.start >= threads.last)
+    pieces.category[outside & np.isin(pieces.category, (UNRECORDED, NO_LAUNCH))] = NOTHING
     captured = _captures(timeline).covers((pieces.start + pieces.end) / 2)
     pieces.category[captured & np.isin(pieces.category, (OPERATION, UNRECORDED, LAUNCH))] = START_UP
 
@@ -457,7 +501,38 @@ def _captures(timeline: Timeline) -> Intervals:
     return Intervals.union(host.start[begins], host.end[ends[after]])
 
 
-def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, end: F64, op: I64, host_us: F64) -> Gaps:
+def _named(
+    timeline: Timeline, threads: _Threads, thread: I64, pieces: _Pieces, op: I64, steps: Intervals
+) -> tuple[NamedShares, NamedShares]:
+    """Return what the idle time in the steps is named after: host ranges or GPU operations, and Python functions.
+
+    Each range gets the time in which it was innermost, also in short gaps, which have one cause. Where the cause is
+    that the host had waited, all of the gap is named after that call.
+    """
+    time: F64 = steps.within(pieces.start, pieces.end)
+    whole = np.asarray(np.bincount(pieces.category, weights=time, minlength=len(CATEGORIES)), np.float64)
+    launched = np.isin(pieces.category, (QUEUED, BETWEEN, EARLIER_WORK))
+    short = (pieces.end - pieces.start <= _SHORT_US) & ~launched & (pieces.category != SYNCHRONISE) & (time > 0)
+    gpu_name = np.append(timeline.gpu.name, -1)[op[pieces.gap]]
+    parts: list[tuple[U8, I64, I32, F64]] = [
+        (pieces.category[~short], pieces.row[~short], gpu_name[~short], time[~short])
+    ]
+    for each in np.unique(thread[pieces.gap[short]]).tolist():
+        window = np.flatnonzero(short & (thread[pieces.gap] == each))
+        part = threads.seen(each, window, pieces.start[window], pieces.end[window])
+        parts.append((pieces.category[part.gap], part.row, gpu_name[part.gap], part.end - part.start))
+    category, row = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    gpu_name, us = np.concatenate([p[2] for p in parts]), np.concatenate([p[3] for p in parts])
+    names = np.append(timeline.host.name, -1)
+    operation = np.where(np.isin(category, (QUEUED, BETWEEN, EARLIER_WORK)), gpu_name, names[row])
+    function = names[np.append(threads.inside, -1)[row]]
+    return NamedShares.of(category, operation, us, whole), NamedShares.of(category, function, us, whole)
+
+
+def _table(
+    timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, end: F64, op: I64, host_us: F64,
+    operations: NamedShares, functions: NamedShares,
+) -> Gaps:  # fmt: skip
     """Sum the pieces of each gap and cause into one row, named after the host range with the most time."""
     name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
     key = pieces.gap * len(CATEGORIES) + pieces.category
@@ -468,7 +543,7 @@ def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, e
     if not len(firsts):
         none, no = np.empty(0), np.empty(0, np.int32)
         return Gaps(start=none, end=none, time=none, category=np.empty(0, np.uint8), operation=no, inside=no,
-                    host_us=none)  # fmt: skip
+                    host_us=none, operations=operations, functions=functions)  # fmt: skip
     key, row, part = key[firsts], row[firsts], np.add.reduceat(time, firsts)
     best = np.lexsort((part, row >= 0, key))  # pieces with a host range win over those without
     causes = np.flatnonzero(np.concatenate((key[1:] != key[:-1], [True])))
@@ -478,9 +553,10 @@ def _table(timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, e
     around = np.where(row >= 0, np.append(threads.inside, -1)[row], -1)
     names = np.append(timeline.host.name, -1).astype(np.int32)
     order = np.lexsort((-whole, gap))
-    operation, in_time = names[row], np.isin(category, (QUEUED, BETWEEN))
+    operation, in_time = names[row], np.isin(category, (QUEUED, BETWEEN, EARLIER_WORK))
     operation[in_time] = np.append(timeline.gpu.name, -1)[op[gap[in_time]]]
     return Gaps(
         start=start[gap[order]], end=end[gap[order]], time=whole[order], category=category[order],
         operation=operation[order], inside=names[around[order]], host_us=host_us[gap[order]],
+        operations=operations, functions=functions,
     )  # fmt: skip

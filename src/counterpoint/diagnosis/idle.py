@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.gaps import CATEGORIES, STALL_US
+from counterpoint.diagnosis.gaps import CATEGORIES, NOT_RECORDED, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
-_UNEXPLAINED = ("unrecorded", "no_launch_recorded")
 _STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
 _WORTH = 0.03  # of a step: a cause that costs less is no finding ...
 _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
@@ -37,11 +36,14 @@ _TITLE = {
     "queued": "Work that was launched in time starts late",
     "between_kernels": "Short pauses between queued kernels add up",
     "no_launch_recorded": "The GPUs idle, and the trace does not hold the launches that would say why",
-    "unrecorded": "The GPUs run dry while the host does something unrecorded",
+    "unrecorded": "The GPUs run dry while the host does something that was not recorded",
+    "nothing_recorded": "Nothing was recorded, neither of host nor GPU, before the first event or after the last",
+    "earlier_work": "The first operations wait for work launched before the recording, which it does not hold",
 }
 _KIND = {
     "launch": "host_bound", "late_input": "late_input", "queued": "queued", "between_kernels": "queued",
-    "start_up": "start_up",
+    "start_up": "start_up", "no_launch_recorded": "not_recorded", "nothing_recorded": "not_recorded",
+    "earlier_work": "not_recorded",
 }  # fmt: skip
 _GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
 _LAUNCH_ADVICE = (
@@ -67,8 +69,22 @@ ADVICE = {
     "rank, or work that this trace does not hold",
     "between_kernels": "fewer, larger kernels: torch.compile or fused implementations; CUDA graphs shorten each pause",
     "no_launch_recorded": "record the host too (ProfilerActivity.CPU beside ProfilerActivity.CUDA); keep all events",
-    "unrecorded": "record with torch.profiler.profile(with_stack=True) to see which Python code it is; " + _GC_ADVICE,
+    "unrecorded": "record with torch.profiler.profile(with_stack=True) to see which Python code it is; if it is none, "
+    "garbage collection may be: " + _GC_ADVICE,
+    "nothing_recorded": "record whole steps, and keep all events (a trace that was cut or sampled does not hold why); "
+    "if the program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",
+    "earlier_work": "leave this time out of account: the GPU was probably busy. Synchronise before the recording "
+    "begins, or record further steps: torch.profiler.schedule(wait=, warmup=, active=)",
 }
+_OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
+    r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##|^torch/"
+    r"|^(cuda|hip|cu)[A-Z]|Torch-Compiled|TorchDynamo|CompiledF|record_param_comms|torchinductor|eval_with_key",
+    re.I,
+)
+_NAMED_IS = {  # what the names in the evidence are
+    "queued": "what then ran", "between_kernels": "what then ran", "earlier_work": "what then ran",
+    "synchronise": "in or after",
+}  # fmt: skip
 _OPTIMIZER = re.compile(r"optimizer\.(step|zero_grad)|_foreach_|\badamw?\b|\bsgd\b", re.I)
 _FUSED = re.compile(r"_fused_(adam|sgd|adagrad)|FusedAdam", re.I)
 
@@ -113,17 +129,16 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
     for c in columns:
         gaps, names, part = job.digests[c].gaps, job.digests[c].names, idle[c]
         category = gaps.category[part.row]
-        us += np.bincount(category, weights=part.us, minlength=len(CATEGORIES))
         us[CATEGORIES.index("unrecorded")] += part.missing_us
         count += np.bincount(category, minlength=len(CATEGORIES))
         np.maximum.at(longest, category, part.us)
-        for column, into in ((gaps.operation, operations), (gaps.inside, functions)):
-            key = category.astype(np.int64) * (len(names) + 1) + column[part.row] + 1
-            keys, at = np.unique(key, return_inverse=True)
-            for k, t in zip(keys.tolist(), np.bincount(at, weights=part.us).tolist(), strict=True):
-                where, name = divmod(k, len(names) + 1)
-                if name and (into is operations or ".py(" in names[name - 1]):
-                    into[where][names[name - 1]] += t
+        own = np.bincount(category, weights=part.us, minlength=len(CATEGORIES))
+        us += own
+        for named, into in ((gaps.operations, operations), (gaps.functions, functions)):
+            time = own[named.category] * named.share
+            for where, name, t in zip(named.category.tolist(), named.name.tolist(), time.tolist(), strict=True):
+                if t > 0 and (into is operations or ".py(" in names[name]):
+                    into[where][names[name]] += t
     causes = [
         IdleCause(
             category=CATEGORIES[i],
@@ -139,7 +154,7 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
     launches, interval, kernel = np.mean([_launching(job, c) for c in columns], axis=0).tolist()
     return Idle(
         idle_us=sum(c.us for c in causes),
-        explained_us=sum(c.us for c in causes if c.category not in _UNEXPLAINED),
+        explained_us=sum(c.us for c in causes if c.category not in NOT_RECORDED),
         causes=tuple(causes),
         launches=launches if np.isfinite(launches) else None,
         launch_interval_us=interval if np.isfinite(interval) else None,
@@ -195,7 +210,7 @@ def find_idle(
     factor = saved.get("no stall on any rank", 0.0) / stalled if in_turn else 1.0
     cost = {c.category: c.us * (max(factor, 1.0) if c.category in _STALLS else 1.0) for c in summary.causes}
     worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
-    if job.digests[0].device.name == "cpu" and summary.idle_us < _MUCH * step:
+    if job.digests[0].device.from_host and summary.idle_us < _MUCH * step:
         return []
     if not worth and summary.idle_us >= _MUCH * step:
         worth = list(summary.causes[:1])
@@ -218,7 +233,7 @@ def _title(job: TracedJob, cause: IdleCause) -> str:
     title = _TITLE[cause.category]
     if cause.category == "operation" and cause.operations and cause.operations[0].us >= 0.5 * cause.us:
         title = f"The GPUs run dry while the host is in {short_name(cause.operations[0].name)}"
-    if job.digests[0].device.name == "cpu":
+    if job.digests[0].device.from_host:
         title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
     return title
 
@@ -226,22 +241,31 @@ def _title(job: TracedJob, cause: IdleCause) -> str:
 def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float) -> str:
     mean = f"mean of {len(columns)} ranks, " if len(columns) > 1 else ""
     share = f"{cause.us / step:.0%} of it" if step > 0 else "all of it"
-    what = "nothing runs for" if job.digests[0].device.name == "cpu" else "the GPU idles"
-    text = f"{what} {_ms(cause.us)} ms a step for this ({mean}{share}, {_gaps(job, cause)})"
+    what = "nothing runs for" if job.digests[0].device.from_host else "the GPU idles"
+    text = f"{what} {_ms(cause.us)} ms {job.each} for this ({mean}{share}, {_gaps(job, cause)})"
     if cause.category == "launch":
-        if idle.launches and idle.launch_interval_us and idle.kernel_us:
-            text += (
-                f": {idle.launches:,.0f} launches a step, one every {idle.launch_interval_us:.1f} µs, while a kernel "
-                f"takes {idle.kernel_us:.1f} µs on average"
-            )
+        text += _pace(job, idle)
     else:
         text += f"; the longest single gap is {_ms(cause.longest_us)} ms"
     if cause.operations:
-        where = "what then ran" if cause.category in ("queued", "between_kernels") else "host time a step"
+        where = _NAMED_IS.get(cause.category, "host time in these gaps")
         text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in cause.operations)
     if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
         text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
     return text
+
+
+def _pace(job: TracedJob, idle: Idle) -> str:
+    """Say how often the host launches, beside how long kernels take; empty if that is not known."""
+    if not (idle.launches and idle.launch_interval_us and idle.kernel_us):
+        return ""
+    each = "" if not job.has_steps else " a step"
+    text = f": {idle.launches:,.0f} launches{each}, one every {idle.launch_interval_us:.1f} µs"
+    if idle.launch_interval_us > idle.kernel_us:
+        return f"{text}, while a kernel takes {idle.kernel_us:.1f} µs on average"
+    return (
+        f"{text} on average, no slower than kernels run ({idle.kernel_us:.1f} µs), but in bursts: it runs dry between"
+    )
 
 
 def _gaps(job: TracedJob, cause: IdleCause) -> str:
@@ -270,14 +294,28 @@ def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
 def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
     """Return advice on a cause of idle time; name the optimizer only if it is not fused and launches many kernels."""
     advice = ADVICE[cause.category]
-    if job.digests[0].device.name == "cpu" and cause.category in ("launch", "between_kernels"):
+    if cause.category == "operation" and cause.operations:
+        return advise_operation(cause.operations[0].name, advice)
+    if job.digests[0].device.from_host and cause.category in ("launch", "between_kernels"):
         return "fewer, larger operations: torch.compile, larger batches"
+    if job.digests[0].device.from_host and cause.category == "unrecorded":
+        return "record operations and Python too: ProfilerActivity.CPU and with_stack=True, on all threads that work"
     if cause.category == "launch":
         names = [o.name for o in (*cause.operations, *cause.functions)]
         names += job.digests[columns[0]].names
         if any(map(_OPTIMIZER.search, names)) and not any(map(_FUSED.search, names)):
             advice += "; the optimizer with fused=True (or foreach=True)"
     return advice
+
+
+def advise_operation(name: str, otherwise: str) -> str:
+    """Say what to do about a long host operation that is the step's own work, and cannot be moved out of it."""
+    if not _OF_THE_STEP.search(name):
+        return otherwise
+    return (
+        "it is a part of the step itself: find what the host does in it for so long (with_stack=True shows the Python "
+        "code; a first call, changing shapes, a busy machine), or take the host out of it: torch.compile, CUDA graphs"
+    )
 
 
 def _ms(us: float) -> str:

@@ -13,12 +13,12 @@ import numpy as np
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
-from counterpoint.diagnosis.steps import WHOLE_TRACE
 from counterpoint.errors import BadTrace
+from counterpoint.records.diagnosis import WHOLE_TRACE
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_MISSING_SHOWN = 64
+_RUNS_SHOWN = 8  # of ranks without a trace
 _RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
@@ -59,6 +59,21 @@ class TracedJob:
         """Return whether steps were found; else the whole recording counts as one."""
         return self.step_names != (WHOLE_TRACE,)
 
+    @property
+    def gpu_recorded(self) -> bool:
+        """Return whether the GPUs of some rank were recorded, or no rank has one."""
+        return any(d.device.recorded for d in self.digests)
+
+    @property
+    def each(self) -> str:
+        """Return what a time per step is of: where no steps were found, of the recording."""
+        return "a step" if self.has_steps else "in the recording"
+
+    @property
+    def whole(self) -> str:
+        """Return the word for that of which shares are."""
+        return "step" if self.has_steps else "recording"
+
     def on_job_clock(self, column: int, at: F64) -> F64:
         """Return times of a rank's own clock (µs since its origin) on the job's clock."""
         base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
@@ -85,12 +100,13 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     digests = _numbered(digests, notes)
     world = _world_size(digests)
     missing = tuple(r for r in range(min(world, 1 << 20)) if r not in {d.rank for d in digests})
-    if missing:
-        shown = ", ".join(map(str, missing[:_MISSING_SHOWN])) + (" …" if len(missing) > _MISSING_SHOWN else "")
-        notes.append(f"{len(missing)} of {world} ranks have no trace ({shown}): one that is late shows as transfer")
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     ranks = tuple(d.rank for d in digests)
     joined = join(ranks, [d.comm for d in digests], base)
+    if missing:
+        late = "it is late" if len(missing) == 1 else "one of them is late"
+        late = f": where {late}, waiting for it cannot be told from moving bytes" if len(joined) else ""
+        notes.append(f"no trace of {_in_words(missing)} (of {world} ranks){late}")
     _check_collectives(digests, joined)
     clocks = _clocks(joined, ranks, notes)
     zero, names, start, end = _steps(digests, clocks, base, notes)
@@ -103,7 +119,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
             table[:, column] = clocks.corrected(column, table[:, column]) - zero
     _check_clocks(digests, joined, clocks)
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
-    _note_joins(joined, digests, notes)
+    _note_joins(joined, digests, missing, notes)
     notes += _own_notes(digests)
     return TracedJob(
         digests=tuple(digests),
@@ -136,8 +152,22 @@ def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     free = (r for r in range(len(digests) + len(stated)) if r not in stated)
     guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
     if guessed and len(digests) > 1:
-        notes.append(f"{len(guessed)} traces do not say their rank; numbered in the order of their names")
+        notes.append(
+            f"{len(guessed)} traces do not say their rank; numbered in the order of their names"
+            if len({d.path for d in guessed}) > 1
+            else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
+        )
     return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
+
+
+def _in_words(ranks: tuple[int, ...]) -> str:
+    """Return ranks, ascending, as a reader counts them: `ranks 0-3, 5, 8-15`, the first runs of many."""
+    at = np.array(ranks)
+    first = np.flatnonzero(np.diff(at, prepend=at[0] - 2) > 1)
+    last = np.append(first[1:], len(at)) - 1
+    runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(at[first].tolist(), at[last].tolist(), strict=True)]
+    shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _world_size(digests: list[RankDigest]) -> int:
@@ -216,10 +246,10 @@ def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
     return tuple(n for n in digests[0].steps.names if n in shared)
 
 
-def _note_joins(joined: Joined, digests: list[RankDigest], notes: list[str]) -> None:
+def _note_joins(joined: Joined, digests: list[RankDigest], missing: tuple[int, ...], notes: list[str]) -> None:
     if len(digests) < 2:
-        if len(joined):
-            notes.append("one rank only: waiting for others cannot be told from transfer")
+        if len(joined) and not missing:
+            notes.append("one rank only: waiting for others cannot be told from moving bytes")
         return
     if "?" in joined.group:
         notes.append("the traces do not name the groups of their collectives: all ranks are taken as one group")
@@ -281,7 +311,7 @@ def _check_clocks(digests: list[RankDigest], joined: Joined, clocks: Clocks) -> 
         raise _different(digests, int(drift.argmax()), what)
     judged = (joined.row >= 0).sum(axis=1) >= 2
     judged &= np.array([op not in LOOSE_ENDS for op in joined.op], bool)
-    if judged.sum() < _FEW or digests[0].device.name == "cpu":
+    if judged.sum() < _FEW or digests[0].device.from_host:
         return
     start, end = joined.start[judged], joined.end[judged]
     impossible = np.nanmax(start, axis=1) > np.nanmin(end, axis=1) + _SLACK_US

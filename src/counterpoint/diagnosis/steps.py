@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from counterpoint.diagnosis import host_names
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.repetition import repeated_steps
-from counterpoint.trace.timeline import F64, I64, Bools, GpuOps, HostKind, Timeline
-
-WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
+from counterpoint.records.diagnosis import WHOLE_TRACE
+from counterpoint.trace.timeline import F64, I64, Bools, GpuOps, HostKind, Timeline, previous_on_stream
 
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
 _STEP_NAME = (
@@ -38,18 +38,6 @@ _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|m
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
 _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
-_CAPTURE = re.compile(
-    r"^(?:cuda|hip)(?:StreamEndCapture|GraphInstantiate)|^capture_\d|^CUDAGraphNode\.record|^capture_graph"
-)
-_COMPILATION = re.compile(
-    r"^torch/_dynamo/convert_frame\.py\(\d+\): _?compile|^triton/runtime/jit\.py\(\d+\): _do_compile"
-    r"|^torch/_inductor/(?:compile_fx|graph|codecache)\.py\(\d+\): _?(?:compile|fx_codegen|codegen)"
-    r"|^triton/compiler/compiler\.py\(\d+\): compile|\(dynamo_timed\)$"
-)
-_START_UP = re.compile(
-    r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostRegister|StreamCreate|GetDeviceProperties|ModuleLoad|InitDevice)"
-    r"|^cu(?:Module|Library)Load|^cuMem(?:Create|AddressReserve|Map)"
-)
 _SET_UP_SHARE = 0.1  # of a step: a step with more graph capture or compilation is unusual
 _START_UP_SHARE = 0.2
 _QUEUED_US = 1000.0  # a longer time from launch to start is more than latency: the GPU was busy
@@ -119,8 +107,13 @@ def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64,
     reach = until.copy()
     np.maximum.at(reach, step_of[inside], gpu.end[inside])
     end = np.maximum.accumulate(reach)
-    start = np.maximum(begin, np.concatenate(([_earlier_work(gpu, begin[0], step_of >= 0, found_by)], end[:-1])))
-    return StepWindows(names=names, start=start, end=end, found_by=found_by)
+    earlier = _earlier_work(gpu, begin[0], step_of >= 0, found_by)
+    start = np.maximum(begin, np.concatenate(([earlier], end[:-1])))
+    notes: tuple[str, ...] = ()
+    if earlier - begin[0] > _QUEUED_US and found_by != "profiler":
+        late = (earlier - begin[0]) / 1e3
+        notes = (f"the first {late:.1f} ms of {names[0][:80]} are left out: the GPU was busy with earlier work",)
+    return StepWindows(names=names, start=start, end=end, found_by=found_by, notes=notes)
 
 
 def _launched(gpu: GpuOps) -> F64:
@@ -132,8 +125,8 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
     """Return when the first step's work starts if the GPU was then busy with earlier work; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first
-    operation starts long after its launch and no recorded operation ran before it, the GPU was busy with work that is
-    not recorded (not checked for `ProfilerStep`, which begins with its range).
+    operation of a stream starts long after its launch, and nothing recorded ran between, the GPU was busy with work
+    that is not recorded (not checked for `ProfilerStep`, which begins with its range).
     """
     if not len(gpu):
         return -np.inf
@@ -145,10 +138,12 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
     earlier = ~own & (gpu.start < first)
     if (gpu.end[earlier] > begins).any():
         return first
-    if found_by == "profiler":
+    if found_by == "profiler" or earlier.any():
         return -np.inf
-    queued = first - float(gpu.launch_end[own & (gpu.start == first)][0])  # NaN if the launch is unknown
-    return first if queued > _QUEUED_US and not earlier.any() else -np.inf
+    rows = np.flatnonzero(own & (previous_on_stream(gpu.stream) < 0))
+    ran = Intervals.union(gpu.start, gpu.end).within(gpu.launch_end[rows], gpu.start[rows])
+    queued = rows[(gpu.start[rows] - gpu.launch_end[rows] > _QUEUED_US) & (ran == 0)]  # unknown launches are NaN
+    return float(gpu.start[queued].max(initial=-np.inf))
 
 
 def _from_annotations(timeline: Timeline) -> StepWindows | None:
@@ -248,13 +243,15 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
     """Return when the host captured graphs, compiled or started up: one entry for each kind that occurs."""
     host = timeline.host
     found = []
-    for label, pattern, share, ends_steps in (
-        ("graph capture", _CAPTURE, _SET_UP_SHARE, True),
-        ("compilation", _COMPILATION, _SET_UP_SHARE, True),
-        ("start-up (memory, streams and modules made)", _START_UP, _START_UP_SHARE, False),
-    ):
-        is_it = np.array([bool(pattern.search(name)) and not (pattern is _COMPILATION and _CAPTURE.search(name))
-                          for name in timeline.names], bool)  # fmt: skip
+    for label, patterns, share, ends_steps in (
+        ("graph capture", (host_names.CAPTURE,), _SET_UP_SHARE, True),
+        ("compilation", (host_names.COMPILATION,), _SET_UP_SHARE, True),
+        ("start-up (memory, streams and modules made)", (host_names.START_UP, host_names.ALLOCATION), _START_UP_SHARE,
+         False),
+    ):  # fmt: skip
+        is_it = np.array([any(p.search(name) for p in patterns) for name in timeline.names], bool)
+        if host_names.COMPILATION in patterns:  # what captures may say that dynamo timed it
+            is_it &= ~np.array([bool(host_names.CAPTURE.search(name)) for name in timeline.names], bool)
         rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
         if not len(rows):
             continue
@@ -275,7 +272,7 @@ def _share(found: _SetUp, steps: StepWindows) -> F64:
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
     """Return the steps with notes on those with much set-up work; leave out those with much capture or compilation."""
     keep = np.ones(len(steps.names), bool)
-    notes: list[str] = []
+    notes = list(steps.notes)
     for found in set_up:
         share = _share(found, steps)
         unusual = share > max(found.share, 2 * float(np.median(share)) if len(share) > 1 else 0.0)
@@ -287,10 +284,12 @@ def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
             (steps.end - steps.start)[unusual].sum(),
         )
         which = ", ".join(name for name, odd in zip(steps.names, unusual.tolist(), strict=True) if odd)
+        which = "the recording" if steps.found_by == "whole" else which[:120]
         notes.append(
-            f"{spent / 1e3:.1f} of {total / 1e3:.1f} ms of {which[:120]} are {found.label}, between "
-            f"{inside.start[0] / 1e3:.1f} and {inside.end[-1] / 1e3:.1f} ms of the recording (longest: "
-            f"{found.longest}): no usual step"
+            f"{spent / 1e3:.1f} of {total / 1e3:.1f} ms of {which} are {found.label}, between "
+            f"{inside.start[0] / 1e3:.1f} and {inside.end[-1] / 1e3:.1f} ms of its time (longest: {found.longest})"
+            + ": no usual step"
+            * (steps.found_by != "whole")
         )
         if found.ends_steps and not unusual.all():
             keep &= ~unusual

@@ -12,6 +12,7 @@ from typing import Literal
 from counterpoint.records import Record
 
 SCHEMA = "counterpoint.diagnosis/1"
+WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
 Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
@@ -187,7 +188,7 @@ class HostTime(Record, frozen=True, kw_only=True):
 class IdleCause(Record, frozen=True, kw_only=True):
     """Says how long the GPU of a rank idles for one cause: µs a step, mean over ranks; `longest_us` is one gap."""
 
-    category: str  # operation | launch | allocator | ... | queued | no_launch_recorded | unrecorded
+    category: str  # operation | launch | allocator | ... | queued | no_launch_recorded | unrecorded | nothing_recorded
     us: float
     count: float  # gaps a step
     longest_us: float
@@ -198,8 +199,8 @@ class IdleCause(Record, frozen=True, kw_only=True):
 class Idle(Record, frozen=True, kw_only=True):
     """Accounts for the idle time of a step, mean over ranks: the causes add up to `idle_us`, dearest first.
 
-    `explained_us` is what has another cause than that nothing was recorded. launches: calls a step that put something
-    on the GPU; launch_interval_us: from one to the next, stalls left out; kernel_us: mean compute kernel.
+    `explained_us` is what has another cause than that the trace does not hold it. launches: calls a step that put
+    something on the GPU; launch_interval_us: from one to the next, stalls left out; kernel_us: mean compute kernel.
     """
 
     idle_us: float
@@ -269,6 +270,11 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     replay: Replay | None
     idle: Idle | None = None
     collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first
+
+    @property
+    def has_steps(self) -> bool:
+        """Return whether steps were found; else the whole recording counts as one."""
+        return [s.name for s in self.steps] not in ([], [WHOLE_TRACE])
 
     def __repr__(self) -> str:
         """Return one line: what was recorded, and the verdict."""

@@ -101,7 +101,7 @@ def _budget(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.per_rank:
         return
     late = {straggler.rank for straggler in diagnosis.stragglers}
-    say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.steps else "ms, the whole trace")
+    say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.has_steps else "ms, the whole trace")
     shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS, late), say.steps_in(diagnosis)
     longest = max(account.duration_us for account in shown)
 
@@ -125,8 +125,8 @@ def _idle(diagnosis: Diagnosis, console: Console) -> None:
     causes = say.idle_causes(diagnosis)
     if diagnosis.idle is None or not causes:
         return
-    idle, ranks = diagnosis.idle, len(diagnosis.ranks)
-    say.heading(console, say.idle_sentence(idle), "ms per step" + (", mean over ranks" if ranks > 1 else ""))
+    unit = ("ms per step" if diagnosis.has_steps else "ms") + (", mean over ranks" if len(diagnosis.ranks) > 1 else "")
+    say.heading(console, say.idle_sentence(diagnosis), unit)
     rows = (
         (
             say.IDLE_CAUSES[c.category],

@@ -22,7 +22,6 @@ from counterpoint.records.diagnosis import (
     Collective,
     CollectiveKind,
     Diagnosis,
-    Idle,
     IdleCause,
     KernelComparison,
     RankAccount,
@@ -57,7 +56,9 @@ IDLE_CAUSES = {
     "queued": "queued, but held up",
     "between_kernels": "between queued kernels",
     "no_launch_recorded": "launch not recorded",
-    "unrecorded": "nothing recorded",
+    "unrecorded": "host, not recorded",
+    "nothing_recorded": "before or after all events",
+    "earlier_work": "behind work not recorded",
 }
 MAX_IDLE_CAUSES = 6
 
@@ -112,9 +113,15 @@ def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int
     return sorted(worst, key=lambda a: a.rank)
 
 
-def idle_sentence(idle: Idle) -> str:
-    """Say how long the GPUs idle in a step, and how much of that is explained."""
-    return f"Idle {milliseconds(idle.idle_us)} ms a step, of which {milliseconds(idle.explained_us)} explained"
+def idle_sentence(diagnosis: Diagnosis) -> str:
+    """Say how long the GPUs idle in a step, how much of that is explained, and what the trace lacks."""
+    idle = diagnosis.idle
+    if idle is None:
+        return "Idle: unknown"
+    text = f"Idle {milliseconds(idle.idle_us)} ms {'a step' if diagnosis.has_steps else 'in the recording'}, of which "
+    text += f"{milliseconds(idle.explained_us)} explained"
+    rest = idle.idle_us - idle.explained_us
+    return f"{text}; the trace does not hold why for the other {milliseconds(rest)}" if rest >= 5.0 else text
 
 
 def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:

@@ -2,8 +2,8 @@
 
 Events are decoded by type, a block at a time, and put into columns at once, so memory grows with the columns, not with
 the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid). For
-a rank without a GPU (Gloo), operations of the host take the place of GPU operations. A large file can be read by two
-processes at once, half each.
+a rank without a GPU (Gloo), or whose GPU was not recorded, operations of the host take the place of GPU operations. A
+large file can be read by two processes at once, half each.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ from counterpoint.trace.timeline import (
 )
 
 _LARGE_BYTES = 64 << 20  # for smaller files, starting a second process costs more time than it saves
+_DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: what a stream does about events is no work
+_COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_request")
+_USES_GPU = re.compile(
+    r"^(cuda|hip|cu)[A-Z]\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
+)
+_NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
 _EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
 
 
@@ -152,6 +158,9 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
     if not columns.gpu and not columns.host:
         raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
     gpu = {name: np.concatenate(parts) for name, parts in columns.gpu.items()}
+    if gpu and any(name in columns.names for name in _DEVICE_WAITS):
+        works = ~np.isin(gpu["name"], [columns.names[n] for n in _DEVICE_WAITS if n in columns.names])
+        gpu = {name: column[works] for name, column in gpu.items()} if works.any() else {}
     host = {name: np.concatenate(parts) for name, parts in columns.host.items()}
     columns.gpu.clear()
     columns.host.clear()
@@ -174,6 +183,8 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
     info = stated if isinstance(stated, dict) else {}
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
     rank, known = _rank(info, columns, file)
+    recorded = bool(gpu)
+    used = recorded or info.get("backend") == "nccl" or any(map(_USES_GPU.search, names))
     return Timeline(
         rank=rank,
         rank_known=known,
@@ -183,13 +194,17 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         format="kineto",
         events=columns.count,
         origin_ns=base_ns + (columns.base_us or 0) * 1000 + round(origin * 1000),
-        device=_device_of(header, device) if len(gpu) else Device(name="cpu"),
+        device=_device_of(header, device)
+        if recorded
+        else replace(_device_of(header, device), recorded=False)
+        if used
+        else Device(name="cpu"),
         names=names,
         shapes=shapes,
         gpu=gpu_ops,
         host=host_ops,
         collectives=_described(tuple(columns.infos), info),
-        notes=_odd_arguments(columns),
+        notes=(*(_NOT_RECORDED if used and not recorded else ()), *_odd_arguments(columns)),
     )
 
 
@@ -229,7 +244,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     if by_external:
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
-    copies = np.array([n.startswith(("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer")) for n in names])
+    copies = np.array([n.startswith(_COPIES) for n in names])
     by_name = np.zeros(len(names), np.uint8)
     for row in np.unique(gpu["name"]).tolist():
         by_name[row] = (classify.memcpy_kind if copies[row] else classify.kernel_kind)(names[row])

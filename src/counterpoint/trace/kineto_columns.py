@@ -18,7 +18,7 @@ from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Intern
 
 _ON_GPU, _IGNORED = -1, -2
-_GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset"}
+_GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset", "mtia_ccp_events"}
 _HOST = {
     "cpu_op": HostKind.OP,
     "operator": HostKind.OP,
@@ -27,6 +27,11 @@ _HOST = {
     "hip_runtime": HostKind.RUNTIME,
     "runtime": HostKind.RUNTIME,
     "driver": HostKind.RUNTIME,
+    "mtia_runtime": HostKind.RUNTIME,
+    "xpu_runtime": HostKind.RUNTIME,
+    "xpu_driver": HostKind.RUNTIME,
+    "privateuse1_runtime": HostKind.RUNTIME,
+    "privateuse1_driver": HostKind.RUNTIME,
     "overhead": HostKind.RUNTIME,
     "user_annotation": HostKind.ANNOTATION,
     "python_function": HostKind.PYTHON,

@@ -49,6 +49,12 @@ class Device:
     regs_per_sm: int | None = None
     smem_per_sm: int | None = None
     threads_per_sm: int | None = None
+    recorded: bool = True  # False: the program used it, but the trace holds nothing of what it did
+
+    @property
+    def from_host(self) -> bool:
+        """Return whether operations of the host stand for those of a GPU: it has none, or its own are not recorded."""
+        return self.name == "cpu" or not self.recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,4 +122,4 @@ def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> Non
     whole = diagnose_digests(digests, ["rank0"]).diagnosis
     assert whole.steps[0].name == "whole trace"
     assert not [f.title for f in whole.findings if "the step" in f.title]
-    assert "of the recording is communication" in str(whole.findings)
+    assert "of the recording (0.09 ms) is communication" in str(whole.findings)

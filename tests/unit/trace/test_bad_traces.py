@@ -365,4 +365,8 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     """The others are diagnosed all the same."""
     (kt.write_job(tmp_path, ranks=4) / "rank2.json").unlink()
     found = diagnose(tmp_path).diagnosis
-    assert (found.ranks, found.missing_ranks, any("(2)" in note for note in found.notes)) == ((0, 1, 3), (2,), True)
+    assert (
+        found.ranks,
+        found.missing_ranks,
+        any("no trace of rank 2 (of 4 ranks)" in note for note in found.notes),
+    ) == ((0, 1, 3), (2,), True)
