@@ -454,7 +454,8 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
             f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
             f"{job.whole} waits for it."
         )
-        if exposed >= _EXPOSED_WORTH and replay and all(f.kind != "exposed_comm" for f in findings):
+        cost = max((f.cost_us for f in findings if f.kind == "exposed_comm"), default=0.0)
+        if exposed >= _EXPOSED_WORTH and replay and cost < _WORTH * step * 1e3:
             head += (
                 " Without communication it would take as long, by the replay: it waits for something else meanwhile."
             )
@@ -462,10 +463,10 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
         return f"{head} Nothing stands out."
     causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
-    cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
-    said = f" ({cost} ms {job.each})"
+    ms = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
+    said = f" ({ms} ms {job.each})"
     if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
-        said = f"; at most {cost} ms of it can be saved"
+        said = f"; at most {ms} ms of it can be saved"
     return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."
 
 

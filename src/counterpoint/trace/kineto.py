@@ -43,7 +43,7 @@ _LARGE_BYTES = 64 << 20  # for smaller files, starting a second process costs mo
 _DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: what a stream does about events is no work
 _COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_request")
 _USES_GPU = re.compile(
-    r"^(cuda|hip|cu)[A-Z]\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
+    r"^(cuda|hip|cu(?=[A-Z]))\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
 )
 _NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
 _EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
@@ -184,7 +184,7 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
     rank, known = _rank(info, columns, file)
     recorded = bool(gpu)
-    used = recorded or info.get("backend") == "nccl" or any(map(_USES_GPU.search, names))
+    used = recorded or any(map(_USES_GPU.search, names))
     return Timeline(
         rank=rank,
         rank_known=known,

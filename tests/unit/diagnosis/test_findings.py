@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ import pytest
 from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings import _exposed, exposed_by_operation
+from counterpoint.diagnosis.job import assemble
 from counterpoint.diagnosis.stack import traced_stack
 from counterpoint.diagnosis.unrecorded import find_unrecorded
 from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.report import formatting as say
 from counterpoint.trace.timeline import Device, Kind
 from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
+
+NAN = float("nan")
 
 
 def advice(*, copies: bool) -> str:
@@ -123,3 +128,60 @@ def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> Non
     assert whole.steps[0].name == "whole trace"
     assert not [f.title for f in whole.findings if "the step" in f.title]
     assert "of the recording (0.09 ms) is communication" in str(whole.findings)
+
+
+def test_a_gpu_that_was_not_recorded_is_judged_by_nobody() -> None:
+    """Operations of the host stand for its own, and say nothing of it."""
+    unseen = replace(H200, recorded=False)
+    parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
+    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 2100.0),), device=unseen))], ["rank0"]).diagnosis
+    assert "GPU activity was not recorded" in d.verdict
+    assert (d.findings, d.idle) == ((), None)
+
+
+def test_communication_without_any_compute_in_the_trace() -> None:
+    """A rank whose collectives were recorded alone: nobody knows what ran beside them."""
+    parts = [comm("all_reduce", 0, 900, launch=NAN), op("aten::empty", 905, 906, launch=NAN)]
+    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 1000.0),), device=CPU))], ["rank0"]).diagnosis
+    assert d.findings[0].advice.startswith("record compute as well")
+    assert d.verdict.endswith("ms of it can be saved.")
+
+
+def test_communication_that_costs_nothing_is_explained() -> None:
+    """The host launches every 100 µs: without the collective of 60 the step would be as long."""
+    parts: list[Op] = []
+    for i in range(40):
+        at = 100.0 * i
+        parts += [op("add", at + 10, at + 20, launch=at), comm("all_gather", at + 30, at + 90, launch=at + 21)]
+    parts.append(op("add", 4010, 4020, launch=4000))
+    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 4020.0),)))], ["rank0"]).diagnosis
+    assert "exposed_comm" not in [f.kind for f in d.findings]
+    assert "waits for it. Without communication it would take as long" in d.verdict
+
+
+def test_times_are_of_the_recording_where_no_steps_were_found() -> None:
+    """Ten kernels 4 ms apart, and nothing that repeats by name."""
+    ops = [op(f"kernel{i}", 4000.0 * i, 4000.0 * i + 20, launch=4000.0 * i - 10) for i in range(1, 11)]
+    d = diagnose_digests([digested(rank(*ops, steps=()))], ["rank0"]).diagnosis
+    assert not d.has_steps
+    assert d.findings
+    assert not [f for f in d.findings if "a step" in f.title + f.evidence or "the step" in f.title + f.evidence]
+    assert "in the recording, of which" in say.idle_sentence(d)
+    assert "the trace does not hold why for the other" in say.idle_sentence(d)
+
+
+def test_ranks_without_a_trace_are_named_in_runs() -> None:
+    """A reader counts 0-2, 4-127; and waiting is spoken of only where there is communication."""
+    alone = replace(digested(rank(op("a", 0, 100), comm("all_gather", 100, 190)), 3), world_size=128)
+    notes = assemble([alone]).notes
+    assert any(note.startswith("no trace of ranks 0-2, 4-127 (of 128 ranks): where one of them") for note in notes)
+    silent = replace(digested(rank(op("a", 0, 100)), 1), world_size=2)
+    assert "no trace of rank 0 (of 2 ranks)" in assemble([silent]).notes
+
+
+def test_one_file_of_several_gpus_is_one_file() -> None:
+    """An Nsight Systems export of two processes does not hold two traces."""
+    digests = [replace(digested(rank(op("a", 0, 100)), n, 2), rank_known=False, path="export.sqlite") for n in range(2)]
+    assert any(note.startswith("the file does not say which ranks its 2 GPUs are") for note in assemble(digests).notes)
+    apart = [replace(d, path=f"{n}.json") for n, d in enumerate(digests)]
+    assert any(note.startswith("2 traces do not say their rank") for note in assemble(apart).notes)

@@ -190,6 +190,14 @@ def test_tasks_of_several_threads_are_no_steps() -> None:
     assert found(rank(*first.ops, *first.hosts, *second.hosts, steps=())).found_by != "annotation"
 
 
+def test_a_stream_that_was_busy_with_what_was_not_recorded() -> None:
+    """Another stream ran at once; the first operation of the one that works waits for 8 ms, though nothing runs."""
+    rows = [op("fill", 20, 30, launch=10.0, stream=9), op("gemm", 8010, 9000, launch=100.0)]
+    steps = found(rank(*rows, host("execute_context_1", 0, 500, HostKind.ANNOTATION), steps=()))
+    assert (steps.start[0], steps.end[0]) == (8010.0, 9000.0)
+    assert "busy with earlier work" in steps.notes[0]
+
+
 def test_a_first_operation_that_queued_for_what_was_not_recorded() -> None:
     """The GPU was busy with earlier work for 5 ms; a profiler's step begins where it says nevertheless."""
     ops = [op("a", 5_000, 5_400, launch=10.0), op("b", 5_400, 5_900, launch=20.0)]

@@ -222,3 +222,39 @@ def test_gloo_metadata_is_matched_in_order(read: Any) -> None:
     ]  # fmt: skip
     timeline = read(events, kt.header(devices=()))
     assert [timeline.collectives[at].seq for at in timeline.gpu.collective] == [0, 1, 2]
+
+
+def test_mtia(read: Any) -> None:
+    """Device events of Meta's accelerator: work with its launch, copies; not what a stream does about events."""
+    call = kt.event("mtia_runtime", "runFunction - job_prep_and_submit_for_execution", 0.0, 2.0, correlation=7)
+    events = [
+        call,
+        kt.event("mtia_ccp_events", "fc-dtype_Float", 5.0, 9.0, pid=9, tid=4, correlation=7, stream=1),
+        kt.event("mtia_ccp_events", "dma_request", 15.0, 1.0, pid=9, tid=4),
+        kt.event("mtia_ccp_events", "event_wait", 16.0, 500.0, pid=9, tid=4, stream=1),
+        kt.op("aten::linear", 0.0, 3.0),
+    ]
+    timeline = read(events, kt.header(devices=()))
+    names = [timeline.names[n] for n in timeline.gpu.name]
+    assert list(zip(names, timeline.gpu.kind.tolist(), strict=True)) == [
+        ("fc-dtype_Float", Kind.COMPUTE), ("dma_request", Kind.MEMCPY)
+    ]  # fmt: skip
+    assert timeline.gpu.launch_start[0] == 0.0
+    assert not timeline.device.from_host
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        kt.runtime("cudaLaunchKernel", 1.0, 2.0, correlation=1),
+        kt.op("aten::cudnn_convolution", 1.0, 2.0),
+        kt.annotation("nccl:all_reduce", 1.0, 2.0),
+    ],
+)
+def test_a_gpu_that_was_not_recorded_is_no_cpu(used: kt.Event, read: Any) -> None:
+    """The host launched kernels, but none is in the trace."""
+    timeline = read([kt.op("aten::linear", 0.0, 10.0), used])
+    assert (timeline.device.recorded, timeline.device.from_host, timeline.device.name) == (False, True, "NVIDIA H200")
+    assert any("GPU activity was not recorded" in note for note in timeline.notes)
+    on_cpu = read([kt.op("aten::linear", 0.0, 10.0)])
+    assert (on_cpu.device.recorded, on_cpu.device.name, on_cpu.notes) == (True, "cpu", ())
