@@ -264,7 +264,7 @@ def _fsdp2_copies(job: TracedJob, saved: dict[str, float], step: float, no_sm: s
             cost_us=cost,
             severity=severity_of(cost, step),
             title="Copies between parameters and the buffers of FSDP2's collectives",
-            evidence=f"{sum(by_name.values()) / 1e3:.2f} ms of kernels {_each(job)} and rank; without them a replay is "
+            evidence=f"{sum(by_name.values()) / 1e3:.2f} ms of kernels {job.each} and rank; without them a replay is "
             f"{cost / 1e3:.2f} ms shorter: {parts}",
             advice=f"use {no_sm}: every byte goes straight to its place",
         )
@@ -526,7 +526,7 @@ def _no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None
     would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
     if replay is None or would is None:
         return f"{_OVERLAP})"
-    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {_each(job)})"
+    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {job.each})"
 
 
 def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
