@@ -66,7 +66,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
             severity=severity_of(cost, step),
             title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
             "beside it",
-            evidence=f"{job.each} and rank: {'; '.join(parts)}{saves_less(job, cost, exposed)}",
+            evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_less(job, cost, exposed)}",
             advice=_advise(kinds),
         )
     ]

@@ -233,7 +233,7 @@ def _launch_order(
             cost_us=cost,
             severity=severity_of(cost, step),
             title=f"{_count(len(blocked), 'collective')} queued that could not start: a kernel held every SM",
-            evidence=f"{lost / 1e3:.2f} ms {job.each} and rank, mostly behind {short_name(most, 60)} "
+            evidence=f"{lost / 1e3:.2f} ms {job.each_rank}, mostly behind {short_name(most, 60)} "
             f"({_count(by_kernel[most], 'time')} in all); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {short_name(kernel, 60)}; "
             f"{worst.proof}",
@@ -264,7 +264,7 @@ def _fsdp2_copies(job: TracedJob, saved: dict[str, float], step: float, no_sm: s
             cost_us=cost,
             severity=severity_of(cost, step),
             title="Copies between parameters and the buffers of FSDP2's collectives",
-            evidence=f"{sum(by_name.values()) / 1e3:.2f} ms of kernels {job.each} and rank; without them a replay is "
+            evidence=f"{sum(by_name.values()) / 1e3:.2f} ms of kernels {job.each_rank}; without them a replay is "
             f"{cost / 1e3:.2f} ms shorter: {parts}",
             advice=f"use {no_sm}: every byte goes straight to its place",
         )
@@ -379,7 +379,7 @@ def _exposed(
             severity=severity_of(cost, step),
             title=f"{share:.0%} of the {job.whole} ({account.exposed_comm_us / job.num_steps / 1e3:.2f} ms) is "
             "communication with no compute beside it",
-            evidence=f"exposed {job.each} and rank: {parts or 'unknown operations'}; "
+            evidence=f"exposed {job.each_rank}: {parts or 'unknown operations'}; "
             + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold)
             + saves_less(job, cost, account.exposed_comm_us / job.num_steps),
             advice=_RECORD_COMPUTE

@@ -15,6 +15,7 @@ START_UP = re.compile(  # CUDA starts, and libraries and kernels are loaded
 CAPTURE = re.compile(
     r"^(cuda|hip)(Stream(Begin|End)Capture|Graph(Instantiate|Destroy|GetNodes))|^capture_\d|^capture_graph"
     r"|^CUDAGraphNode\.record|torch/cuda/graphs\.py\(\d+\): (capture_begin|capture_end)"
+    r"|torch/_inductor/cudagraph_trees\.py\(\d+\): record_function"
 )
 COMPILATION = re.compile(
     r"torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py|torch/_inductor/(scheduler|lowering|async_compile)\.py"

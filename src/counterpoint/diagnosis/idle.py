@@ -23,6 +23,7 @@ _WORTH = 0.03  # of a step: a cause that costs less is no finding ...
 _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
 _LONG_US = 5000.0  # evidence counts a pause where a host launches nothing for longer
 _NAMED = 5
+_NAMED_WORTH = 0.01  # of a cause: evidence leaves out names with less
 _TITLE = {
     "operation": "The GPUs run dry while the host is in long operations",
     "launch": "The GPUs wait for launches: host-bound",
@@ -247,11 +248,14 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += _pace(job, idle)
     else:
         text += f"; the longest single gap is {_ms(cause.longest_us)} ms"
-    if cause.operations:
+    operations, functions = (
+        [n for n in names if n.us >= _NAMED_WORTH * cause.us] for names in (cause.operations, cause.functions)
+    )
+    if operations:
         where = _NAMED_IS.get(cause.category, "host time in these gaps")
-        text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in cause.operations)
-    if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
-        text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
+        text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in operations)
+    if functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
+        text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in functions[:3])
     return text
 
 

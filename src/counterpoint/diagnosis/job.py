@@ -70,6 +70,11 @@ class TracedJob:
         return "a step" if self.has_steps else "in the recording"
 
     @property
+    def each_rank(self) -> str:
+        """Return what a mean over ranks of such a time is of."""
+        return "a step and rank" if self.has_steps else "in the recording per rank"
+
+    @property
     def whole(self) -> str:
         """Return the word for that of which shares are."""
         return "step" if self.has_steps else "recording"
