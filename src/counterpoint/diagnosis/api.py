@@ -191,7 +191,11 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     blocked = find_blocked(job)
     unrecorded = find_unrecorded(job, busy, waits)
     stack = traced_stack(job)
-    played = _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack)
+    if not job.gpu_recorded:  # operations of the host stand for it: of these nothing is judged
+        stragglers = ()
+    played = (
+        _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack) if job.gpu_recorded else None
+    )
     idle = idle_of_ranks(job, per_rank)
     collectives = account.collectives(job, waits)
     kinds = account.collective_kinds(job, waits, collectives)

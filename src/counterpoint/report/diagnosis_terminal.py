@@ -71,7 +71,7 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
     """Print what to do, then why; in short: the dearest findings, the first sentence of each remedy."""
     say.heading(console, "What to do", "cost of step time")
     if not findings:
-        console.print(say.text("Nothing found that is worth acting on."))
+        console.print(say.text("No findings."))
     shown = findings if verbose else findings[:MAX_FINDINGS]
     for number, finding in enumerate(shown, start=1):
         cost = f"{say.milliseconds(finding.cost_us)} ms"

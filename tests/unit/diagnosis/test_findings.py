@@ -136,7 +136,7 @@ def test_a_gpu_that_was_not_recorded_is_judged_by_nobody() -> None:
     parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
     d = diagnose_digests([digested(rank(*parts, steps=((0.0, 2100.0),), device=unseen))], ["rank0"]).diagnosis
     assert "GPU activity was not recorded" in d.verdict
-    assert (d.findings, d.idle) == ((), None)
+    assert (d.findings, d.idle, d.replay, d.stragglers) == ((), None, None, ())
 
 
 def test_communication_without_any_compute_in_the_trace() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,16 @@ def test_one_slow_collective_among_many_is_waiting_for_a_rank_without_a_trace() 
     assert suspected.cost_us == pytest.approx(20_000.0 - 1.05 * USUAL_US, rel=0.02)
     assert "waiting for a rank that was not recorded" in suspected.title
     assert "all_gather #5" in suspected.evidence
+
+
+def test_suspected_waiting_in_a_recording_without_steps_is_of_the_recording() -> None:
+    """Nobody knows how many steps it is."""
+    d = diagnosed(replace(gathers(one_slow(20_000.0)), steps=()))
+    suspected = found(d, "suspected_wait")
+    assert suspected is not None
+    assert not d.has_steps
+    assert "ms of communication in the recording is waiting" in suspected.title
+    assert "a step" not in suspected.title + suspected.evidence
 
 
 def test_a_healthy_rank_alone_is_not_accused_and_its_waiting_is_unknown() -> None:
