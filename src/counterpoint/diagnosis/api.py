@@ -17,7 +17,7 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
 from counterpoint.diagnosis.gaps import CATEGORIES
-from counterpoint.diagnosis.idle import idle_of_ranks, summarise_idle
+from counterpoint.diagnosis.idle import hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
@@ -193,10 +193,15 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     stack = traced_stack(job)
     if not job.gpu_recorded:  # operations of the host stand for it: of these nothing is judged
         stragglers = ()
-    played = (
-        _replay(job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack) if job.gpu_recorded else None
-    )
     idle = idle_of_ranks(job, per_rank)
+    idle_time = summarise_idle(job, idle) if job.gpu_recorded else None
+    played = (
+        _replay(
+            job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack, hosts_known=hosts_known(idle_time)
+        )
+        if idle_time
+        else None
+    )
     collectives = account.collectives(job, waits)
     kinds = account.collective_kinds(job, waits, collectives)
     findings = find_findings(
@@ -240,7 +245,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         kernels=kernels.kernels,
         findings=findings,
         replay=played,
-        idle=summarise_idle(job, idle) if job.gpu_recorded else None,
+        idle=idle_time,
     )
     return Result(diagnosis=diagnosis, job=job, waits=waits)
 
@@ -258,6 +263,8 @@ def _replay(
     per_rank: tuple[RankAccount, ...],
     unrecorded: Unrecorded,
     stack: TracedStack,
+    *,
+    hosts_known: bool,
 ) -> Replay | None:
     """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
     late = {job.ranks.index(s.rank) for s in stragglers}
@@ -274,6 +281,7 @@ def _replay(
         blocked=held if blocked else None,
         suspected_us=unrecorded.by_operation(job),
         stack=stack,
+        hosts_known=hosts_known,
         collective_waits=_collective_waits(waits),
     )
 

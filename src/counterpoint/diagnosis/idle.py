@@ -163,6 +163,12 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
     )
 
 
+def hosts_known(idle: Idle) -> bool:
+    """Return whether the trace holds what the hosts did, for half of the idle time at least."""
+    unknown = sum(c.us for c in idle.causes if c.category in ("nothing_recorded", "no_launch_recorded"))
+    return unknown <= 0.5 * idle.idle_us
+
+
 def _most(times: dict[str, float], scale: float) -> tuple[HostTime, ...]:
     best = sorted(times.items(), key=lambda item: -item[1])[:_NAMED]
     return tuple(HostTime(name=name, us=us * scale) for name, us in best)

@@ -53,6 +53,7 @@ def replay(
     blocked: Sequence[Bools] | None = None,
     suspected_us: Sequence[F64] | None = None,
     stack: TracedStack | None = None,
+    hosts_known: bool = True,
     collective_waits: str | None = None,
     limit: int = _LIMIT,
 ) -> Replay | None:
@@ -65,6 +66,7 @@ def replay(
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
         suspected_us: per column and GPU operation, how long it seems to have waited for a rank that has no trace.
         stack: whose collectives the trace shows; None: zero-SM ones are not tried.
+        hosts_known: whether what the hosts did was recorded; if not, nothing is said of hosts that do less.
         collective_waits: what the answer says of waits in collectives: joined, partly_joined or as_measured.
         limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
 
@@ -88,12 +90,13 @@ def replay(
         what_if[NO_SUSPECTED_WAITING] = changed(
             graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
         )
-    what_if["communication twice as fast"] = _communication(graph, 0.5, late)
-    what_if["communication free"] = _communication(graph, 0.0, late)
+    if (graph.kind == Kind.COMM).any():
+        what_if["communication twice as fast"] = _communication(graph, 0.5, late)
+        what_if["communication free"] = _communication(graph, 0.0, late)
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
     hosted = np.isfinite(graph.order) & (graph.row >= 0)
-    if hosted.any():
+    if hosted.any() and hosts_known:
         what_if["hosts free (CUDA graphs)"] = _hosts_free(graph)
         if (graph.host_gap >= STALL_US).any():
             what_if["no stall on any rank"] = _no_stall(graph)

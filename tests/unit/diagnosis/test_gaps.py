@@ -167,6 +167,8 @@ def test_before_the_first_event_and_after_the_last_nothing_was_recorded() -> Non
     assert "gc." not in found.advice
     assert d.idle is not None
     assert d.idle.explained_us == pytest.approx(0, abs=20)
+    assert d.replay is not None
+    assert not [w.name for w in d.replay.what_if if "host" in w.name or "stall" in w.name]  # nobody knows
 
 
 def test_a_stream_that_is_busy_with_earlier_work_is_not_idle() -> None:
