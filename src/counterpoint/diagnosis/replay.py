@@ -95,11 +95,8 @@ def replay(
         what_if["communication free"] = _communication(graph, 0.0, late)
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
-    hosted = np.isfinite(graph.order) & (graph.row >= 0)
-    if hosted.any() and hosts_known:
-        what_if["hosts free (CUDA graphs)"] = _hosts_free(graph)
-        if (graph.host_gap >= STALL_US).any():
-            what_if["no stall on any rank"] = _no_stall(graph)
+    if hosts_known:
+        what_if |= _of_hosts(graph)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
         what_if["no copies"] = _no_copies(graph, job)
     what_if |= _without_sms(graph, job, stack, alone_us, blocked)
@@ -176,6 +173,16 @@ def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayG
         own = own[rows[graph.row[own]]]
         seen[own], lag[own] = 0, np.minimum(lag[own], _SOON_US)
     return changed(graph, seen=seen, lag=lag)
+
+
+def _of_hosts(graph: ReplayGraph) -> dict[str, ReplayGraph]:
+    """Return the graph with hosts that do less, by name; none if no launch is recorded."""
+    if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
+        return {}
+    found = {"hosts free (CUDA graphs)": _hosts_free(graph)}
+    if (graph.host_gap >= STALL_US).any():
+        found["no stall on any rank"] = _no_stall(graph)
+    return found
 
 
 def _hosts_free(graph: ReplayGraph) -> ReplayGraph:

@@ -114,9 +114,11 @@ def test_a_digest_survives_the_way() -> None:
     (digest,) = digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())
     back = unpack_digest(pack_digest(digest), "there")
     assert (back.rank, back.names, back.job) == (digest.rank, digest.names, digest.job)
-    for table in ("gpu", "comm", "steps", "gaps", "waits"):
-        for name in getattr(digest, table).__dataclass_fields__:
-            sent, got = getattr(getattr(digest, table), name), getattr(getattr(back, table), name)
+    tables = [(getattr(digest, name), getattr(back, name)) for name in ("gpu", "comm", "steps", "gaps", "waits")]
+    tables += [(getattr(digest.gaps, name), getattr(back.gaps, name)) for name in ("operations", "functions")]
+    for table, other in tables:
+        for name in set(table.__dataclass_fields__) - {"operations", "functions"}:
+            sent, got = getattr(table, name), getattr(other, name)
             np.testing.assert_array_equal(np.asarray(got, object), np.asarray(sent, object))
 
 
