@@ -40,6 +40,7 @@ _OPTIMIZER_STEP = "Optimizer.step#"
 _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
 _SET_UP_SHARE = 0.1  # of a step: a step with more graph capture or compilation is unusual
 _START_UP_SHARE = 0.2
+_LITTLE = 0.05
 _QUEUED_US = 1000.0  # a longer time from launch to start is more than latency: the GPU was busy
 
 
@@ -112,7 +113,9 @@ def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64,
     notes: tuple[str, ...] = ()
     if earlier - begin[0] > _QUEUED_US and found_by != "profiler":
         late = (earlier - begin[0]) / 1e3
-        notes = (f"the first {late:.1f} ms of {names[0][:80]} are left out: the GPU was busy with earlier work",)
+        notes = (
+            f"the first {late:.1f} ms of {names[0][:80]} are left out: the GPU is taken to be busy with earlier work",
+        )
     return StepWindows(names=names, start=start, end=end, found_by=found_by, notes=notes)
 
 
@@ -125,8 +128,8 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
     """Return when the first step's work starts if the GPU was then busy with earlier work; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first
-    operation of a stream starts long after its launch, and nothing recorded ran between, the GPU was busy with work
-    that is not recorded (not checked for `ProfilerStep`, which begins with its range).
+    operation of a stream, before most of the work, starts long after its launch, and nothing recorded ran between, the
+    GPU was busy with work that is not recorded (not checked for `ProfilerStep`, which begins with its range).
     """
     if not len(gpu):
         return -np.inf
@@ -140,7 +143,9 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
         return first
     if found_by == "profiler" or earlier.any():
         return -np.inf
-    rows = np.flatnonzero(own & (previous_on_stream(gpu.stream) < 0))
+    took = np.where(own, gpu.end - gpu.start, 0.0)
+    little = np.cumsum(took) - took <= _LITTLE * took.sum()  # of the work has begun before
+    rows = np.flatnonzero(own & little & (previous_on_stream(gpu.stream) < 0))
     ran = Intervals.union(gpu.start, gpu.end).within(gpu.launch_end[rows], gpu.start[rows])
     queued = rows[(gpu.start[rows] - gpu.launch_end[rows] > _QUEUED_US) & (ran == 0)]  # unknown launches are NaN
     return float(gpu.start[queued].max(initial=-np.inf))

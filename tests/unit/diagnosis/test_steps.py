@@ -196,6 +196,9 @@ def test_a_stream_that_was_busy_with_what_was_not_recorded() -> None:
     steps = found(rank(*rows, host("execute_context_1", 0, 500, HostKind.ANNOTATION), steps=()))
     assert (steps.start[0], steps.end[0]) == (8010.0, 9000.0)
     assert "busy with earlier work" in steps.notes[0]
+    late = op("Memcpy DtoH", 12_000, 12_100, launch=9_500.0, stream=11)  # the step does not begin with its last copy
+    begun = host("execute_context_1", 0, 9_600, HostKind.ANNOTATION)
+    assert windows(rank(*rows, late, begun, steps=())) == [(8010.0, 12_100.0)]
 
 
 def test_a_first_operation_that_queued_for_what_was_not_recorded() -> None:
