@@ -110,6 +110,11 @@ def test_nothing_is_promised_where_nothing_is_known(collective_op: Op, device: s
     assert ZERO_SM not in played(one)
 
 
+def test_a_collective_of_unknown_size_stays_with_nccl() -> None:
+    one = replace(collective("all_gather", 200, 1800), info=CollectiveInfo(op="all_gather", group="0", group_size=2))
+    assert ZERO_SM not in played(rank(op("matmul", 10, 200, launch=0.0), one))
+
+
 def test_more_ranks_than_a_host_has_stay_with_nccl() -> None:
     one = collective("all_gather", 200, 1800)
     assert one.info is not None
