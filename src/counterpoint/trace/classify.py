@@ -77,6 +77,11 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 
 
+def is_nccl(name: str) -> bool:
+    """Return whether a kernel is one of NCCL's own, or of a library that copies NCCL (RCCL, MSCCL, HCCL)."""
+    return bool(_CCL.search(_symbol(name)))
+
+
 def is_multi_tensor(name: str) -> bool:
     """Return whether a kernel processes a list of tensors, as in PyTorch's foreach and fused optimizers and Apex."""
     return "multi_tensor_apply" in name
