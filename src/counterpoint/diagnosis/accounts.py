@@ -9,7 +9,7 @@ import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.places import parallel_of
+from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
@@ -195,6 +195,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     exposed = np.nanmean(w.exposed, axis=1)
     sizes, members, ctas = (most_stated(job, column) for column in ("bytes", "size", "ctas"))
     there = joined.row >= 0
+    serves = parallels(job)
     out = []
     for j in range(len(joined)):
         columns = np.flatnonzero(there[j]).tolist()
@@ -221,7 +222,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 num_ctas=int(ctas[j]) if ctas[j] >= 0 else None,
                 joined_by=joined.by[j],
                 step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
-                parallel=parallel_of(_named(job, j, "group_desc"), joined.group[j]),
+                parallel=serves[j],
                 phase=_named(job, j, "phase"),
                 module=_named(job, j, "module"),
             )
