@@ -15,6 +15,7 @@ import numpy as np
 from counterpoint.diagnosis.gaps import CATEGORIES, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.places import PHASES, module_of
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -110,6 +111,8 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
     us, count, longest = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
     operations: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
     functions: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
+    phases = np.zeros((len(CATEGORIES), len(PHASES)))
+    modules: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
     for c in columns:
         gaps, names, part = job.digests[c].gaps, job.digests[c].names, idle[c]
         category = gaps.category[part.row]
@@ -117,13 +120,16 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
         us[CATEGORIES.index("unrecorded")] += part.missing_us
         count += np.bincount(category, minlength=len(CATEGORIES))
         np.maximum.at(longest, category, part.us)
-        for column, into in ((gaps.operation, operations), (gaps.inside, functions)):
+        places = job.digests[c].gap_places
+        np.add.at(phases, (category, places.phase[part.row]), part.us)
+        for column, into in ((gaps.operation, operations), (gaps.inside, functions), (places.module, modules)):
             key = category.astype(np.int64) * (len(names) + 1) + column[part.row] + 1
             keys, at = np.unique(key, return_inverse=True)
             for k, t in zip(keys.tolist(), np.bincount(at, weights=part.us).tolist(), strict=True):
                 where, name = divmod(k, len(names) + 1)
-                if name and (into is operations or ".py(" in names[name - 1]):
-                    into[where][names[name - 1]] += t
+                called = names[name - 1]
+                if name and (into is not functions or ".py(" in called):
+                    into[where][module_of(called) or called if into is modules else called] += t
     causes = [
         IdleCause(
             category=CATEGORIES[i],
@@ -132,6 +138,8 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
             longest_us=float(longest[i]),
             operations=_most(operations[i], scale),
             functions=_most(functions[i], scale),
+            phases=_most({p: us for p, us in zip(PHASES, phases[i].tolist(), strict=True) if p and us > 0}, scale),
+            modules=_most(modules[i], scale),
         )
         for i in np.argsort(-us, kind="stable").tolist()
         if us[i] > 0
@@ -248,6 +256,9 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in cause.operations)
     if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
         text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
+    for what, part in (("in ", cause.phases), ("in module ", cause.modules[:3])):
+        if part:
+            text += "; " + what + ", ".join(f"{short_name(p.name)} {_ms(p.us)} ms" for p in part)
     return text
 
 

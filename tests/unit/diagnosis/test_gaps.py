@@ -229,6 +229,23 @@ def test_stalls_of_all_ranks_cost_what_they_cost_together() -> None:
     assert {w.name: w.step_us for w in d.replay.what_if}["no stall on any rank"] < 0.2 * d.replay.measured_us
 
 
+def test_idle_time_is_told_by_phase_and_module() -> None:
+    """Two pauses in modules and one in no range; what nothing is known of is left out."""
+    parts: list[Op | Host] = [op("matmul", 0, 100, launch=0.0)]
+    for i in range(3):
+        at = 100.0 + 5100.0 * i
+        parts += [host("json.dumps", at + 10, at + 4900, OP), op("matmul", at + 5000, at + 5100)]
+    parts += [host("nn.Module: MLP_3", 50, 5080, PYTHON), host("FSDP::post_backward (layers.3)", 5190, 10_190, PYTHON)]
+    d = diagnosed(rank(*parts))
+    assert d.idle is not None
+    cause = next(c for c in d.idle.causes if c.category == "operation")
+    for known in (cause.phases, cause.modules):
+        assert [p.us for p in known] == pytest.approx([5000.0, 5000.0], rel=0.05)
+    assert {p.name for p in cause.phases} == {"forward", "backward"}
+    assert {p.name for p in cause.modules} == {"MLP_3", "layers.3"}
+    assert "; in module " in finding(d, "host_stall").evidence
+
+
 def pauses_at_random(ranks: int = 8, steps: int = 3, layers: int = 40) -> tuple[list[Rank], float]:
     """Return ranks whose hosts each pause 17 to 36 times, whenever, and the time of a step if none did.
 
