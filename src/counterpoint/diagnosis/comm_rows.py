@@ -26,6 +26,8 @@ class CommRows:
     seq: I64  # -1: not stated
     comms_id: tuple[str | None, ...]
     bytes: I64  # of the full array, as nccl-tests counts
+    sent: I64  # bytes of this rank's own input and output; -1: not stated
+    received: I64
     size: I32  # ranks in the group; 0: not stated
     ctas: I32  # blocks of the kernel; 0 for copies; -1 unknown
     first: I32  # first and last row of GpuOps
@@ -67,6 +69,8 @@ def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
         seq=np.array([-1 if info is None or info.seq is None else info.seq for info in infos], np.int64),
         comms_id=tuple(info.comms_id if info else None for info in infos),
         bytes=np.array([_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)], np.int64),
+        sent=np.array([_payload(info and info.in_nelems, info) for info in infos], np.int64),
+        received=np.array([_payload(info and info.out_nelems, info) for info in infos], np.int64),
         size=size,
         ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
         first=first.astype(np.int32),
@@ -184,6 +188,11 @@ def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and len(part) < 8 for part in parts):
         return None
     return tuple(int(part) for part in parts)
+
+
+def _payload(elements: int | None, info: CollectiveInfo | None) -> int:
+    item = classify.dtype_bytes(info.dtype) if info else None
+    return -1 if elements is None or item is None else elements * item
 
 
 def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:

@@ -14,6 +14,12 @@ import numpy as np
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle, short_name
+from counterpoint.diagnosis.imbalance import (
+    ExpertWaits,
+    expert_waits,
+    find_expert_imbalance,
+    find_pipeline_bubbles,
+)
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
@@ -40,6 +46,7 @@ _SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest findin
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
+_OF_EXPERTS = 0.5  # of a late rank's delay
 _UNTOLD = 0.1  # of exposed communication that lacks ranks: what is known says little then
 _RECORD_ALL = (
     "record all ranks in the same steps and diagnose them together: only that tells waiting for a late rank, which has "
@@ -100,6 +107,10 @@ def find_findings(
     step = account.duration_us / job.num_steps
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     no_sm = _no_sm_collectives(job, stack, replay)
+    experts = expert_waits(job, w, busy)
+    imbalance = find_expert_imbalance(job, w, busy, experts, step)
+    if imbalance:
+        stragglers = tuple(s for s in stragglers if not _by_experts(job, w, experts, s))
     found = [
         *_stragglers(job, stragglers, saved, step, stack),
         *_slow_kernels(job, kernels, saved, step, stack, no_sm),
@@ -108,7 +119,8 @@ def find_findings(
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
-        *_pipeline_bubbles(job, w, collectives, step),
+        *find_pipeline_bubbles(job, w, busy, collectives, step),
+        *imbalance,
         *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack, no_sm),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
@@ -140,6 +152,12 @@ def _stragglers(
             )
         )
     return out
+
+
+def _by_experts(job: TracedJob, w: Waits, experts: ExpertWaits, s: Straggler) -> bool:
+    """Return whether a rank computes longer because its experts have more to do: then that is what is told."""
+    in_compute = s.cause in ("slow_kernels", "more_work", "unknown")
+    return in_compute and experts.caused_by(w, job.ranks.index(s.rank)) >= _OF_EXPERTS * s.delay_us
 
 
 def _slow_kernels(
@@ -311,35 +329,6 @@ def _suspected_waits(
     ]
 
 
-def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, ...], step: float) -> list[Finding]:
-    """Tell of waiting for neighbouring stages: in sends and receives of a pipeline that are surely one on all ranks."""
-    sure = [
-        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
-        for c in collectives
-    ]
-    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
-    waited = np.nansum(w.exposed_wait[rows], axis=0) / job.num_steps
-    cost = float(waited.mean())
-    if cost < _EXPOSED_WORTH * step:
-        return []
-    most = int(waited.argmax())
-    worst = int(rows[np.nanargmax(np.nanmax(w.exposed_wait[rows], axis=1))])
-    return [
-        Finding(
-            kind="pipeline_bubble",
-            cost_us=cost,
-            severity=severity_of(cost, step),
-            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms a step for their neighbours",
-            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
-            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms a step",
-            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
-            "long (move layers from the slowest stage)",
-            start_us=float(np.nanmin(job.joined.start[worst])),
-            end_us=float(w.last_start[worst]),
-        )
-    ]
-
-
 def _exposed(
     job: TracedJob,
     account: Account,
@@ -369,6 +358,7 @@ def _exposed(
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
     by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
+    stages = any(k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= _EXPOSED_WORTH * step for k in kinds)
     cost = saved.get("communication free", account.exposed_comm_us / job.num_steps)
     return [
         Finding(
@@ -377,7 +367,7 @@ def _exposed(
             severity=severity_of(cost, step),
             title=f"{share:.0%} of the {_what(job)} is communication with no compute beside it",
             evidence=f"exposed {_each(job)} and rank: {parts or 'unknown operations'}; "
-            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold),
+            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold, stages=stages),
             advice=_RECORD_ALL if untold else _advise_exposed(account, stack, no_sm, by_copies=by_copies),
         )
     ]
@@ -389,7 +379,9 @@ def _in_words(*names: str | None) -> str:
     return f" ({', '.join(known)})" if known else ""
 
 
-def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool) -> str:
+def _say_waiting(
+    account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool, stages: bool
+) -> str:
     """Say how much of the time in collectives is waiting; that it is unknown where ranks have no trace."""
     known = None
     if account.wait_us is not None and account.transfer_us is not None:
@@ -397,6 +389,8 @@ def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps:
     if not untold and known is not None:
         return f"{known:.0%} of the time in collectives is waiting for the last rank"
     said = "how much of it is waiting is unknown, for not all ranks were recorded"
+    if stages:
+        said += " (nor how much of the pipeline's sends and receives is bubbles: that takes the neighbouring stages)"
     if known is not None:
         said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
     suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
