@@ -9,6 +9,7 @@ import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.links import link_of_group
 from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
@@ -249,6 +250,9 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
     for (op, group, name, size, phase), rows in kinds.items():
         moving = float(np.median([every[j].transfer_us for j in rows]))
         ranks = max(*(int(sizes[j]) for j in rows), *(len(every[j].ranks) for j in rows))
+        first = int((job.joined.row[rows[0]] >= 0).argmax())
+        members = job.digests[first].comm.group_ranks[job.joined.row[rows[0], first]]
+        known = members is not None or ranks == job.world_size
         told = [us for j in rows if w.complete[j] for us in every[j].wait_us.values() if us is not None]
         found.append(
             CollectiveKind(
@@ -265,6 +269,7 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
                 bus_gb_per_s=bus_gb_per_s(op, size, ranks, moving) if size and moving > 0 and ranks > 1 else None,
                 best_gb_per_s=None,
                 exposed_us=float(sum(every[j].exposed_us for j in rows)) / steps,
+                link_gb_per_s=link_of_group(job, members) if known else None,
             )
         )
     best: dict[str, float] = {}
