@@ -145,7 +145,7 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collective_kinds:
         return
     shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
-    unit = "ms: exposed a step, wait and moving a call; GB/s of best of link"
+    unit = "ms: exposed a step, wait, moving a call; GB/s: it/best/link"
     say.heading(console, "Collectives by kind", unit)
     steps = say.steps_in(diagnosis)
     rows = (
