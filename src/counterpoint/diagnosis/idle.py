@@ -25,6 +25,7 @@ _WORTH = 0.03  # of a step: a cause that costs less is no finding ...
 _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
 _LONG_US = 5000.0  # evidence counts a pause of a host from this on
 _NAMED = 5
+_PART = 0.1  # of a cause: phases and modules with less are not told in words
 _TITLE = {
     "operation": "The GPUs run dry while the host is in long operations",
     "launch": "The GPUs wait for launches: host-bound",
@@ -256,8 +257,8 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in cause.operations)
     if cause.functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
         text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in cause.functions[:3])
-    for what, part in (("in ", cause.phases), ("in module ", cause.modules[:3])):
-        if part:
+    for what, known in (("in ", cause.phases), ("in module ", cause.modules[:3])):
+        if part := [p for p in known if p.us >= _PART * cause.us]:
             text += "; " + what + ", ".join(f"{short_name(p.name)} {_ms(p.us)} ms" for p in part)
     return text
 
