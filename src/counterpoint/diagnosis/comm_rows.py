@@ -102,12 +102,11 @@ def _serves(
     if any(_DDP.search(name) for name in timeline.names):
         reduced = [(g, p) for op, g, p in zip(ops, group, phase, strict=True) if op == "all_reduce"]
         replicas = {g for g, p in reduced if p == "backward"} - {g for g, p in reduced if p != "backward"}
-    found = []
-    for said, kernel, op, g in zip(told, kernels, ops, group, strict=True):
-        if said is None:
-            said = "dp" if op == "all_reduce" and g in replicas else classify.parallelism(kernel)
-        found.append(said)
-    return tuple(found)
+    made_for = {name: classify.parallelism(name) for name in set(kernels)}
+    return tuple(
+        said or ("dp" if op == "all_reduce" and g in replicas else made_for[kernel])
+        for said, kernel, op, g in zip(told, kernels, ops, group, strict=True)
+    )
 
 
 def _members(gpu: GpuOps, first: int, last: int) -> I64:

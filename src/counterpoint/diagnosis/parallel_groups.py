@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _OFTEN_IN_ALL = 8.0  # a step, in the group of all ranks
 _ONE_HOST = 8  # ranks: groups of tensor parallelism are usually not larger
 
 
+@lru_cache(maxsize=1 << 14)
 def parallel_of(*names: str | None) -> str | None:
     """Return which parallelism a process group serves by its names: dp, tp, pp, ep, cp, sp, or several as dp+cp."""
     for name in names:

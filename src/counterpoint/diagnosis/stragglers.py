@@ -22,6 +22,7 @@ from counterpoint.diagnosis.gaps import CATEGORIES
 from counterpoint.diagnosis.idle import time_in
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.diagnosis.places import PHASES, Places, in_words, module_of
 from counterpoint.records.diagnosis import Cause, Straggler
 from counterpoint.trace.timeline import F64, I64, Kind
@@ -130,8 +131,9 @@ def _explain(
     if found.cause == "unknown" and felt < _WORTH_UNEXPLAINED * duration:
         return None
     comm, row = job.digests[column].comm, int(job.joined.row[worst, column])
-    place = in_words(comm.phase[row], comm.module[row])
-    longest = f"; they waited longest in {comm.op[row]} #{job.joined.index[worst]}{place}" if place else ""
+    serves, place = parallels(job)[worst], in_words(comm.phase[row], comm.module[row])
+    where = f" ({serves}){place}" if serves else place
+    longest = f"; they waited longest in {comm.op[row]} #{job.joined.index[worst]}{where}" if where else ""
     return Straggler(
         rank=job.ranks[column],
         delay_us=felt,

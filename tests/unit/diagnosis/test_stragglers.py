@@ -59,7 +59,7 @@ def test_a_stall_is_told_with_phase_and_module() -> None:
     (found,) = stragglers(job(*ranks))
     assert (found.phase, found.module) == ("forward", "Embedding_0")
     assert "in tokenizer.encode, in forward of Embedding_0; they" in found.evidence
-    assert found.evidence.endswith("they waited longest in all_reduce #0, in backward of layers.3")
+    assert found.evidence.endswith("they waited longest in all_reduce #0 (dp), in backward of layers.3")
 
 
 def test_slow_kernels_are_told_with_the_module_that_is_slow() -> None:
