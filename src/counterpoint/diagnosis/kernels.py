@@ -24,13 +24,12 @@ _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
 _OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
 _FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
-_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave ...
-_SHARED = 2.0  # ... and, with the memory's bandwidth, to fewer SMs
+_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave, or to fewer SMs
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
     r"elementwise|reduce_kernel|layer_?norm|rms_?norm|softmax|CatArray|index|scatter|gather|embedding|multi_tensor|"
     r"copy|triton_(poi|red|per)|fused_(poi|red|per)|transpose|dropout|cast|fill|nll_loss|adam|unrolled|"
-    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool",
+    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool|GammaBeta|n[ch]\w*ToN[ch]|im2col|col2im",
     re.IGNORECASE,
 )
 
@@ -237,12 +236,9 @@ def _kernel(
 def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
     """Return by what factor a cause can slow a kernel at most; of an unknown GPU, half of the SMs may be taken."""
     more_waves = after / before if before and after else 1.0
-    if cause == "tail_effect":
-        return _BESIDES * more_waves
-    if cause == "sm_contention":
-        fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
-        return _SHARED * max(fewer_sms, more_waves)
-    return np.inf
+    fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
+    most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
+    return _BESIDES * most.get(cause, np.inf)
 
 
 def _quantile(values: F64, q: float) -> float | None:
