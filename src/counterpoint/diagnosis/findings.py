@@ -15,8 +15,9 @@ from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, find_idle, short_name
 from counterpoint.diagnosis.imbalance import (
+    ADVICE_ON_EXPERTS,
+    EXPERTS,
     ExpertWaits,
-    expert_waits,
     find_expert_imbalance,
     find_pipeline_bubbles,
 )
@@ -46,7 +47,6 @@ _SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest findin
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
-_OF_EXPERTS = 0.5  # of a late rank's delay
 _UNTOLD = 0.1  # of exposed communication that lacks ranks: what is known says little then
 _RECORD_ALL = (
     "record all ranks in the same steps and diagnose them together: only that tells waiting for a late rank, which has "
@@ -79,6 +79,7 @@ def find_findings(
     busy: list[Activity],
     idle: tuple[RankIdle, ...],
     stragglers: tuple[Straggler, ...],
+    experts: ExpertWaits,
     kernels: tuple[KernelComparison, ...],
     blocked: tuple[Blocked, ...],
     unrecorded: Unrecorded,
@@ -96,6 +97,7 @@ def find_findings(
         busy: per rank, when its GPU computed, communicated and copied.
         idle: per rank, the gaps of its GPU and their causes.
         stragglers: ranks that make the others wait.
+        experts: what ranks computed between dispatch and combine, and waited for one another.
         kernels: those slowed by communication.
         blocked: collectives that found no SM.
         unrecorded: collectives that lack ranks, and what they seem to have waited for these.
@@ -107,10 +109,9 @@ def find_findings(
     step = account.duration_us / job.num_steps
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     no_sm = _no_sm_collectives(job, stack, replay)
-    experts = expert_waits(job, w, busy)
     imbalance = find_expert_imbalance(job, w, busy, experts, step)
-    if imbalance:
-        stragglers = tuple(s for s in stragglers if not _by_experts(job, w, experts, s))
+    if imbalance:  # tells it of all ranks
+        stragglers = tuple(s for s in stragglers if s.detail != EXPERTS)
     found = [
         *_stragglers(job, stragglers, saved, step, stack),
         *_slow_kernels(job, kernels, saved, step, stack, no_sm),
@@ -152,12 +153,6 @@ def _stragglers(
             )
         )
     return out
-
-
-def _by_experts(job: TracedJob, w: Waits, experts: ExpertWaits, s: Straggler) -> bool:
-    """Return whether a rank computes longer because its experts have more to do: then that is what is told."""
-    in_compute = s.cause in ("slow_kernels", "more_work", "unknown")
-    return in_compute and experts.caused_by(w, job.ranks.index(s.rank)) >= _OF_EXPERTS * s.delay_us
 
 
 def _slow_kernels(
@@ -451,6 +446,8 @@ def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
     """Say what to change about one late rank."""
     if s.cause == "late_input":
         return ADVICE["late_input"]
+    if s.detail == EXPERTS:
+        return ADVICE_ON_EXPERTS
     if s.cause == "more_work":
         return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
     if s.cause == "slow_kernels" and stack.vendor != "nvidia":

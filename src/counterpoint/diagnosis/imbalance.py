@@ -7,14 +7,16 @@ kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.records.diagnosis import Collective, Finding, severity_of
+from counterpoint.records.diagnosis import Collective, Finding, Straggler, severity_of
 from counterpoint.trace.classify import expert_leg
 from counterpoint.trace.timeline import F64, I64, Bools
 
@@ -22,6 +24,13 @@ _WORTH_BUBBLES = 0.05  # of a step
 _WORTH_EXPERTS = 0.03
 _UNEVEN = 1.05  # largest share over the mean: less is no imbalance
 _ALIKE = 0.02  # shares that differ by less are the same
+ADVICE_ON_EXPERTS = (
+    "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
+    "get most tokens. Faster links would not help"
+)
+_OF_DELAY = 0.5  # of a late rank
+EXPERTS = "experts"  # the detail of a rank that is late because of them
+_EMBEDDINGS = re.compile(r"split_embedding|fbgemm", re.IGNORECASE)  # tables are exchanged like experts' tokens
 _OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow
 
 
@@ -108,6 +117,37 @@ def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
     )
 
 
+def blame_experts(
+    job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
+) -> tuple[Straggler, ...]:
+    """Return the late ranks; of those that compute longer because of their experts, the cause is that."""
+    out = []
+    for s in stragglers:
+        column = job.ranks.index(s.rank)
+        theirs = s.cause in ("slow_kernels", "more_work", "unknown")
+        theirs &= found.caused_by(w, column) >= _OF_DELAY * s.delay_us
+        if theirs and not _slow_elsewhere(job, busy, found, column):
+            out.append(
+                msgspec.structs.replace(s, cause="more_work", detail=EXPERTS, evidence=_load(job, found, column))
+            )
+        else:
+            out.append(s)
+    return tuple(out)
+
+
+def _load(job: TracedJob, found: ExpertWaits, column: int) -> str:
+    """Return text on what the experts of one rank took and received, beside the mean."""
+    total = np.nansum(found.compute, axis=0) / job.num_steps
+    mean = max(float(total[np.isfinite(found.compute).any(axis=0)].mean()), 1e-9)
+    received, share = np.nansum(found.received, axis=0), ""
+    if received[column] > 0:
+        share = f", and they received {received[column] / received[received > 0].mean():.1f} x the mean bytes"
+    return (
+        f"rank {job.ranks[column]}'s experts took {total[column] / mean:.1f} x the mean between dispatch and combine "
+        f"({total[column] / 1e3:.2f} against {mean / 1e3:.2f} ms {'a step' if job.has_steps else 'in all'}){share}"
+    )
+
+
 def find_expert_imbalance(
     job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, step: float
 ) -> list[Finding]:
@@ -117,15 +157,8 @@ def find_expert_imbalance(
     cost = float(np.nansum(found.waited[counted])) / len(job.ranks) / job.num_steps
     if cost < _WORTH_EXPERTS * step:
         return []
-    total = np.nansum(found.compute, axis=0) / job.num_steps
-    most = int(total.argmax())
-    with_experts = total[np.isfinite(found.compute).any(axis=0)]
+    most = int(np.nansum(found.compute, axis=0).argmax())
     each = np.nanmax(found.compute, axis=1) / np.maximum(np.nanmean(found.compute, axis=1), 1e-9)
-    changing = f"the busiest rank of each exchange takes {np.median(each):.1f} x the mean of its group (median)"
-    received = np.nansum(found.received, axis=0)
-    share = ""
-    if received[most] > 0:
-        share = f", and they received {received[most] / received[received > 0].mean():.1f} x the mean bytes"
     worst = int(found.combine[np.nanargmax(np.nanmax(found.waited, axis=1))])
     return [
         Finding(
@@ -133,11 +166,9 @@ def find_expert_imbalance(
             cost_us=cost,
             severity=severity_of(cost, step),
             title="Expert imbalance: ranks wait for those whose experts have most to do",
-            evidence=f"rank {job.ranks[most]}'s experts took {total[most] / max(with_experts.mean(), 1e-9):.1f} x the "
-            f"mean between dispatch and combine ({total[most] / 1e3:.2f} against {with_experts.mean() / 1e3:.2f} ms a "
-            f"step){share}; {changing}, over {len(found.combine)} exchanges",
-            advice="balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and "
-            "replicate those that get most tokens. Faster links would not help",
+            evidence=f"{_load(job, found, most)}; the busiest rank of each exchange takes {np.median(each):.1f} x the "
+            f"mean of its group (median of {len(found.combine)})",
+            advice=ADVICE_ON_EXPERTS,
             rank=job.ranks[most],
             start_us=float(np.nanmin(job.joined.start[worst])),
             end_us=float(w.last_start[worst]),
@@ -171,6 +202,8 @@ def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64]:
     sent, received = _stated(job, "sent"), _stated(job, "received")
     by_size = _uneven(received[before]) & _same_shares(received[before], sent[after])
     by_size &= _same_shares(sent[before], received[after])
+    if any(_EMBEDDINGS.search(name) for name in job.digests[0].names):
+        by_size[:] = False
     by_name = (leg[before] == "dispatch") & (leg[after] == "combine")
     pairs = by_name | by_size & (leg[before] == "") & (leg[after] == "")
     return before[pairs], after[pairs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
@@ -79,6 +81,7 @@ def test_the_rank_of_hot_experts_is_named_with_figures(deep_ep: bool) -> None:
     )
     assert ("they received 2.1 x the mean bytes" in found.evidence) is not deep_ep
     assert not [f for f in d.findings if f.kind == "straggler"]
+    assert [(s.rank, s.cause, s.detail) for s in d.stragglers] == [(3, "more_work", "experts")]
     assert "Dearest cause: expert imbalance" in d.verdict
 
 
@@ -111,6 +114,16 @@ def test_a_slow_gpu_stays_one() -> None:
     d = diagnosed(moe(EVEN, slow=1.8, deep_ep=True))
     assert [(s.rank, s.cause) for s in d.stragglers] == [(3, "slow_kernels")]
     assert [f.rank for f in d.findings if f.kind == "straggler"] == [3]
+
+
+def test_embedding_tables_are_no_experts() -> None:
+    """Their rows are exchanged in the same way."""
+    ranks = moe(HOT)
+    tables = [
+        replace(r, ops=tuple(replace(o, name=o.name.replace("cutlass_grouped_gemm", "split_embedding")) for o in r.ops))
+        for r in ranks
+    ]
+    assert not imbalance(diagnosed(tables))
 
 
 def test_one_rank_alone_accuses_nobody() -> None:
