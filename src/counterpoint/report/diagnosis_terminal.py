@@ -145,7 +145,7 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collective_kinds:
         return
     shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
-    unit = "ms: exposed a step, wait and moving a call; GB/s of best"
+    unit = "ms: exposed a step, wait, moving a call; GB/s: it/best/link"
     say.heading(console, "Collectives by kind", unit)
     steps = say.steps_in(diagnosis)
     rows = (
@@ -153,7 +153,7 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
             k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes),
             f"{k.count / steps:,.0f}",
             say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
-            f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
+            "/".join(map(say.bandwidth, (k.bus_gb_per_s, k.best_gb_per_s, k.link_gb_per_s))), k.phase or say.UNKNOWN,
         )
         for k in shown
     )  # fmt: skip

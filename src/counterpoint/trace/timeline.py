@@ -49,6 +49,8 @@ class Device:
     regs_per_sm: int | None = None
     smem_per_sm: int | None = None
     threads_per_sm: int | None = None
+    index: int | None = None  # among those of its host, ...
+    host_gpus: int | None = None  # ... which the trace lists: two at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
