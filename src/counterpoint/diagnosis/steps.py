@@ -42,7 +42,8 @@ _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch
 _ALIKE = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
 _PAUSE = 10.0  # usual steps: a longer pause between ranges (a server without requests) belongs to none
 _ROUNDING_US = 1.0  # by which ranges that follow one another may overlap
-_OUTSIDE = 0.05  # of the recording: if more lies in no step, a note says so
+_OUTSIDE = 0.05  # of the recording: if more lies in no step, a note says so ...
+_TOLD_US = 50.0  # ... unless it would print as 0.0 ms
 _CAPTURE = re.compile(
     r"^(?:cuda|hip)(?:StreamEndCapture|GraphInstantiate)|^capture_\d|^CUDAGraphNode\.record|^capture_graph"
 )
@@ -158,17 +159,17 @@ def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
     pauses = np.maximum(steps.start[1:] - steps.end[:-1], 0.0)
     before, after = max(float(steps.start[0]) - low, 0.0), max(high - float(steps.end[-1]), 0.0)
     outside = before + float(pauses.sum()) + after
-    if outside <= _OUTSIDE * (high - low):
+    if outside <= max(_OUTSIDE * (high - low), _TOLD_US):
         return ()
     what = "the GPU's work" if steps.found_by == "whole" else "the steps"
-    said = [f"{before / 1e3:.1f} before {what}"] if before > 0 else []
-    if pauses.any():
+    said = [f"{before / 1e3:.1f} before {what}"] if before > _TOLD_US else []
+    if pauses.sum() > _TOLD_US:
         longest = int(pauses.argmax())
         said.append(
             f"{pauses.sum() / 1e3:.1f} between the steps (longest: {pauses[longest] / 1e3:.1f} after "
             f"{steps.names[longest][:80]})"
         )
-    said += [f"{after / 1e3:.1f} after {what}"] if after > 0 else []
+    said += [f"{after / 1e3:.1f} after {what}"] if after > _TOLD_US else []
     return (f"{outside / 1e3:.1f} of {(high - low) / 1e3:.1f} ms of the recording are not counted: {', '.join(said)}",)
 
 
