@@ -65,7 +65,7 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed[there, column] = (high - low) - rank.compute.within(low, high)
         exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
-    step[last >= job.step_end.max()] = -1
+    step[last >= job.step_end.max(axis=1)[step]] = -1  # between steps, or after the last
     complete = _complete(job)
     return Waits(
         complete=complete,

@@ -44,6 +44,7 @@ _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
 _HEALTHY_TOO = ("exposed_comm", "fsdp2_copies")  # healthy jobs have them: the verdict names another cause, ...
 _SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest finding
+_UNEVEN = 1.25  # times the median: where the mean of the steps is longer, the verdict tells both
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
@@ -426,12 +427,13 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     steps = job.num_steps
     step = account.duration_us / steps / 1e3
     what = "A step" if job.has_steps else "The recording (no steps were found in it)"
+    takes = f"{step:.1f} ms{_usually(job, step)}"
     if account.hidden is None:
-        head = f"{what} takes {step:.1f} ms; no communication was seen."
+        head = f"{what} takes {takes}; no communication was seen."
     else:
         exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
         head = (
-            f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
+            f"{what} takes {takes}; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
             f"{_what(job)} waits for it."
         )
     if not findings:
@@ -440,6 +442,15 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     worst = causes[0] if causes else findings[0]
     cost = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
     return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]} ({cost} ms {_each(job)})."
+
+
+def _usually(job: TracedJob, mean_ms: float) -> str:
+    """Return words on the usual step, where few long ones make the mean longer than that."""
+    each = (job.step_end - job.step_start).mean(axis=1) / 1e3
+    usual, longest = float(np.median(each)), int(each.argmax())
+    if mean_ms <= _UNEVEN * usual:
+        return ""
+    return f" on average, usually {usual:.1f} (longest: {job.step_names[longest][:60]}, {each[longest]:.1f} ms)"
 
 
 def _advise_straggler(s: Straggler, stack: TracedStack) -> str:

@@ -39,7 +39,7 @@ def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> 
         _stragglers(diagnosis, console)
         _kernels(diagnosis, console)
         if diagnosis.replay is not None:
-            _replay(diagnosis.replay, console)
+            _replay(diagnosis.replay, console, say.replayed_steps(diagnosis))
     _notes(diagnosis, console)
     console.print()
     console.print(say.text(diagnosis.verdict, "bold"), soft_wrap=True)
@@ -217,8 +217,8 @@ def _kernels(diagnosis: Diagnosis, console: Console) -> None:
         console.print(f"   and {len(slowed) - MAX_KERNELS} more")
 
 
-def _replay(replay: Replay, console: Console) -> None:
-    say.heading(console, "What it is worth", "step replayed, ms")
+def _replay(replay: Replay, console: Console, part: str) -> None:
+    say.heading(console, "What it is worth", f"step replayed, ms{part}")
     error = f"measured {say.milliseconds(replay.measured_us)}, error {say.percent(replay.error, digits=1, sign=True)}"
     cases = (
         (case.name, say.milliseconds(case.step_us), say.speed_up(replay.replayed_us, case.step_us))

@@ -123,3 +123,12 @@ def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> Non
     assert whole.steps[0].name == "whole trace"
     assert not [f.title for f in whole.findings if "the step" in f.title]
     assert "of the recording is communication" in str(whole.findings)
+
+
+@pytest.mark.parametrize(("last", "said"), [(100, "A step takes 0.1 ms; no"), (5_000, "A step takes 1.3 ms on average, "
+    "usually 0.1 (longest: ProfilerStep#3, 5.0 ms); no")])  # fmt: skip
+def test_verdict_tells_the_usual_step_beside_the_mean(last: int, said: str) -> None:
+    """Where one long step makes the mean longer than what a reader sees again."""
+    begins = (0, 100, 200, 300)
+    r = rank(*[op("a", at + 10, at + 95) for at in begins], steps=[(0, 100), (100, 200), (200, 300), (300, 300 + last)])
+    assert diagnose_digests([digested(r)], ["0"]).diagnosis.verdict.startswith(said)
