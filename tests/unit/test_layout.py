@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
     "collectives": {"machine", "pair"},
-    "controls": {"machine", "pair"},
+    "controls": {"machine", "pair", "trace"},
     "measurement": {"collectives", "controls", "machine", "pair"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},

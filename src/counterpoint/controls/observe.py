@@ -19,6 +19,7 @@ import msgspec
 from counterpoint.controls.control import Control, Lanes, applied, call_driver
 from counterpoint.errors import NoEffect, Unsupported
 from counterpoint.records.measurement import Evidence, Launched, Observation
+from counterpoint.trace.classify import is_nccl
 
 Sides = tuple[tuple[Launched, ...], tuple[Launched, ...]]  # what ran of compute and of the collective
 
@@ -56,7 +57,6 @@ HOLD:
     ret;
 }
 """
-_NCCL = re.compile(r"nccl", re.IGNORECASE)
 _SYMMETRIC = re.compile(r"ncclSym", re.IGNORECASE)  # ncclSymDevKernel_* in NCCL 2.27, ncclSymkDevKernel_* since 2.28
 _MATMUL = re.compile(r"nvjet|gemm|cutlass|xmma|wgmma|matmul", re.IGNORECASE)
 _NOT_MATMUL = re.compile(  # attention is built of CUTLASS, too, and its names say so
@@ -398,7 +398,7 @@ def _kernel(node: Any) -> CapturedKernel:
 
 def nccl_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
     """Return NCCL's own kernels."""
-    return tuple(one for one in launched if one.kind == "kernel" and _NCCL.search(one.name))
+    return tuple(one for one in launched if one.kind == "kernel" and is_nccl(one.name))
 
 
 def symmetric_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.places import parallel_of
+from counterpoint.diagnosis.links import link_of_group
+from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
@@ -64,7 +65,7 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         exposed[there, column] = (high - low) - rank.compute.within(low, high)
         exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
-    step[last >= job.step_end.max()] = -1
+    step[last >= job.step_end.max(axis=1)[step]] = -1  # between steps, or after the last
     complete = _complete(job)
     return Waits(
         complete=complete,
@@ -195,6 +196,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
     exposed = np.nanmean(w.exposed, axis=1)
     sizes, members, ctas = (most_stated(job, column) for column in ("bytes", "size", "ctas"))
     there = joined.row >= 0
+    serves = parallels(job)
     out = []
     for j in range(len(joined)):
         columns = np.flatnonzero(there[j]).tolist()
@@ -221,7 +223,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
                 num_ctas=int(ctas[j]) if ctas[j] >= 0 else None,
                 joined_by=joined.by[j],
                 step=job.step_names[int(w.step[j])] if w.step[j] >= 0 else None,
-                parallel=parallel_of(_named(job, j, "group_desc"), joined.group[j]),
+                parallel=serves[j],
                 phase=_named(job, j, "phase"),
                 module=_named(job, j, "module"),
             )
@@ -248,6 +250,9 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
     for (op, group, name, size, phase), rows in kinds.items():
         moving = float(np.median([every[j].transfer_us for j in rows]))
         ranks = max(*(int(sizes[j]) for j in rows), *(len(every[j].ranks) for j in rows))
+        first = int((job.joined.row[rows[0]] >= 0).argmax())
+        members = job.digests[first].comm.group_ranks[job.joined.row[rows[0], first]]
+        known = members is not None or ranks == job.world_size
         told = [us for j in rows if w.complete[j] for us in every[j].wait_us.values() if us is not None]
         found.append(
             CollectiveKind(
@@ -264,6 +269,7 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
                 bus_gb_per_s=bus_gb_per_s(op, size, ranks, moving) if size and moving > 0 and ranks > 1 else None,
                 best_gb_per_s=None,
                 exposed_us=float(sum(every[j].exposed_us for j in rows)) / steps,
+                link_gb_per_s=link_of_group(job, members) if known else None,
             )
         )
     best: dict[str, float] = {}

@@ -18,6 +18,7 @@ from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
 from counterpoint.diagnosis.gaps import CATEGORIES
 from counterpoint.diagnosis.idle import hosts_known, idle_of_ranks, summarise_idle
+from counterpoint.diagnosis.imbalance import blame_experts, expert_waits
 from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
@@ -186,7 +187,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     per_rank = account.rank_accounts(job, busy, waits)
     total = account.totals(per_rank)
     delays = find_delays(job, waits)
-    stragglers = find_stragglers(job, busy, waits, delays)
+    experts = expert_waits(job, waits, busy)
+    stragglers = blame_experts(job, waits, busy, experts, find_stragglers(job, busy, waits, delays))
     kernels = compare_overlap(job, busy)
     blocked = find_blocked(job)
     unrecorded = find_unrecorded(job, busy, waits)
@@ -211,6 +213,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         busy,
         idle,
         stragglers,
+        experts,
         kernels.kernels,
         blocked,
         unrecorded,

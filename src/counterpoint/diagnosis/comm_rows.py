@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.places import phases_and_modules
+from counterpoint.diagnosis.places import PHASES, NamedRanges, module_of
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, Bools, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
+_DDP = re.compile(r"^DistributedDataParallel\.forward")
 _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
 
 
@@ -24,6 +26,8 @@ class CommRows:
     seq: I64  # -1: not stated
     comms_id: tuple[str | None, ...]
     bytes: I64  # of the full array, as nccl-tests counts
+    sent: I64  # bytes of this rank's own input and output; -1: not stated
+    received: I64
     size: I32  # ranks in the group; 0: not stated
     ctas: I32  # blocks of the kernel; 0 for copies; -1 unknown
     first: I32  # first and last row of GpuOps
@@ -35,12 +39,13 @@ class CommRows:
     group_desc: tuple[str | None, ...]  # what the program calls the group
     phase: tuple[str | None, ...]  # forward | backward | optimizer
     module: tuple[str | None, ...]  # around the launch
+    serves: tuple[str | None, ...]  # parallelism that launch or kernel tell: dp | tp | ep
 
     def __len__(self) -> int:
         return len(self.start)
 
 
-def comm_rows(timeline: Timeline) -> CommRows:
+def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
     """Return the collectives of one rank, found from communication kernels and runs of peer copies."""
     gpu = timeline.gpu
     rows = np.flatnonzero(gpu.kind == Kind.COMM)
@@ -54,14 +59,18 @@ def comm_rows(timeline: Timeline) -> CommRows:
     size = np.array([(info and info.group_size) or timeline.world_size or 0 for info in infos], np.int32)
     ops = tuple(_op(*row) for row in zip(infos, _host_ops(timeline, first), names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
-    phase, module = phases_and_modules(timeline, first)
+    places, told = ranges.launches(first)
+    group = tuple((info.group if info and info.group else "?") for info in infos)
+    phase = tuple(PHASES[i] for i in places.phase.tolist())
     return CommRows(
         op=ops,
-        group=tuple((info.group if info and info.group else "?") for info in infos),
+        group=group,
         group_ranks=tuple(_ranks(info) for info in infos),
         seq=np.array([-1 if info is None or info.seq is None else info.seq for info in infos], np.int64),
         comms_id=tuple(info.comms_id if info else None for info in infos),
         bytes=np.array([_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)], np.int64),
+        sent=np.array([_payload(info and info.in_nelems, info) for info in infos], np.int64),
+        received=np.array([_payload(info and info.out_nelems, info) for info in infos], np.int64),
         size=size,
         ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
         first=first.astype(np.int32),
@@ -72,7 +81,31 @@ def comm_rows(timeline: Timeline) -> CommRows:
         stream=gpu.stream[first],
         group_desc=tuple(info.group_desc if info else None for info in infos),
         phase=phase,
-        module=module,
+        module=tuple(module_of(timeline.names[i]) if i >= 0 else None for i in places.module.tolist()),
+        serves=_serves(timeline, told, names, ops, group, phase),
+    )
+
+
+def _serves(
+    timeline: Timeline,
+    told: tuple[str | None, ...],
+    kernels: list[str],
+    ops: tuple[str, ...],
+    group: tuple[str, ...],
+    phase: tuple[str | None, ...],
+) -> tuple[str | None, ...]:
+    """Return the parallelism that each collective serves by the ranges around its launch, its kernel, or DDP.
+
+    DDP reduces gradients in backward; a group whose all-reduces are all there is its group.
+    """
+    replicas: set[str] = set()
+    if any(_DDP.search(name) for name in timeline.names):
+        reduced = [(g, p) for op, g, p in zip(ops, group, phase, strict=True) if op == "all_reduce"]
+        replicas = {g for g, p in reduced if p == "backward"} - {g for g, p in reduced if p != "backward"}
+    made_for = {name: classify.parallelism(name) for name in set(kernels)}
+    return tuple(
+        said or ("dp" if op == "all_reduce" and g in replicas else made_for[kernel])
+        for said, kernel, op, g in zip(told, kernels, ops, group, strict=True)
     )
 
 
@@ -154,6 +187,11 @@ def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and len(part) < 8 for part in parts):
         return None
     return tuple(int(part) for part in parts)
+
+
+def _payload(elements: int | None, info: CollectiveInfo | None) -> int:
+    item = classify.dtype_bytes(info.dtype) if info else None
+    return -1 if elements is None or item is None else elements * item
 
 
 def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from counterpoint.diagnosis.comm_rows import CommRows, comm_rows
 from counterpoint.diagnosis.gaps import Gaps, find_gaps
+from counterpoint.diagnosis.places import NamedRanges, Places
 from counterpoint.diagnosis.steps import StepWindows, find_steps
 from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
@@ -46,13 +47,17 @@ class RankDigest(RankFacts):
     gaps: Gaps
     waits: HostWaits
     flops: F64  # per GPU operation; NaN: unknown
+    gap_places: Places  # of each row of `gaps`
+    op_places: Places  # of each compute operation
 
 
 def digest(timeline: Timeline) -> RankDigest:
     """Return the digest of one rank: its steps, collectives, gaps, host waits and FLOPs."""
     gpu, steps = timeline.gpu, find_steps(timeline)
     gaps = find_gaps(timeline, steps)
-    named = (gaps.operations.name, gaps.functions.name)
+    ranges = NamedRanges.of(timeline)
+    in_gaps, of_ops = ranges.gaps(gaps), ranges.compute()
+    named = (gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
     used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, *named)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
@@ -63,7 +68,7 @@ def digest(timeline: Timeline) -> RankDigest:
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
         gpu=replace(gpu, name=renumber[gpu.name]),
-        comm=comm_rows(timeline),
+        comm=comm_rows(timeline, ranges),
         steps=steps,
         gaps=replace(
             gaps,
@@ -74,6 +79,8 @@ def digest(timeline: Timeline) -> RankDigest:
         ),
         waits=_waits(timeline),
         flops=_matmul_flops(timeline),
+        gap_places=replace(in_gaps, module=renumber[in_gaps.module]),
+        op_places=replace(of_ops, module=renumber[of_ops.module]),
     )
 
 

@@ -14,6 +14,13 @@ import numpy as np
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies, saves_less
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, advise_operation, find_idle, short_name
+from counterpoint.diagnosis.imbalance import (
+    ADVICE_ON_EXPERTS,
+    EXPERTS,
+    ExpertWaits,
+    find_expert_imbalance,
+    find_pipeline_bubbles,
+)
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
@@ -37,6 +44,7 @@ _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
 _HEALTHY_TOO = ("exposed_comm", "fsdp2_copies")  # healthy jobs have them: the verdict names another cause, ...
 _SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest finding
+_UNEVEN = 1.25  # times the median: where the mean of the steps is longer, the verdict tells both
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
 _KERNELS_NAMED = 3
 _SUSPECTED_WORTH = 0.02  # of a step: healthy ranks wait for each other too
@@ -77,6 +85,7 @@ def find_findings(
     busy: list[Activity],
     idle: tuple[RankIdle, ...],
     stragglers: tuple[Straggler, ...],
+    experts: ExpertWaits,
     kernels: tuple[KernelComparison, ...],
     blocked: tuple[Blocked, ...],
     unrecorded: Unrecorded,
@@ -94,6 +103,7 @@ def find_findings(
         busy: per rank, when its GPU computed, communicated and copied.
         idle: per rank, the gaps of its GPU and their causes.
         stragglers: ranks that make the others wait.
+        experts: what ranks computed between dispatch and combine, and waited for one another.
         kernels: those slowed by communication.
         blocked: collectives that found no SM.
         unrecorded: collectives that lack ranks, and what they seem to have waited for these.
@@ -107,6 +117,9 @@ def find_findings(
         return ()
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
     no_sm = _no_sm_collectives(job, stack, replay)
+    imbalance = find_expert_imbalance(job, w, busy, experts, step)
+    if imbalance:  # tells it of all ranks
+        stragglers = tuple(s for s in stragglers if s.detail != EXPERTS)
     found = [
         *_stragglers(job, stragglers, saved, step, stack),
         *_slow_kernels(job, kernels, saved, step, stack, no_sm),
@@ -115,7 +128,8 @@ def find_findings(
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
-        *_pipeline_bubbles(job, w, collectives, step),
+        *find_pipeline_bubbles(job, w, busy, collectives, step),
+        *imbalance,
         *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack, no_sm),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
@@ -313,35 +327,6 @@ def _suspected_waits(
     ]
 
 
-def _pipeline_bubbles(job: TracedJob, w: Waits, collectives: tuple[Collective, ...], step: float) -> list[Finding]:
-    """Tell of waiting for neighbouring stages: in sends and receives of a pipeline that are surely one on all ranks."""
-    sure = [
-        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
-        for c in collectives
-    ]
-    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
-    waited = np.nansum(w.exposed_wait[rows], axis=0) / job.num_steps
-    cost = float(waited.mean())
-    if cost < _EXPOSED_WORTH * step:
-        return []
-    most = int(waited.argmax())
-    worst = int(rows[np.nanargmax(np.nanmax(w.exposed_wait[rows], axis=1))])
-    return [
-        Finding(
-            kind="pipeline_bubble",
-            cost_us=cost,
-            severity=severity_of(cost, step),
-            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms {job.each} for their neighbours",
-            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
-            f"mean over ranks; rank {job.ranks[most]} waits longest, {waited[most] / 1e3:.2f} ms {job.each}",
-            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
-            "long (move layers from the slowest stage)",
-            start_us=float(np.nanmin(job.joined.start[worst])),
-            end_us=float(w.last_start[worst]),
-        )
-    ]
-
-
 def _exposed(
     job: TracedJob,
     account: Account,
@@ -371,6 +356,7 @@ def _exposed(
     exposed = np.nansum(w.exposed, axis=1)[inside]
     untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD * float(exposed.sum())
     by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
+    stages = any(k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= _EXPOSED_WORTH * step for k in kinds)
     cost = saved.get("communication free", account.exposed_comm_us / job.num_steps)
     return [
         Finding(
@@ -380,7 +366,7 @@ def _exposed(
             title=f"{share:.0%} of the {job.whole} ({account.exposed_comm_us / job.num_steps / 1e3:.2f} ms) is "
             "communication with no compute beside it",
             evidence=f"exposed {job.each_rank}: {parts or 'unknown operations'}; "
-            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold)
+            + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold, stages=stages)
             + saves_less(job, cost, account.exposed_comm_us / job.num_steps),
             advice=_RECORD_COMPUTE
             if account.compute_us < _HARDLY * account.duration_us
@@ -397,7 +383,9 @@ def _in_words(*names: str | None) -> str:
     return f" ({', '.join(known)})" if known else ""
 
 
-def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool) -> str:
+def _say_waiting(
+    account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool, stages: bool
+) -> str:
     """Say how much of the time in collectives is waiting; that it is unknown where ranks have no trace."""
     known = None
     if account.wait_us is not None and account.transfer_us is not None:
@@ -405,6 +393,8 @@ def _say_waiting(account: Account, unrecorded: Unrecorded, inside: Bools, steps:
     if not untold and known is not None:
         return f"{known:.0%} of the time in collectives is waiting for the last rank"
     said = "how much of it is waiting is unknown, for not all ranks were recorded"
+    if stages:
+        said += " (nor how much of the pipeline's sends and receives is bubbles: that takes the neighbouring stages)"
     if known is not None:
         said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
     suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
@@ -446,12 +436,13 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
             f"{what} takes {step:.1f} ms on the host. GPU activity was not recorded, so nothing can be said of what "
             "the GPUs did: record with ProfilerActivity.CUDA beside ProfilerActivity.CPU."
         )
+    takes = f"{step:.1f} ms{_usually(job, step)}"
     if account.hidden is None:
-        head = f"{what} takes {step:.1f} ms; no communication was seen."
+        head = f"{what} takes {takes}; no communication was seen."
     else:
         exposed = account.exposed_comm_us / account.duration_us if account.duration_us else 0.0
         head = (
-            f"{what} takes {step:.1f} ms; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
+            f"{what} takes {takes}; {account.hidden:.0%} of the communication is hidden, {exposed:.0%} of the "
             f"{job.whole} waits for it."
         )
         cost = max((f.cost_us for f in findings if f.kind == "exposed_comm"), default=0.0)
@@ -470,10 +461,21 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."
 
 
+def _usually(job: TracedJob, mean_ms: float) -> str:
+    """Return words on the usual step, where few long ones make the mean longer than that."""
+    each = (job.step_end - job.step_start).mean(axis=1) / 1e3
+    usual, longest = float(np.median(each)), int(each.argmax())
+    if mean_ms <= _UNEVEN * usual:
+        return ""
+    return f" on average, usually {usual:.1f} (longest: {job.step_names[longest][:60]}, {each[longest]:.1f} ms)"
+
+
 def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
     """Say what to change about one late rank."""
     if s.cause == "late_input":
         return ADVICE["late_input"]
+    if s.detail == EXPERTS:
+        return ADVICE_ON_EXPERTS
     if s.cause == "more_work":
         return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
     if s.cause == "slow_kernels" and stack.vendor != "nvidia":

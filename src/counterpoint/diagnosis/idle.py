@@ -15,15 +15,17 @@ import numpy as np
 from counterpoint.diagnosis.gaps import CATEGORIES, NOT_RECORDED, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.places import PHASES, module_of
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
 _WORTH = 0.03  # of a step: a cause that costs less is no finding ...
 _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
-_LONG_US = 5000.0  # evidence counts a pause where a host launches nothing for longer
+_LONG_US = 5000.0  # evidence counts a pause of a host from this on
 _NAMED = 5
 _NAMED_WORTH = 0.01  # of a cause: evidence leaves out names with less
+_PART = 0.1  # of a cause: phases and modules with less are not told in words
 _TITLE = {
     "operation": "The GPUs run dry while the host is in long operations",
     "launch": "The GPUs wait for launches: host-bound",
@@ -127,6 +129,8 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
     us, count, longest = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
     operations: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
     functions: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
+    phases = np.zeros((len(CATEGORIES), len(PHASES)))
+    modules: list[dict[str, float]] = [defaultdict(float) for _ in CATEGORIES]
     for c in columns:
         gaps, names, part = job.digests[c].gaps, job.digests[c].names, idle[c]
         category = gaps.category[part.row]
@@ -140,6 +144,14 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
             for where, name, t in zip(named.category.tolist(), named.name.tolist(), time.tolist(), strict=True):
                 if t > 0 and (into is operations or ".py(" in names[name]):
                     into[where][names[name]] += t
+        places = job.digests[c].gap_places
+        np.add.at(phases, (category, places.phase[part.row]), part.us)
+        keys, at = np.unique(category.astype(np.int64) * (len(names) + 1) + places.module[part.row] + 1,
+                             return_inverse=True)  # fmt: skip
+        for k, t in zip(keys.tolist(), np.bincount(at, weights=part.us).tolist(), strict=True):
+            where, name = divmod(k, len(names) + 1)
+            if name:
+                modules[where][module_of(names[name - 1]) or names[name - 1]] += t
     causes = [
         IdleCause(
             category=CATEGORIES[i],
@@ -148,6 +160,8 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
             longest_us=float(longest[i]),
             operations=_most(operations[i], scale),
             functions=_most(functions[i], scale),
+            phases=_most({p: us for p, us in zip(PHASES, phases[i].tolist(), strict=True) if p and us > 0}, scale),
+            modules=_most(modules[i], scale),
         )
         for i in np.argsort(-us, kind="stable").tolist()
         if us[i] > 0
@@ -195,11 +209,16 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def _pauses(job: TracedJob, column: int) -> F64:
-    """Return the GPU idle time in each pause of a rank's launches, for those in which it exceeds `_LONG_US`."""
+    """Return the µs of every pause of a rank's host in which it neither launches nor waits, and nothing is computed.
+
+    Only pauses of more than `_LONG_US` count. The GPU idles meanwhile, or waits in a collective for another rank.
+    """
     start, end = _launches(job, column)
     low = np.concatenate((job.step_start[:1, column], np.maximum.accumulate(end)))[:-1] if len(start) else start
-    idle = np.maximum(start - low, 0.0) - job.busy(column, *Kind).within(low, np.maximum(low, start))
-    return np.asarray(idle[idle >= _LONG_US])
+    high, waits = np.maximum(low, start), job.digests[column].waits
+    waiting = Intervals.union(job.on_job_clock(column, waits.start), job.on_job_clock(column, waits.end))
+    paused = high - low - (job.busy(column, Kind.COMPUTE, Kind.MEMCPY) | waiting).within(low, high)
+    return np.asarray(paused[paused >= _LONG_US])
 
 
 def find_idle(
@@ -208,14 +227,16 @@ def find_idle(
     """Return findings on why GPUs idle, over the ranks that are not in `late`; costs are time per step.
 
     Where ranks stall in turn, each stall makes the other ranks wait in collectives. The cost is then what the replay
-    without stalls saves, if that is more than the ranks' own idle time.
+    without stalls saves beyond that without late ranks, if that is more than the ranks' own idle time.
     """
     columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
     summary = summarise_idle(job, idle, columns)
     stalled = sum(c.us for c in summary.causes if c.category in _STALLS)
-    in_turn = stalled > 0 and len(job.ranks) > 1 and not late  # else the saving belongs to the late rank's stalls
-    factor = saved.get("no stall on any rank", 0.0) / stalled if in_turn else 1.0
-    cost = {c.category: c.us * (max(factor, 1.0) if c.category in _STALLS else 1.0) for c in summary.causes}
+    whole = saved.get("no stall on any rank", 0.0)
+    factor = 1.0
+    if stalled > 0 and len(job.ranks) > 1:
+        factor = max((whole - (saved.get("no straggler", 0.0) if late else 0.0)) / stalled, 1.0)
+    cost = {c.category: c.us * (factor if c.category in _STALLS else 1.0) for c in summary.causes}
     worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
     if job.digests[0].device.from_host and summary.idle_us < _MUCH * step:
         return []
@@ -229,7 +250,7 @@ def find_idle(
             severity=severity_of(cost[cause.category], step),
             title=_title(job, cause),
             evidence=_evidence(job, columns, cause, summary, step)
-            + (_pauses_of_all(job, columns) if cause is stall and len(columns) > 1 else ""),
+            + (_stalls_of_all(job, whole if factor > 1.0 else 0.0) if cause is stall and len(job.ranks) > 1 else ""),
             advice=_advise(job, columns, cause),
         )
         for cause in worth
@@ -262,6 +283,9 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
         text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in operations)
     if functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
         text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in functions[:3])
+    for what, known in (("in ", cause.phases), ("in module ", cause.modules[:3])):
+        if part := [p for p in known if p.us >= _PART * cause.us]:
+            text += "; " + what + ", ".join(f"{short_name(p.name)} {_ms(p.us)} ms" for p in part)
     return text
 
 
@@ -286,18 +310,21 @@ def _gaps(job: TracedJob, cause: IdleCause) -> str:
     return f"{number:,} gap{'s' * (number != 1)}{within}"
 
 
-def _pauses_of_all(job: TracedJob, columns: list[int]) -> str:
-    """Return text on how often and how long every host pauses; empty unless all do, each delaying all ranks."""
-    pauses = [_pauses(job, c) for c in columns]
+def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
+    """Return text on what the stalls of all ranks cost together, if that is known, and how often every host pauses."""
+    text = ""
+    if saved_us > 0:
+        text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"
+    pauses = [_pauses(job, c) for c in range(len(job.ranks))]
     count = [len(p) for p in pauses]
     if not min(count):
-        return ""
+        return text
     steps = job.num_steps
     least, most = (f(float(p.sum()) for p in pauses) / steps for f in (min, max))
     times = f"{min(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
     return (
-        f"; every host pauses {times} times in {steps} step{'s' * (steps != 1)} for over {_LONG_US / 1e3:.0f} ms, "
-        f"{_ms(least)} to {_ms(most)} ms a step in all, and each pause holds up all ranks"
+        f"{text}; every host pauses {times} times in {steps} step{'s' * (steps != 1)} for over {_LONG_US / 1e3:.0f} ms,"
+        f" {_ms(least)} to {_ms(most)} ms a step in all"
     )
 
 

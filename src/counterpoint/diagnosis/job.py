@@ -245,7 +245,7 @@ def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
     """Return the names of steps that every rank has; other than `ProfilerStep`s, only if all ranks name the same."""
     if any(d.steps.found_by != found_by for d in digests):
         return ()
-    if found_by != "profiler" and len({d.steps.names for d in digests}) > 1:
+    if found_by != "profiler" and len({frozenset(d.steps.names + d.steps.left_out) for d in digests}) > 1:
         return ()
     shared = set.intersection(*(set(d.steps.names) for d in digests))
     return tuple(n for n in digests[0].steps.names if n in shared)

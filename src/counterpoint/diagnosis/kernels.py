@@ -24,12 +24,12 @@ _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
 _OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
 _FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
-_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave
+_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave, or to fewer SMs
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
     r"elementwise|reduce_kernel|layer_?norm|rms_?norm|softmax|CatArray|index|scatter|gather|embedding|multi_tensor|"
     r"copy|triton_(poi|red|per)|fused_(poi|red|per)|transpose|dropout|cast|fill|nll_loss|adam|unrolled|"
-    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool",
+    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool|GammaBeta|n[ch]\w*ToN[ch]|im2col|col2im",
     re.IGNORECASE,
 )
 
@@ -206,7 +206,7 @@ def _kernel(
         after = waves(blocks, num_sms=limits.num_sms - ctas, blocks_per_sm=fit)
         lost = most_ctas_without_extra_wave(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
     cause = _cause(name, slowdown, a, b, ctas, before, after)
-    if cause == "tail_effect" and slowdown and before and after and slowdown > _BESIDES * after / before:
+    if slowdown and slowdown > _most_slowdown(cause, limits.num_sms if limits else 0, ctas, before, after):
         slowdown, cause = None, "none"  # kernels of two sizes, which the trace does not tell apart
     extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if cause != "none" else 0.0
     return KernelComparison(
@@ -231,6 +231,14 @@ def _kernel(
         comm_ctas=ctas if len(beside) else None,
         comm_ctas_without_extra_wave=lost,
     )
+
+
+def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
+    """Return by what factor a cause can slow a kernel at most; of an unknown GPU, half of the SMs may be taken."""
+    more_waves = after / before if before and after else 1.0
+    fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
+    most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
+    return _BESIDES * most.get(cause, np.inf)
 
 
 def _quantile(values: F64, q: float) -> float | None:

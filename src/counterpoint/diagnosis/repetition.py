@@ -1,7 +1,8 @@
 """Find steps from repeating GPU operations, on a rank whose trace has no step ranges.
 
 Layers repeat, too. Repeats are steps if no other operations (an embedding, a head) stand before the first and after the
-last repeat, no CUDA graph launches several repeats at once, and the repeats are most of the work.
+last repeat, no CUDA graph launches several repeats at once, and the repeats are most of the work. Where the host waits
+for the GPU only after many short repeats, they are layers: steps are then what lies between its waits, if alike.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
 _LONGEST_PATTERN = 1 << 18
 _MANY = 8  # repeats; with more they may be layers of one step
 _MOST = 0.6  # of the GPU's time
+_LAYER = 64  # operations; what repeats with more may be a step although the host waits only after several
+_EVEN = 0.05  # by which the numbers of operations between the host's waits may differ, if those part steps
 _OPTIMIZER = re.compile(r"multi_tensor_apply|adam|sgd|lamb(?!da)|adagrad|shampoo|optimizer", re.IGNORECASE)
 _WAITS = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2")
 
@@ -31,15 +34,39 @@ def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
         return None
     first, length = period
     edges = np.arange(first, len(rows) + 1, length)
-    if _are_layers(timeline, rows, edges):
+    waits = _waits(timeline, rows)
+    usual = float(np.median(np.diff(waits)))
+    if length <= _LAYER and len(waits) > 2 and usual >= 2 * length and not _optimizes(timeline, rows):
+        if np.abs(np.diff(waits) - usual).max() > _EVEN * usual:
+            return None
+        edges = waits
+    elif _are_layers(timeline, rows, edges):
         return None
     end = np.maximum.accumulate(gpu.end[rows])[edges[1:] - 1]
-    start = np.append(gpu.start[rows[first]], end[:-1])
-    if first == 0:
-        start[0] = gpu.start.min()
+    begin = gpu.start[rows[edges[:-1]]]
+    pause = float(np.median(np.maximum(begin[1:] - end[:-1], 0.0))) if len(end) > 1 else 0.0
+    start = np.append(_earliest(timeline, float(begin[0]) if edges[0] else float(gpu.start.min()), pause), end[:-1])
     if edges[-1] == len(rows):
         end[-1] = gpu.end.max()
     return start, end
+
+
+def _earliest(timeline: Timeline, first: float, pause: float) -> float:
+    """Return when the step with this first operation began: a usual pause before it, if that was recorded."""
+    gpu, host = timeline.gpu, timeline.host
+    recorded = min(first, float(host.start.min())) if len(host) else first
+    return float(min(first, max(first - pause, recorded, gpu.end[gpu.start < first].max(initial=-np.inf))))
+
+
+def _waits(timeline: Timeline, rows: I64) -> I64:
+    """Return where the host's waits for the GPU part these operations, as edges from 0 to their number."""
+    passed = np.searchsorted(_host_waits(timeline), timeline.gpu.launch_start[rows])
+    return np.concatenate(([0], np.flatnonzero(np.diff(passed) > 0) + 1, [len(rows)])).astype(np.int64)
+
+
+def _optimizes(timeline: Timeline, rows: I64) -> bool:
+    """Return whether an optimizer is among these operations."""
+    return any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(timeline.gpu.name[rows]).tolist())
 
 
 def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
@@ -53,19 +80,20 @@ def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
         return True  # one call, such as cudaGraphLaunch, launched several repeats
     kinds = gpu.name[rows]
     repeated = kinds[edges[0] : edges[-1]]
-    if any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(repeated).tolist()):
+    if _optimizes(timeline, rows[edges[0] : edges[-1]]):
         return False
     before, after = (bool(len(np.setdiff1d(part, repeated))) for part in (kinds[: edges[0]], kinds[edges[-1] :]))
-    return (before and after) or ((before or after) and len(edges) > _MANY and not _host_waits(timeline, launched))
+    passed = np.searchsorted(_host_waits(timeline), launched)
+    waited = (passed[1:] > passed[:-1]).mean() > 0.5  # as at the end of a step
+    return (before and after) or bool((before or after) and len(edges) > _MANY and not waited)
 
 
-def _host_waits(timeline: Timeline, launched: F64) -> bool:
-    """Return whether the host waits for the GPU between most of these launches, as at the end of a step."""
+def _host_waits(timeline: Timeline) -> F64:
+    """Return when the host began to wait for the GPU, ascending."""
     host = timeline.host
     waits = np.array([name.endswith(_WAITS[0]) or name in _WAITS for name in timeline.names], bool)
-    at = host.start[(host.kind == HostKind.RUNTIME) & waits[host.name]]
-    passed = np.searchsorted(at, launched)
-    return bool((passed[1:] > passed[:-1]).mean() > 0.5)
+    at: F64 = host.start[(host.kind == HostKind.RUNTIME) & waits[host.name]]
+    return at
 
 
 def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:

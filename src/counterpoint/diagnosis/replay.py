@@ -76,8 +76,9 @@ def replay(
     graph = build_graph(job, limit)
     if graph is None:
         return None
+    measured = graph.window_us * graph.own / graph.steps
     strict = _explained_only(graph)
-    explained = abs(_step_us(strict) * graph.steps / graph.window_us - 1.0) <= _CLOSE
+    explained = abs(_step_us(strict) / measured - 1.0) <= _CLOSE
     if explained:
         graph = strict
     what_if: dict[str, ReplayGraph] = {}
@@ -100,7 +101,7 @@ def replay(
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
         what_if["no copies"] = _no_copies(graph, job)
     what_if |= _without_sms(graph, job, stack, alone_us, blocked)
-    measured, replayed = graph.window_us / graph.steps, _step_us(graph)
+    replayed = _step_us(graph)
     return Replay(
         measured_us=measured,
         replayed_us=replayed,
@@ -130,7 +131,7 @@ def _without_sms(
 
 
 def _step_us(graph: ReplayGraph) -> float:
-    return (max(simulate(graph)) - graph.head_us) / graph.steps
+    return (max(simulate(graph)) - graph.head_us) * graph.own / graph.steps
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:

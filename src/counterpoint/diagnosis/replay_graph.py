@@ -34,6 +34,7 @@ _MORE_US = 1.0  # ... which must have ended at least this much after those
 _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
 _RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
 _BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
+_APART_US = 1.0  # between steps: a longer time belongs to none of them
 LOOK_BACK = 16  # number of ends that are examined for each begin
 
 
@@ -61,6 +62,7 @@ class ReplayGraph:
     leaves: Bools  # whether its end is the end of the collective on this rank
     head_us: float = 0.0  # from node 0 to the beginning of the replayed steps
     window_us: float = 0.0  # from the earliest begin of the first step to the latest end of the last step
+    own: float = 1.0  # share of that which the steps take on a rank, mean over ranks, as they begin and end apart
     steps: int = 0
 
 
@@ -73,16 +75,18 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
     begin, finish = job.step_start[first], job.step_end[last]
     parts = [_nothing()] + [_rank(job, c, begin[c], finish[c]) for c in range(len(job.digests))]
     graph = _stacked(parts)
-    if not (graph.row >= 0).any() or finish.max() <= begin.min():
+    if not (graph.row >= 0).any() or (finish - begin).sum() <= 0:
         return None
     zero = float(graph.begin[1:].min())
     graph.begin[1:] -= zero
     graph.end[1:] -= zero
     graph = _with_collectives(graph, job)
+    window = float(finish.max() - begin.min())
     return replace(
         _with_lags(_sorted(graph)),
         head_us=float(begin.min()) - zero,
-        window_us=float(finish.max() - begin.min()),
+        window_us=window,
+        own=float((finish - begin).mean()) / window,
         steps=last - first + 1,
     )
 
@@ -135,17 +139,24 @@ def since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
 
 
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
-    """Return the first and last step to replay: the middle step, and its neighbours as long as `limit` allows."""
+    """Return the first and last step to replay: the middle step, and its neighbours as long as `limit` allows.
+
+    They follow one another; of several runs of such steps, the one with most operations is taken.
+    """
     size = np.zeros(len(job.step_names), np.int64)
     for c, at in enumerate(job.op_start):
         size += np.searchsorted(at, job.step_end[:, c]) - np.searchsorted(at, job.step_start[:, c])
-    first = last = len(size) // 2 if size[len(size) // 2] else int(size.argmax())
+    parted = np.flatnonzero((job.step_start[1:] - job.step_end[:-1]).max(axis=1) > _APART_US) + 1
+    edges = [0, *parted.tolist(), len(size)]
+    run = int(np.add.reduceat(size, edges[:-1]).argmax())
+    low, high = edges[run], edges[run + 1]
+    first = last = (low + high) // 2 if size[(low + high) // 2] else low + int(size[low:high].argmax())
     growing = True
     while growing:
         growing = False
-        if last + 1 < len(size) and size[first : last + 2].sum() <= limit:
+        if last + 1 < high and size[first : last + 2].sum() <= limit:
             last, growing = last + 1, True
-        if first > 0 and size[first - 1 : last + 1].sum() <= limit:
+        if first > low and size[first - 1 : last + 1].sum() <= limit:
             first, growing = first - 1, True
     return first, last
 
@@ -340,7 +351,7 @@ def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -
 
 
 _EDGES = ("host", "stream", "event", "seen")
-_COLUMNS = tuple(n for n in ReplayGraph.__dataclass_fields__ if n not in ("head_us", "window_us", "steps"))
+_COLUMNS = tuple(n for n in ReplayGraph.__dataclass_fields__ if n not in ("head_us", "window_us", "own", "steps"))
 
 
 def _stacked(parts: list[ReplayGraph]) -> ReplayGraph:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.timeline import Kind
 
 _AMD = re.compile(r"AMD|Radeon|Instinct|\bMI\d{2,3}|gfx\d", re.IGNORECASE)
@@ -44,7 +45,7 @@ def traced_stack(job: TracedJob) -> TracedStack:
     communication = {d.names[i] for d in digests for i in set(d.gpu.name[d.gpu.kind == Kind.COMM].tolist())}
     return TracedStack(
         vendor=_vendor(device, names),
-        nccl=any("nccl" in name.lower() for name in communication) and device != "cpu",
+        nccl=any(map(is_nccl, communication)) and device != "cpu",
         fsdp=any(map(_FSDP.search, names)),
         fsdp2=any(map(_FSDP2.search, names)),
     )

@@ -1,10 +1,11 @@
 """Find where training steps begin and end on one rank.
 
-`ProfilerStep#N` ranges are host time, and the host runs ahead of the GPU. A step's window therefore ends when the last
-operation launched in it has ended, and the next begins there: windows leave no time between them. Without such ranges,
-these are tried in turn: ranges of the program (`iteration 7`, `train_step`, `execute_context_1(...)`, or any name that
-repeats and covers most of the work, at the outermost level that repeats); the time from one optimizer step to the next;
-repeating GPU operations. Failing that, the whole trace is one step.
+`ProfilerStep#N` ranges are host time, and the host runs ahead of the GPU. A step's window therefore ends when the
+last operation launched in it has ended, or the next range begins, and the next window begins there: windows leave no
+time between them, unless a range comes only after a pause of many steps. Without such ranges, these are tried in
+turn: ranges of the program (`iteration 7`, `train_step`, `execute_context_1(...)`, or any name that repeats and
+covers most of the work, at the outermost level that repeats); the time from one optimizer step to the next; repeating
+GPU operations. Failing that, the whole trace is one step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|m
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
 _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
+_ALIKE = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
+_PAUSE = 10.0  # usual steps: a longer pause between ranges (a server without requests) belongs to none
+_ROUNDING_US = 1.0  # by which ranges that follow one another may overlap
+_OUTSIDE = 0.05  # of the recording: if more lies in no step, a note says so ...
+_TOLD_US = 50.0  # ... unless it would print as 0.0 ms
 _SET_UP_SHARE = 0.1  # of a step: a step with more graph capture or compilation is unusual
 _START_UP_SHARE = 0.2
 _LITTLE = 0.05
@@ -52,7 +58,8 @@ class StepWindows:
     start: F64
     end: F64
     found_by: str  # profiler | annotation | optimizer | repetition | whole
-    notes: tuple[str, ...] = ()  # which of the steps are unusual, and why
+    notes: tuple[str, ...] = ()  # which of the steps are unusual, and why; what lies in none
+    left_out: tuple[str, ...] = ()  # names of unusual steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +69,8 @@ class _SetUp:
     label: str
     ranges: Intervals
     longest: str
-    share: float  # share of a step; a step with more of this work is unusual and noted
-    ends_steps: bool  # whether unusual steps are left out, if usual ones remain
+    share: float  # share of a step; a step with more of this work is unusual: noted, and left out if others remain
+    first_only: bool  # whether it counts only in the first steps: later, the same calls are a trouble of the program
 
 
 def find_steps(timeline: Timeline) -> StepWindows:
@@ -71,19 +78,21 @@ def find_steps(timeline: Timeline) -> StepWindows:
     set_up = _set_up(timeline)
     steps = _find(timeline)
     if steps.found_by == "repetition" and any(
-        s.ends_steps and _share(s, steps).sum() > len(steps.names) / 2 for s in set_up
+        not s.first_only and _share(s, steps).sum() > len(steps.names) / 2 for s in set_up
     ):
         steps = _whole(timeline)  # the repeats are layers of a graph that is being captured
-    return _without_set_up(steps, set_up)
+    return _without_set_up(replace(steps, notes=(*steps.notes, *_outside(timeline, steps))), set_up)
 
 
 def _find(timeline: Timeline) -> StepWindows:
     gpu, host = timeline.gpu, timeline.host
     numbers = {i: int(m.group(1)) for i, n in enumerate(timeline.names) if (m := _PROFILER_STEP.match(n))}
-    rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & np.isin(host.name, list(numbers)))
-    if len(rows):
-        names = tuple(timeline.names[i] for i in host.name[rows].tolist())
-        return _windows(timeline, names, host.start[rows], host.end[rows], "profiler")
+    every = np.flatnonzero(np.isin(host.name, list(numbers)))
+    for kind in (HostKind.ANNOTATION, HostKind.OP):  # Kineto of 2021 calls them operations
+        if len(rows := every[host.kind[every] == kind]):
+            names = tuple(timeline.names[i] for i in host.name[rows].tolist())
+            follows = np.diff([numbers[i] for i in host.name[rows].tolist()]) == 1
+            return _windows(timeline, names, host.start[rows], host.end[rows], "profiler", follows)
     if len(gpu) and (named := _from_annotations(timeline) or _between_optimizers(timeline)):
         return named
     if len(gpu) and (repeated := repeated_steps(timeline)):
@@ -99,16 +108,26 @@ def _whole(timeline: Timeline) -> StepWindows:
     return StepWindows(names=(WHOLE_TRACE,), start=start, end=end, found_by="whole")
 
 
-def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str) -> StepWindows:
-    """Return one step per host range (sorted by start), which ends when all that the range launched has ended."""
+def _windows(
+    timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str, follows: Bools | None = None
+) -> StepWindows:
+    """Return one step per host range (sorted by start), which ends when all that the range launched has ended.
+
+    What lies between two ranges belongs to the first of them, unless it is longer than `_PAUSE` steps, or `follows`
+    says that they do not follow one another.
+    """
     gpu = timeline.gpu
-    launched = _launched(gpu)
-    step_of = np.searchsorted(begin, launched, side="right") - 1
-    inside = (step_of >= 0) & (launched < until[np.maximum(step_of, 0)])
-    reach = until.copy()
-    np.maximum.at(reach, step_of[inside], gpu.end[inside])
-    end = np.maximum.accumulate(reach)
-    earlier = _earlier_work(gpu, begin[0], step_of >= 0, found_by)
+    worked = _reach(gpu, begin, until)
+    usual = float(np.median(worked - begin))
+    if len(begin) > 2:
+        usual = max(usual, float(np.quantile(np.diff(begin), 0.5, method="lower")))
+    joins = begin[1:] - worked[:-1] <= _PAUSE * usual
+    if follows is not None:
+        joins &= follows
+    until = np.append(np.where(joins, begin[1:], until[:-1]), until[-1:])
+    end = np.maximum.accumulate(_reach(gpu, begin, until))
+    inside = _launched(gpu) >= begin[0]
+    earlier = _earlier_work(gpu, begin[0], inside, found_by)
     start = np.maximum(begin, np.concatenate(([earlier], end[:-1])))
     notes: tuple[str, ...] = ()
     if earlier - begin[0] > _QUEUED_US and found_by != "profiler":
@@ -117,6 +136,37 @@ def _windows(timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64,
             f"the first {late:.1f} ms of {names[0][:80]} are left out: the GPU is taken to be busy with earlier work",
         )
     return StepWindows(names=names, start=start, end=end, found_by=found_by, notes=notes)
+
+
+def _reach(gpu: GpuOps, begin: F64, until: F64) -> F64:
+    """Return when each host range (sorted by start), and all that it launched, has ended."""
+    launched = _launched(gpu)
+    step_of = np.searchsorted(begin, launched, side="right") - 1
+    inside = (step_of >= 0) & (launched < until[np.maximum(step_of, 0)])
+    reach = until.copy()
+    np.maximum.at(reach, step_of[inside], gpu.end[inside])
+    return reach
+
+
+def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
+    """Return a note on how much of the recording lies in no step, if that is much."""
+    tables = [t for t in (timeline.gpu, timeline.host) if len(t)]
+    low, high = min(float(t.start.min()) for t in tables), max(float(t.end.max()) for t in tables)
+    pauses = np.maximum(steps.start[1:] - steps.end[:-1], 0.0)
+    before, after = max(float(steps.start[0]) - low, 0.0), max(high - float(steps.end[-1]), 0.0)
+    outside = before + float(pauses.sum()) + after
+    if outside <= max(_OUTSIDE * (high - low), _TOLD_US):
+        return ()
+    what = "the GPU's work" if steps.found_by == "whole" else "the steps"
+    said = [f"{before / 1e3:.1f} before {what}"] if before > _TOLD_US else []
+    if pauses.sum() > _TOLD_US:
+        longest = int(pauses.argmax())
+        said.append(
+            f"{pauses.sum() / 1e3:.1f} between the steps (longest: {pauses[longest] / 1e3:.1f} after "
+            f"{steps.names[longest][:80]})"
+        )
+    said += [f"{after / 1e3:.1f} after {what}"] if after > _TOLD_US else []
+    return (f"{outside / 1e3:.1f} of {(high - low) / 1e3:.1f} ms of the recording are not counted: {', '.join(said)}",)
 
 
 def _launched(gpu: GpuOps) -> F64:
@@ -165,21 +215,35 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
         begin, until = host.start[rows], host.end[rows]
         inside = work[np.searchsorted(launched, until)] - work[np.searchsorted(launched, begin)]
         covered = float(inside.sum()) / work[-1] if work[-1] > 0 else 0.0
-        if (named and covered < _COVERS) or (not named and (covered < _COVERS_UNNAMED or len(rows) < 2)):
+        if covered < (_COVERS if named else _COVERS_UNNAMED):
+            continue
+        if not named and (len(rows) < 2 or not _alike(until - begin, inside) or _is_part(timeline, int(rows[0]))):
             continue
         rank = (len(rows) > 1, named, float((until - begin).mean()))
         if best is None or rank > best:
             best, chosen = rank, rows
     if best is None:
         return None
-    begin, until = host.start[chosen], host.end[chosen].copy()
-    pause = begin[1:] - until[:-1]
-    belongs = pause < np.median(until - begin)  # a longer pause (a server without requests) belongs to no step
-    until[:-1][belongs] = begin[1:][belongs]
     texts = [timeline.names[i] for i in host.name[chosen].tolist()]
     if len(set(texts)) < len(texts) or not all(re.search(r"\d", text) for text in texts):
         texts = [f"{text} #{i}" for i, text in enumerate(texts)] if len(texts) > 1 else texts
-    return _windows(timeline, tuple(texts), begin, until, "annotation")
+    return _windows(timeline, tuple(texts), host.start[chosen], host.end[chosen], "annotation")
+
+
+def _alike(length: F64, work: F64) -> bool:
+    """Return whether most ranges, with most of the work, last about as long, as steps do and parts of a call do not."""
+    median = np.quantile(length, 0.5, method="lower")
+    alike = (length <= _ALIKE * median) & (length * _ALIKE >= median)
+    return bool(alike.mean() > 0.5 and work[alike].sum() > 0.5 * work.sum())
+
+
+def _is_part(timeline: Timeline, row: int) -> bool:
+    """Return whether this range's name begins with that of a range around it: `predict 0 1` inside `predict 0`."""
+    host, own = timeline.host, timeline.names[timeline.host.name[row]]
+    around = (host.kind == HostKind.ANNOTATION) & (host.thread == host.thread[row])
+    around &= (host.start <= host.start[row]) & (host.end >= host.end[row])
+    outer = {timeline.names[i] for i in np.unique(host.name[around]).tolist()} - {own}
+    return any(own.startswith(name) for name in outer if name)
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
@@ -218,14 +282,14 @@ def _outermost(timeline: Timeline, rows: I64) -> I64:
     """Return those of `rows` (sorted by start) that begin when no earlier one is still open."""
     host = timeline.host
     reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[rows])[:-1]))
-    return rows[host.start[rows] >= reach]
+    return rows[host.start[rows] >= reach - _ROUNDING_US]
 
 
 def _between_optimizers(timeline: Timeline) -> StepWindows | None:
     """Return steps that each end with PyTorch's range of an optimizer step; None if there are fewer than two."""
     gpu, host = timeline.gpu, timeline.host
     marks = np.array([name.startswith(_OPTIMIZER_STEP) for name in timeline.names], bool)
-    rows = np.flatnonzero((host.kind == HostKind.ANNOTATION) & marks[host.name])
+    rows = np.flatnonzero(np.isin(host.kind, (HostKind.ANNOTATION, HostKind.OP)) & marks[host.name])
     ends = [
         host.end[own]
         for thread in np.unique(host.thread[rows]).tolist()
@@ -248,11 +312,11 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
     """Return when the host captured graphs, compiled or started up: one entry for each kind that occurs."""
     host = timeline.host
     found = []
-    for label, patterns, share, ends_steps in (
-        ("graph capture", (host_names.CAPTURE,), _SET_UP_SHARE, True),
-        ("compilation", (host_names.COMPILATION,), _SET_UP_SHARE, True),
+    for label, patterns, share, first_only in (
+        ("graph capture", (host_names.CAPTURE,), _SET_UP_SHARE, False),
+        ("compilation", (host_names.COMPILATION,), _SET_UP_SHARE, False),
         ("start-up (memory, streams and modules made)", (host_names.START_UP, host_names.ALLOCATION), _START_UP_SHARE,
-         False),
+         True),
     ):  # fmt: skip
         is_it = np.array([any(p.search(name) for p in patterns) for name in timeline.names], bool)
         if host_names.COMPILATION in patterns:  # what captures may say that dynamo timed it
@@ -263,7 +327,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
         start, end = _from_begin_to_end(timeline, rows)
         longest = timeline.names[host.name[rows[np.argmax(end - start)]]][:80]
         ranges = Intervals.union(start, end)
-        found.append(_SetUp(label=label, ranges=ranges, longest=longest, share=share, ends_steps=ends_steps))
+        found.append(_SetUp(label=label, ranges=ranges, longest=longest, share=share, first_only=first_only))
     return found
 
 
@@ -275,12 +339,14 @@ def _share(found: _SetUp, steps: StepWindows) -> F64:
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps with notes on those with much set-up work; leave out those with much capture or compilation."""
+    """Return the steps without those with much set-up work, if others remain, and with notes on those."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:
         share = _share(found, steps)
         unusual = share > max(found.share, 2 * float(np.median(share)) if len(share) > 1 else 0.0)
+        if found.first_only:
+            unusual = np.logical_and.accumulate(unusual)
         if not unusual.any():
             continue
         inside = found.ranges & Intervals.union(steps.start[unusual], steps.end[unusual])
@@ -296,12 +362,13 @@ def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
             + ": no usual step"
             * (steps.found_by != "whole")
         )
-        if found.ends_steps and not unusual.all():
+        if not unusual.all():
             keep &= ~unusual
     if keep.any() and not keep.all():
         notes.append(f"{int((~keep).sum())} of {len(keep)} steps are left out for that")
-        names = tuple(name for name, kept in zip(steps.names, keep.tolist(), strict=True) if kept)
-        steps = replace(steps, names=names, start=steps.start[keep], end=steps.end[keep])
+        named = list(zip(steps.names, keep.tolist(), strict=True))
+        names, left_out = (tuple(name for name, kept in named if kept is which) for which in (True, False))
+        steps = replace(steps, names=names, start=steps.start[keep], end=steps.end[keep], left_out=left_out)
     return replace(steps, notes=tuple(notes))
 
 

@@ -12,6 +12,7 @@ pass. A rank that itself waits longer, in another group, only passes on the dela
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ from counterpoint.diagnosis.gaps import CATEGORIES
 from counterpoint.diagnosis.idle import time_in
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.parallel_groups import parallels
+from counterpoint.diagnosis.places import PHASES, Places, in_words, module_of
 from counterpoint.records.diagnosis import Cause, Straggler
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -116,27 +119,32 @@ def _explain(
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
     if excess.comm > _ENOUGH * shown or _waited_elsewhere(job, w, delays.collective[own], column, steps) > 0.5 * shown:
         return None  # it waits for other ranks itself: these are the cause
-    cause: Cause = "unknown"
-    detail, evidence = None, "its time differs from the others' in nothing that the trace shows"
     if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
-        cause, detail, evidence, gap = _host_cause(job, column, steps)
-        if gap is not None:
-            start, end = job.on_job_clock(column, np.array(gap)).tolist()
+        found = _host_cause(job, column, steps)
+        if found.gap is not None:
+            start, end = job.on_job_clock(column, np.array(found.gap)).tolist()
     elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
-        cause, detail, evidence = _copy_cause(excess.memcpy, shown)
+        found = _copy_cause(excess.memcpy, shown)
     else:
-        cause, detail, evidence = _compute_cause(_compare_kernels(job, column, steps), excess.compute, shown)
-    if cause == "unknown" and felt < _WORTH_UNEXPLAINED * float((job.step_end - job.step_start).mean(axis=1).sum()):
+        found = _compute_cause(_compare_kernels(job, column, steps), excess.compute, shown)
+    duration = float((job.step_end - job.step_start).mean(axis=1).sum())
+    if found.cause == "unknown" and felt < _WORTH_UNEXPLAINED * duration:
         return None
+    comm, row = job.digests[column].comm, int(job.joined.row[worst, column])
+    serves, place = parallels(job)[worst], in_words(comm.phase[row], comm.module[row])
+    where = f" ({serves}){place}" if serves else place
+    longest = f"; they waited longest in {comm.op[row]} #{job.joined.index[worst]}{where}" if where else ""
     return Straggler(
         rank=job.ranks[column],
         delay_us=felt,
         times_last=times_last,
-        cause=cause,
-        evidence=evidence,
-        detail=detail,
+        cause=found.cause,
+        evidence=found.evidence + longest,
+        detail=found.detail,
         start_us=start,
         end_us=end,
+        phase=found.phase,
+        module=found.module,
     )
 
 
@@ -172,13 +180,25 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
     return compute, copying - compute, working - copying, float((end - start).sum()) - working
 
 
-def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | None, str, tuple[float, float] | None]:
-    """Return cause, detail, evidence and the longest gap: what the host did while the GPU idled in these steps."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Why:
+    """Holds why a rank is late, where in the program that is, and the longest gap of its GPU if it idles."""
+
+    cause: Cause
+    evidence: str
+    detail: str | None = None
+    phase: str | None = None
+    module: str | None = None
+    gap: tuple[float, float] | None = None
+
+
+def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
+    """Return what the host did while the GPU idled in these steps."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     us = time_in(job, column, steps)
     rows = np.flatnonzero(us > 0)
     if not len(rows):
-        return "host_stall", None, "its GPU had nothing to do; no single gap is long enough to say why", None
+        return _Why(cause="host_stall", evidence="its GPU had nothing to do; no single gap is long enough to say why")
     keys, which = np.unique(np.stack([gaps.category[rows], gaps.operation[rows]]), axis=1, return_inverse=True)
     idle = np.bincount(which.ravel(), weights=us[rows])
     most = int(idle.argmax())
@@ -186,7 +206,9 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | N
     gap = int(own[us[own].argmax()])
     category, operation = CATEGORIES[keys[0, most]], names[keys[1, most]] if keys[1, most] >= 0 else None
     host_ms, gap_ms = float(gaps.host_us[gap]) / 1e3, float(us[gap]) / 1e3
+    phase, module = _place(job.digests[column].gap_places, gap, names)
     where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
+    where += in_words(phase, module)
     dry = f"its GPU ran dry for {idle[most] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
     cause: Cause = "host_stall"
     detail = operation
@@ -195,7 +217,7 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | N
         evidence = f"{dry}, while its host waited {host_ms:.2f} ms for input in {operation}{where}"
     elif category == "launch":
         detail = "launch"
-        evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound)"
+        evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound){in_words(phase, module)}"
     elif category == "queued":
         cause, detail = "unknown", None
         evidence = f"{dry}, with work queued that waited for something else: an event, a stream, another rank"
@@ -210,31 +232,44 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> tuple[Cause, str | N
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {category.replace('_', ' ')} ({operation}){where}"
     else:
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
-    return cause, detail, evidence, (float(gaps.start[gap]), float(gaps.end[gap]))
+    at = (float(gaps.start[gap]), float(gaps.end[gap]))
+    return _Why(cause=cause, detail=detail, evidence=evidence, phase=phase, module=module, gap=at)
 
 
-def _copy_cause(copies_us: float, felt: float) -> tuple[Cause, str | None, str]:
+def _place(places: Places, row: int, names: tuple[str, ...]) -> tuple[str | None, str | None]:
+    module = int(places.module[row])
+    return PHASES[places.phase[row]], module_of(names[module]) if module >= 0 else None
+
+
+def _copy_cause(copies_us: float, felt: float) -> _Why:
     evidence = f"copies that ran beside no compute explain {copies_us / 1e3:.2f} of its {felt / 1e3:.2f} ms"
-    return "late_input", "memcpy", evidence
+    return _Why(cause="late_input", detail="memcpy", evidence=evidence)
 
 
-def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> tuple[Cause, str | None, str]:
-    """Return cause, detail and evidence: whether different, slower or additional kernels explain the delay."""
-    late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank"
+def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _Why:
+    """Return whether different, slower or additional kernels explain the delay."""
+    where = in_words(diff.phase, diff.module).replace(", in", ", mostly in", 1)
+    late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
     enough = _ENOUGH * felt
+    cause: Cause = "unknown"
+    evidence = f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
     if diff.other_share >= 0.1 and diff.extra_us > enough:
-        return "more_work", diff.example, (
+        cause = "more_work"
+        evidence = (
             f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
             f"{diff.extra_us / 1e3:+.2f} ms of kernels (such as {diff.example})"
-        )  # fmt: skip
-    if diff.ratio > 1.02 and diff.slower_us > enough:
-        return "slow_kernels", diff.example, (
+        )
+    elif diff.ratio > 1.02 and diff.slower_us > enough:
+        cause = "slow_kernels"
+        evidence = (
             f"{late}: the same kernels take {diff.ratio:.2f} x as long as on rank {diff.peer} "
             f"({diff.matched} of {diff.count} kernels compared, worst {diff.example})"
-        )  # fmt: skip
-    if diff.extra_us > max(enough, 0.5 * compute_us):
-        return "more_work", diff.example, f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
-    return "unknown", None, f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
+        )
+    elif diff.extra_us > max(enough, 0.5 * compute_us):
+        cause = "more_work"
+        evidence = f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
+    detail = diff.example if cause != "unknown" else None
+    return _Why(cause=cause, detail=detail, evidence=evidence, phase=diff.phase, module=diff.module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +289,8 @@ class _KernelDifference:
     other_share: float
     extra_us: float
     example: str | None
+    phase: str | None  # that has most of the longer time, and module
+    module: str | None
 
 
 def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifference:
@@ -289,7 +326,30 @@ def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifferen
         slower_us=measured - expected,
         extra_us=extra + surplus,
         example=worst[0][:120] if worst else None,
+        phase=_mostly(*(_by_place(job, c, steps)[0] for c in (column, peer))),
+        module=_mostly(*(_by_place(job, c, steps)[1] for c in (column, peer))),
     )
+
+
+def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None, float], dict[str | None, float]]:
+    """Return the compute time of a rank in some steps, by phase and by module; None: not known."""
+    d = job.digests[column]
+    rows = np.flatnonzero((d.gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
+    us, places = (d.gpu.end - d.gpu.start)[rows], d.op_places
+    by_phase = np.bincount(places.phase[rows], us, len(PHASES))
+    used, which = np.unique(places.module[rows], return_inverse=True)
+    by_module: dict[str | None, float] = defaultdict(float)  # ranges of several names may name one module
+    for i, t in zip(used.tolist(), np.bincount(which.ravel(), us, len(used)).tolist(), strict=True):
+        by_module[module_of(d.names[i]) if i >= 0 else None] += t
+    return dict(zip(PHASES, by_phase.tolist(), strict=True)), by_module
+
+
+def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
+    """Return the place that has at least half of what one rank takes longer than the other."""
+    longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
+    whole = sum(mine.values()) - sum(theirs.values())
+    most = max(longer, key=lambda place: longer[place], default=None)
+    return most if most is not None and longer[most] >= 0.5 * whole > 0 else None
 
 
 def _signatures(job: TracedJob, column: int, steps: I64) -> dict[tuple[str, tuple[int, ...], str], F64]:

@@ -123,8 +123,8 @@ def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: b
         gathered = {size for op, size in zip(comm.op, comm.bytes.tolist(), strict=True) if op == "all_gather"}
         for node, i in zip(own[at >= 0].tolist(), at[at >= 0].tolist(), strict=True):
             op, stated, ranks = comm.op[i], int(comm.bytes[i]), int(comm.size[i])
-            taken = stated > 0 and op in profile.nccl.crossover_bytes  # a trace may not state sizes
-            if comm.ctas[i] == 0 or not 2 <= ranks <= _ON_ONE_HOST or not taken:
+            movable = stated > 0 and 2 <= ranks <= _ON_ONE_HOST and op in profile.nccl.crossover_bytes
+            if comm.ctas[i] == 0 or not movable:
                 continue
             widened = fsdp2 and op == "reduce_scatter" and stated not in gathered and stated // 2 in gathered
             size = stated // 2 if widened else stated

@@ -6,6 +6,7 @@ recognised in a trace, but not planned with.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from counterpoint.machine.occupancy import SmLimits
@@ -22,6 +23,7 @@ class GpuSheet:
     fp8_tflops: float | None = None
     memory_gib: float | None = None  # device memory, and its bandwidth; None: not in this table
     memory_gb_per_s: float | None = None
+    link_gb_per_s: float | None = None  # NVLink or Infinity Fabric, each direction; None: none, or not all alike
     source: str = ""  # title of the data sheet
 
     @property
@@ -42,44 +44,46 @@ ADA = SmLimits(num_sms=142, regs=65536, smem=102400, threads=1536, blocks=24)
 VOLTA = SmLimits(num_sms=80, regs=65536, smem=98304, threads=2048, smem_reserved=0)
 CDNA = SmLimits(num_sms=304, regs=131072, smem=65536, threads=2048)
 
+_OTHER_LINKS = re.compile(r"PCI|\bNVL\b|DGXS", re.IGNORECASE)  # cards with bridges between some of them, or nothing
+
 GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is part of the device name
-    GpuSheet(name="B300", bf16_tflops=2500.0, sm=_sms(148, HOPPER)),
+    GpuSheet(name="B300", bf16_tflops=2500.0, sm=_sms(148, HOPPER), link_gb_per_s=900.0),
     GpuSheet(
         name="GB200", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
-        memory_gib=186.0, memory_gb_per_s=8000.0, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+        link_gb_per_s=900.0, memory_gib=186.0, memory_gb_per_s=8000.0, source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     GpuSheet(
         name="B200", bf16_tflops=2250.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
-        memory_gib=180.0, memory_gb_per_s=7700.0, source="NVIDIA HGX B200 data sheet, per GPU",
+        link_gb_per_s=900.0, memory_gib=180.0, memory_gb_per_s=7700.0, source="NVIDIA HGX B200 data sheet, per GPU",
     ),
     GpuSheet(name="GH200", bf16_tflops=989.4, sm=HOPPER),
     GpuSheet(
-        name="H200", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER,
+        name="H200", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
         memory_gib=141.0, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet, SXM",
     ),
     GpuSheet(name="H100 PCIe", bf16_tflops=756.5, sm=_sms(114, HOPPER)),
     GpuSheet(
-        name="H100", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER,
+        name="H100", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
         memory_gib=80.0, memory_gb_per_s=3350.0, source="NVIDIA H100 data sheet, SXM5",
     ),
-    GpuSheet(name="H800", bf16_tflops=989.4, sm=HOPPER),
-    GpuSheet(name="H20", bf16_tflops=148.0, sm=_sms(78, HOPPER)),
+    GpuSheet(name="H800", bf16_tflops=989.4, sm=HOPPER, link_gb_per_s=200.0),
+    GpuSheet(name="H20", bf16_tflops=148.0, sm=_sms(78, HOPPER), link_gb_per_s=450.0),
     GpuSheet(
-        name="A100", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
+        name="A100", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=300.0,
         memory_gib=80.0, memory_gb_per_s=2039.0, source="NVIDIA A100 data sheet, SXM4 80 GB",
     ),
     GpuSheet(
         name="A100-40", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
         memory_gib=40.0, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet, SXM4 40 GB",
     ),
-    GpuSheet(name="A800", bf16_tflops=312.0, sm=AMPERE),
+    GpuSheet(name="A800", bf16_tflops=312.0, sm=AMPERE, link_gb_per_s=200.0),
     GpuSheet(name="A40", bf16_tflops=149.7, sm=SMALL),
     GpuSheet(name="A10", bf16_tflops=125.0, sm=_sms(72, SMALL)),
     GpuSheet(name="L40", bf16_tflops=362.0, sm=ADA),
     GpuSheet(name="L4", bf16_tflops=121.0, sm=_sms(58, ADA)),
-    GpuSheet(name="V100", bf16_tflops=125.0, sm=VOLTA),
-    GpuSheet(name="MI325X", bf16_tflops=1307.4, sm=CDNA),
-    GpuSheet(name="MI300X", bf16_tflops=1307.4, sm=CDNA),
+    GpuSheet(name="V100", bf16_tflops=125.0, sm=VOLTA, link_gb_per_s=150.0),
+    GpuSheet(name="MI325X", bf16_tflops=1307.4, sm=CDNA, link_gb_per_s=448.0),
+    GpuSheet(name="MI300X", bf16_tflops=1307.4, sm=CDNA, link_gb_per_s=448.0),
     GpuSheet(name="MI250", bf16_tflops=191.5, sm=_sms(104, CDNA)),
 )  # fmt: skip
 
@@ -87,6 +91,12 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
 def find_gpu(name: str | None) -> GpuSheet | None:
     """Return the sheet for a driver's device name; None if it is not listed."""
     return next((gpu for gpu in GPUS if name and gpu.name in name), None)
+
+
+def link_gb_per_s(name: str | None) -> float | None:
+    """Return what the links of one GPU carry in each direction by its data sheet; None where that is not known."""
+    gpu = find_gpu(name)
+    return None if gpu is None or _OTHER_LINKS.search(name or "") else gpu.link_gb_per_s
 
 
 def peak_tflops(name: str | None) -> float | None:

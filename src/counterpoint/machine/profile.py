@@ -187,9 +187,18 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.
     """
+    return own_profile(gpu, path) or shipped_profile(gpu)
+
+
+def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | None:
+    """Return the profile of a GPU in the file at `path` or in COUNTERPOINT_PROFILE; None: neither is given.
+
+    Raises:
+        Misconfigured: the file cannot be read, or is of another GPU.
+    """
     named = os.environ.get(VARIABLE) if path is None else path
     if not named:
-        return shipped_profile(gpu)
+        return None
     found = read_profile(Path(named))
     if gpu is not None and _key(gpu) not in (_key(found.gpu), *map(_key, found.same_chip)):
         raise Misconfigured(

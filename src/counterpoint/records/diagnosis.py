@@ -99,7 +99,7 @@ class Collective(Record, frozen=True, kw_only=True):
     num_ctas: int | None  # blocks of the communication kernel; 0: copy engines
     joined_by: str  # seq | comms_id | order | none
     step: str | None = None
-    parallel: str | None = None  # dp | tp | pp | ep | cp | dp+cp ..., by the group's name
+    parallel: str | None = None  # dp | tp | pp | ep | cp | sp | dp+cp ...
     phase: str | None = None  # forward | backward | optimizer
     module: str | None = None  # or layer, around the launch
 
@@ -108,7 +108,8 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
     """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
 
     `exposed_us` is per step and rank. `best_gb_per_s` is the highest bus bandwidth that a kind of that group reaches in
-    this recording: what its links can do at least.
+    this recording: what its links can do at least. `link_gb_per_s` is what the links of one GPU carry, by the user's
+    machine profile or the data sheet; null for an unknown GPU, and where the group may be on several hosts.
     """
 
     op: str
@@ -124,6 +125,7 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
     bus_gb_per_s: float | None  # at that
     best_gb_per_s: float | None
     exposed_us: float
+    link_gb_per_s: float | None = None
 
 
 class Straggler(Record, frozen=True, kw_only=True):
@@ -137,6 +139,8 @@ class Straggler(Record, frozen=True, kw_only=True):
     detail: str | None = None  # operation, allocator, garbage_collection, ...
     start_us: float | None = None  # where it is worst: a range to look at
     end_us: float | None = None
+    phase: str | None = None  # forward | backward | optimizer: where it loses the time
+    module: str | None = None  # or layer
 
 
 class KernelComparison(Record, frozen=True, kw_only=True):
@@ -194,6 +198,8 @@ class IdleCause(Record, frozen=True, kw_only=True):
     longest_us: float
     operations: tuple[HostTime, ...]  # what the host was in, most time first; at most 5
     functions: tuple[HostTime, ...]  # the Python functions around those, where stacks were recorded; at most 5
+    phases: tuple[HostTime, ...] = ()  # forward, backward, optimizer: what is known of where the host was
+    modules: tuple[HostTime, ...] = ()  # or layers; at most 5
 
 
 class Idle(Record, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> 
         _stragglers(diagnosis, console)
         _kernels(diagnosis, console)
         if diagnosis.replay is not None:
-            _replay(diagnosis.replay, console)
+            _replay(diagnosis.replay, console, say.replayed_steps(diagnosis))
     _notes(diagnosis, console)
     console.print()
     console.print(say.text(diagnosis.verdict, "bold"), soft_wrap=True)
@@ -145,7 +145,7 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.collective_kinds:
         return
     shown = diagnosis.collective_kinds[:MAX_COLLECTIVES]
-    unit = "ms: exposed a step, wait and moving a call; GB/s of best"
+    unit = "ms: exposed a step, wait, moving a call; GB/s: it/best/link"
     say.heading(console, "Collectives by kind", unit)
     steps = say.steps_in(diagnosis)
     rows = (
@@ -153,7 +153,7 @@ def _kinds(diagnosis: Diagnosis, console: Console) -> None:
             k.op, say.text(k.parallel or k.group_name or k.group, limit=12), say.size(k.bytes),
             f"{k.count / steps:,.0f}",
             say.milliseconds(k.exposed_us), say.milliseconds(k.wait_us), say.milliseconds(k.transfer_us),
-            f"{say.bandwidth(k.bus_gb_per_s)}/{say.bandwidth(k.best_gb_per_s)}", k.phase or say.UNKNOWN,
+            "/".join(map(say.bandwidth, (k.bus_gb_per_s, k.best_gb_per_s, k.link_gb_per_s))), k.phase or say.UNKNOWN,
         )
         for k in shown
     )  # fmt: skip
@@ -217,8 +217,8 @@ def _kernels(diagnosis: Diagnosis, console: Console) -> None:
         console.print(f"   and {len(slowed) - MAX_KERNELS} more")
 
 
-def _replay(replay: Replay, console: Console) -> None:
-    say.heading(console, "What it is worth", "step replayed, ms")
+def _replay(replay: Replay, console: Console, part: str) -> None:
+    say.heading(console, "What it is worth", f"step replayed, ms{part}")
     error = f"measured {say.milliseconds(replay.measured_us)}, error {say.percent(replay.error, digits=1, sign=True)}"
     cases = (
         (case.name, say.milliseconds(case.step_us), say.speed_up(replay.replayed_us, case.step_us))

@@ -147,6 +147,12 @@ def replayed_waits(replay: Replay) -> str | None:
     return f"Waits kept as measured: {'; '.join(kept)}." if kept else None
 
 
+def replayed_steps(diagnosis: Diagnosis) -> str:
+    """Say of how many steps the replay is; nothing where it is of all."""
+    replayed, every = diagnosis.replay.steps if diagnosis.replay else None, len(diagnosis.steps)
+    return f", mean of {replayed} of {every} steps" if replayed and replayed < every else ""
+
+
 def group_of(kind: CollectiveKind) -> str:
     """Return the parallel group of a kind of collectives, else what the program or the trace calls it, and its size."""
     name = kind.parallel or kind.group_name or kind.group

@@ -43,6 +43,8 @@ _LOCAL_SYMBOL = re.compile(  # compute kernels named after a collective, and GEM
     re.I,
 )
 _PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # anonymous namespace; argument types name pplx
+_EXPERT_LEG = re.compile(r"(dispatch|combine)", re.I)
+_TENSOR_PARALLEL = re.compile(r"cross_device_reduce|lamport|quick_?reduce|(?:trtllm|tensorrt_llm).*all_?reduce", re.I)
 _UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
 _MANGLED_START, _MANGLED_PART = re.compile(r"_Z(?:N[KVr]*)?L?"), re.compile(r"\d{1,6}")
 _HOST_COLLECTIVE = re.compile(
@@ -75,6 +77,11 @@ _DTYPE_BYTES = {
     "char": 1, "int8": 1, "byte": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
+
+
+def is_nccl(name: str) -> bool:
+    """Return whether a kernel is one of NCCL's own, or of a library that copies NCCL (RCCL, MSCCL, HCCL)."""
+    return bool(_CCL.search(_symbol(name)))
 
 
 def is_multi_tensor(name: str) -> bool:
@@ -160,6 +167,19 @@ def collective_op(kernel_name: str) -> str:
         return normal_op(found.group(1)) if found else "nccl"
     op = normal_op(symbol)
     return op if op in _KNOWN_OPS else "unknown"
+
+
+def expert_leg(kernel_name: str) -> str | None:
+    """Return whether a communication kernel dispatches tokens to experts or combines their results; None: neither."""
+    found = _EXPERT_LEG.search(_symbol(kernel_name))
+    return found.group(1).lower() if found else None
+
+
+def parallelism(kernel_name: str) -> str | None:
+    """Return the parallelism that a communication kernel is made for: ep, tp of inference; None: for any."""
+    if expert_leg(kernel_name):
+        return "ep"
+    return "tp" if _TENSOR_PARALLEL.search(_symbol(kernel_name)) else None
 
 
 def is_barrier(op: str) -> bool:

@@ -310,6 +310,8 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
         smem_per_sm=_whole(props.get("sharedMemPerMultiprocessor") or props.get("maxSharedMemoryPerMultiProcessor"))
         or None,
         threads_per_sm=_whole(props.get("maxThreadsPerMultiprocessor")) or None,
+        index=device if len(found) > 1 else None,
+        host_gpus=len(found) if len(found) > 1 else None,
     )
 
 

@@ -139,6 +139,8 @@ def device_of(export: Export, rank: RankId) -> Device:
         regs_per_sm=whole.get("maxRegistersPerSm"),
         smem_per_sm=whole.get("maxShmemPerSm"),
         threads_per_sm=whole.get("maxThreadsPerSm") or (warps * width if warps and width else None),
+        index=number if isinstance(number, int) and len(gpus) > 1 else None,
+        host_gpus=len(gpus) if len(gpus) > 1 else None,
     )
 
 

@@ -49,6 +49,8 @@ class Device:
     regs_per_sm: int | None = None
     smem_per_sm: int | None = None
     threads_per_sm: int | None = None
+    index: int | None = None  # among those of its host, ...
+    host_gpus: int | None = None  # ... which the trace lists: two at least
     recorded: bool = True  # False: the program used it, but the trace holds nothing of what it did
 
     @property

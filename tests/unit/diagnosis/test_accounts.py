@@ -7,8 +7,8 @@ import pytest
 from counterpoint.diagnosis.accounts import activity, collectives, rank_accounts, steps, totals, waits
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Account, Collective, RankAccount
-from counterpoint.trace.timeline import CollectiveInfo, Kind
-from tests.support.job_builder import Rank, comm, job, op, rank
+from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
+from tests.support.job_builder import Rank, comm, host, job, op, rank
 
 
 def accounts(j: TracedJob) -> tuple[RankAccount, ...]:
@@ -95,6 +95,13 @@ def test_ratios_of_the_total_are_those_of_the_means() -> None:
     """Compute 100, 120, 160; communication 160, 141, 102."""
     total: Account = totals(accounts(job(*THREE)))
     assert total.comm_to_compute == pytest.approx(403 / 380)
+
+
+def test_collectives_between_steps_are_in_none() -> None:
+    """Two steps 9 ms apart, and a collective of an evaluation between them."""
+    ranges = [host(f"step {n}", at, at + 100, HostKind.ANNOTATION) for n, at in enumerate((0, 9_000))]
+    ops = [comm("all_reduce", at + 20, at + 80) for at in (0, 4_000, 9_000)]
+    assert [c.step for c in joined(job(rank(*ops, *ranges, steps=())))] == ["step 0", None, "step 1"]
 
 
 def wide(name: str, into: int, out: int, ranks: int = 4) -> TracedJob:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.diagnosis.comm_rows import comm_rows
+from counterpoint.diagnosis.places import NamedRanges
 from counterpoint.diagnosis.stragglers import _STRUCTURAL
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import host, op, rank, timeline
@@ -18,7 +19,8 @@ def operation(
 ) -> str:
     """The operation of a kernel that is launched at 10, with a host range of `thread` from 5 to `until`."""
     ranges = [] if around is None else [host(around, 5.0, until, HostKind.ANNOTATION, thread=thread)]
-    rows = comm_rows(timeline(rank(op(kernel, 20, 40, kind=Kind.COMM, launch=10.0, info=info), *ranges)))
+    read = timeline(rank(op(kernel, 20, 40, kind=Kind.COMM, launch=10.0, info=info), *ranges))
+    rows = comm_rows(read, NamedRanges.of(read))
     (found,) = rows.op
     return found
 

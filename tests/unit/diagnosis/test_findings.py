@@ -185,3 +185,12 @@ def test_one_file_of_several_gpus_is_one_file() -> None:
     assert any(note.startswith("the file does not say which ranks its 2 GPUs are") for note in assemble(digests).notes)
     apart = [replace(d, path=f"{n}.json") for n, d in enumerate(digests)]
     assert any(note.startswith("2 traces do not say their rank") for note in assemble(apart).notes)
+
+
+@pytest.mark.parametrize(("last", "said"), [(100, "A step takes 0.1 ms; no"), (5_000, "A step takes 1.3 ms on average, "
+    "usually 0.1 (longest: ProfilerStep#3, 5.0 ms); no")])  # fmt: skip
+def test_verdict_tells_the_usual_step_beside_the_mean(last: int, said: str) -> None:
+    """Where one long step makes the mean longer than what a reader sees again."""
+    begins = (0, 100, 200, 300)
+    r = rank(*[op("a", at + 10, at + 95) for at in begins], steps=[(0, 100), (100, 200), (200, 300), (300, 300 + last)])
+    assert diagnose_digests([digested(r)], ["0"]).diagnosis.verdict.startswith(said)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from counterpoint.diagnosis.accounts import activity
 from counterpoint.diagnosis.kernels import compare_overlap
@@ -43,6 +45,8 @@ def kernel(
         pytest.param({"beside_us": 103.0}, "none", id="3-per-cent"),
         pytest.param({"beside_us": 90.0}, "none", id="faster"),
         pytest.param({"beside_us": 460.0}, "none", id="2-waves-for-1-cannot-make-4.6-x"),
+        pytest.param({"beside_us": 200.0, "blocks": 100}, "none", id="24-of-132-SMs-cannot-make-2-x"),
+        pytest.param({"beside_us": 150.0, "blocks": 100, "ctas": 2}, "none", id="2-of-132-SMs-cannot-make-1.5-x"),
         pytest.param({"beside_us": 240.0}, "tail_effect", id="2-waves-for-1-and-some-power"),
         pytest.param({"beside_us": 300.0, "copies": True}, "bandwidth", id="short-kernels-lose-that-much-to-copies"),
     ],
@@ -94,3 +98,25 @@ def test_a_slow_down_that_its_cause_cannot_produce_is_unknown_and_costs_nothing(
     mixed = kernel(beside_us=460.0)
     assert mixed.slowdown is None
     assert mixed.cost_us == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(beside_us=st.floats(50.0, 480.0), blocks=st.integers(1, 2000), ctas=st.integers(1, 64), copies=st.booleans())
+def test_no_slow_down_is_explained_by_what_cannot_produce_it(
+    beside_us: float, blocks: int, ctas: int, copies: bool
+) -> None:
+    """Whatever the grid: what is told is within reach of its cause, and what is not costs nothing."""
+    found = kernel(beside_us=beside_us, blocks=blocks, ctas=ctas, copies=copies)
+    taken = 0 if copies else ctas
+    assert found.waves_alone is not None
+    assert found.waves_overlapped is not None
+    more_waves = found.waves_overlapped / found.waves_alone
+    measured = (beside_us + 1.5) / 101.5
+    if found.cause == "tail_effect":
+        assert measured <= 1.26 * more_waves
+    elif found.cause == "sm_contention":
+        assert measured <= 1.26 * max(132 / (132 - taken), more_waves)
+    elif found.cause == "none":
+        assert found.cost_us == 0.0
+        assert found.slowdown is None or found.slowdown < 1.06
+    assert found.slowdown is None or found.slowdown == pytest.approx(measured)

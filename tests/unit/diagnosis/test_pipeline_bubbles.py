@@ -10,16 +10,16 @@ from counterpoint.trace.timeline import CollectiveInfo
 from tests.support.job_builder import Rank, comm, digested, op, rank
 
 
-def stage(compute_us: float, desc: str) -> Rank:
-    """Record a stage that computes, and then exchanges activations until the slower stage has them, four times."""
+def stage(compute_us: float, desc: str, stall_us: float = 0.0) -> Rank:
+    """Record a stage that pauses, computes, and then exchanges activations until the slower stage has them, 4 times."""
     parts = []
     for number in range(4):
-        at = 1100.0 * number
+        until, at = 1100.0 * (number + 1), 1100.0 * number + stall_us
         info = CollectiveInfo(
             op="send_recv", group="5", group_desc=desc, group_size=2, seq=number, in_nelems=64, out_nelems=64
         )
         parts.append(op("matmul", at, at + compute_us, launch=at))
-        parts.append(comm("send_recv", at + compute_us, at + 1100, launch=at, info=info))
+        parts.append(comm("send_recv", at + compute_us, until, launch=at, info=info))
     return rank(*parts, steps=((0.0, 4400.0),))
 
 
@@ -27,6 +27,22 @@ def diagnosed(*compute_us: float, desc: str = "PIPELINE_MODEL_PARALLEL_GROUP") -
     """Diagnose two stages."""
     ranks = [digested(stage(us, desc), number, 2) for number, us in enumerate(compute_us)]
     return diagnose_digests(ranks, ["a", "b"]).diagnosis
+
+
+def test_a_stage_whose_host_stalls_is_no_bubble() -> None:
+    """It computes as long as its neighbour: more microbatches would not help."""
+    ranks = [digested(stage(400.0, "mesh_pp", stall), number, 2) for number, stall in enumerate((0.0, 600.0))]
+    d = diagnose_digests(ranks, ["a", "b"]).diagnosis
+    assert not [f for f in d.findings if f.kind == "pipeline_bubble"]
+    assert d.findings[0].kind == "host_stall"
+
+
+def test_one_stage_alone_says_what_is_not_known() -> None:
+    """Its sends and receives may wait or move bytes."""
+    d = diagnose_digests([digested(stage(400.0, "mesh_pp"), 0, 2)], ["a"]).diagnosis
+    assert not [f for f in d.findings if f.kind == "pipeline_bubble"]
+    (finding,) = [f for f in d.findings if f.kind == "exposed_comm"]
+    assert "bubbles: that takes the neighbouring stages" in finding.evidence
 
 
 def test_a_stage_that_waits_for_its_neighbour_is_a_bubble() -> None:

@@ -5,37 +5,11 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.places import parallel_of
 from counterpoint.records.diagnosis import Diagnosis
 from counterpoint.trace.timeline import CollectiveInfo, HostKind
 from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank
 
 ANNOTATION, PYTHON = HostKind.ANNOTATION, HostKind.PYTHON
-
-
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        ("mesh_dp", "dp"),
-        ("mesh_dp_shard", "dp"),
-        ("fsdp", "dp"),
-        ("tp:0", "tp"),
-        ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-        ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-        ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
-        ("EXPERT_DATA_PARALLEL_GROUP", "dp"),
-        ("DATA_PARALLEL_GROUP_WITH_CP", "dp+cp"),
-        ("mesh_dp_shard_cp", "dp+cp"),
-        ("default_pg", None),
-        ("MODEL_PARALLEL_GROUP", None),
-        ("12", None),
-        ("update_group", None),
-        (None, None),
-    ],
-)
-def test_groups_are_known_by_their_names(name: str | None, parallel: str | None) -> None:
-    """Only whole words count: "update" holds no data parallelism."""
-    assert parallel_of(name) == parallel
 
 
 def diagnosed(*parts: Op | Host) -> Diagnosis:

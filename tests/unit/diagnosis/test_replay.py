@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay import replay
 from counterpoint.records.diagnosis import Replay
-from counterpoint.trace.timeline import Kind
-from tests.support.job_builder import Rank, comm, host, job, op, rank
+from counterpoint.trace.timeline import HostKind, Kind
+from tests.support.job_builder import Rank, comm, digested, host, job, op, rank
 
 NAN = float("nan")
 
@@ -42,11 +43,14 @@ def test_unchanged_replay_gives_the_measured_step() -> None:
     assert replayed_us(replay(job(*LATE_RANK))) == pytest.approx(260)
 
 
-def test_measured_step_spans_all_ranks() -> None:
-    """From the first rank's begin to the last rank's end."""
-    played = replay(job(*LATE_RANK))
-    assert played is not None
-    assert played.measured_us == pytest.approx(260)
+@pytest.mark.parametrize("apart", [0, 40, 200])
+def test_measured_step_is_that_of_the_account(apart: int) -> None:
+    """Also where one rank's step begins before the other's: the mean of 260 µs, and of so much more."""
+    ranks = [rank(*w.ops, *w.hosts, steps=[(at, 60)]) for w, at in zip(LATE_RANK, (-apart, 0), strict=True)]
+    told = diagnose_digests([digested(r, number, 2) for number, r in enumerate(ranks)], ["0", "1"]).diagnosis
+    assert told.replay is not None
+    assert told.replay.measured_us == pytest.approx(260 + apart / 2)
+    assert [told.replay.replayed_us, told.totals.duration_us] == pytest.approx([told.replay.measured_us] * 2)
 
 
 def test_communication_twice_as_fast_halves_the_transfer_only() -> None:
@@ -89,7 +93,7 @@ def test_no_straggler_never_makes_a_rank_slower() -> None:
         op("matmul", 10, 110, launch=0), host("cudaStreamWaitEvent", 1, 2), comm("send", 110, 410, launch=3, seq=9)
     )
     typical = rank(op("matmul", 10, 210, launch=0))
-    assert step_us(replay(job(typical, alone), typical={1: 0}), "no straggler") == pytest.approx(410)
+    assert step_us(replay(job(typical, alone), typical={1: 0}), "no straggler") == pytest.approx((410 + 210) / 2)
 
 
 def test_scenarios_without_a_cause_are_not_replayed() -> None:
@@ -253,16 +257,19 @@ def test_wait_that_did_not_bind_holds_once_it_would() -> None:
 
 
 def test_root_of_a_broadcast_does_not_wait_for_the_last_rank() -> None:
-    """The root works 300 µs after sending, the other comes at 100. Free: launched at 3, it works from 13 to 313."""
+    """The root works 300 µs after sending, the other comes at 100. Free: launched at 3, it works from 13 to 313.
+
+    The steps end at 360 and 150, and on a rank take as much of the 360 as before.
+    """
     root = rank(comm("broadcast", 10, 60, launch=0), host("cudaStreamWaitEvent", 1, 2), op("m", 60, 360, launch=3))
     other = rank(comm("broadcast", 100, 150, launch=90))
-    assert step_us(replay(job(root, other)), "communication free") == pytest.approx(313)
+    assert step_us(replay(job(root, other)), "communication free") == pytest.approx(313 * (360 + 150) / 2 / 360)
 
 
 def test_collective_that_one_trace_lacks_joins_the_others() -> None:
-    """Ranks 0 and 2 arrive at 110 and 160; rank 1 has no such kernel and only its own work."""
+    """Ranks 0 and 2 arrive at 110 and 160; rank 1 has no such kernel and only its own work, until 110."""
     absent = rank(op("matmul", 10, 110, launch=0))
-    assert step_us(replay(job(worker(0), absent, worker(50))), "communication free") == pytest.approx(160)
+    assert step_us(replay(job(worker(0), absent, worker(50))), "communication free") == pytest.approx(160 * 210 / 260)
 
 
 def test_host_that_outlasts_the_gpu_ends_the_step() -> None:
@@ -329,3 +336,14 @@ def test_hosts_free_take_an_unexplained_wait_once() -> None:
     """The collective began at 310, 200 µs after the kernel that it follows: not 200 µs and what came before it."""
     late = rank(op("matmul", 10, 110, launch=0), comm("all_reduce", 310, 360, launch=5))
     assert step_us(replay(job(late)), "hosts free (CUDA graphs)") == pytest.approx(360)
+
+
+def test_steps_apart_are_not_replayed_together() -> None:
+    """Of five steps a pause of 9 ms parts two from three: those are replayed, and the pause belongs to none."""
+    begins = (0, 100, 9_200, 9_300, 9_400)
+    ops = [op("matmul", at + 10, at + 90, launch=at) for at in begins]
+    ranges = [host(f"step {n}", at, at + 100, HostKind.ANNOTATION) for n, at in enumerate(begins)]
+    played = replay(job(rank(*ops, *ranges, steps=())))
+    assert played is not None
+    assert played.steps == 3
+    assert [played.measured_us, played.replayed_us] == pytest.approx([100, 100])

@@ -108,6 +108,25 @@ def test_layers_that_are_little_of_the_work_are_no_steps() -> None:
     assert found(rank(*ops, op("long", 500, 9000), steps=())).found_by == "whole"
 
 
+def test_layers_between_the_waits_of_the_host() -> None:
+    """Three iterations of 40 layers of 4 kernels, with nothing else in them: the host waits after each."""
+    parts: list[Op | Host] = []
+    for n in range(3):
+        for k in range(161):
+            at = 10_000.0 * n + 50 * k
+            parts.append(op("matmul" if k % 4 == 0 else "add", at, at + 40, launch=at - 10))
+        parts.append(host("cudaDeviceSynchronize", 10_000.0 * n + 8_010, 10_000.0 * n + 8_050))
+    r = rank(*parts, steps=())
+    assert windows(r) == [(0.0, 8_040.0), (8_040.0, 18_040.0), (18_040.0, 28_040.0)]
+
+
+def test_the_first_step_of_repetition_begins_as_long_before_its_kernels_as_others() -> None:
+    """The host was recorded for 30 of the 50 µs of pause that come before the others."""
+    r = layered(3, 4)
+    assert windows(rank(*r.ops, host("aten::copy_", -30, -25), steps=()))[0] == (-30.0, 270.0)
+    assert windows(rank(*r.ops, host("aten::copy_", -900, -25), steps=()))[0] == (-50.0, 270.0)
+
+
 def looped(names: list[str], *, inner: str | None = None, pause: float = 10.0, thread: int = 0) -> Rank:
     """A range for each name, 100 µs apart, that launches two kernels which run on after it; `inner` ranges in them."""
     parts: list[Op | Host] = []
@@ -179,9 +198,83 @@ def test_ranges_beside_the_work_are_no_steps() -> None:
 
 
 def test_what_lies_between_ranges_belongs_to_the_step_before() -> None:
-    """Unless it is longer than a usual step, as a server waits for requests."""
+    """Unless it is longer than many steps, as a server waits for requests: a note says that."""
     assert windows(looped(["step 0", "step 1"], pause=40)) == [(0.0, 140.0), (140.0, 245.0)]
-    assert windows(looped(["step 0", "step 1"], pause=4000)) == [(0.0, 105.0), (4100.0, 4205.0)]
+    apart = found(looped(["step 0", "step 1"], pause=4000))
+    assert [*apart.start, *apart.end] == [0.0, 4100.0, 105.0, 4205.0]
+    assert apart.notes == (
+        "4.0 of 4.2 ms of the recording are not counted: 4.0 between the steps (longest: 4.0 after step 0)",
+    )
+
+
+def test_a_range_far_shorter_than_the_work_that_it_launches() -> None:
+    """The host is 20 µs in the range, a graph runs for 300, and the host comes again after 500: a step takes 500."""
+    parts: list[Op | Host] = []
+    for at in (0.0, 500.0, 1000.0, 1500.0):
+        parts += [host(f"execute_context_{at:.0f}", at, at + 20, HostKind.ANNOTATION)]
+        parts += [op("graph", at + 30, at + 330, launch=at + 10)]
+    steps = found(rank(*parts, steps=()))
+    assert (steps.end - steps.start).tolist() == [500.0, 500.0, 500.0, 330.0]
+
+
+@pytest.mark.parametrize("pause", [500.0, 4000.0])
+def test_pauses_that_come_after_every_range_belong_to_steps(pause: float) -> None:
+    """However long, they are what the steps wait for."""
+    steps = found(looped(["step 0", "step 1", "step 2", "step 3"], pause=pause))
+    assert (steps.end - steps.start).tolist() == [100.0 + pause] * 3 + [105.0]
+
+
+def test_time_between_ranges_of_the_profiler() -> None:
+    """It belongs to the step before, unless steps lie between that were not recorded."""
+    ops = [op("a", at + 20, at + 30) for at in (0.0, 100.0, 200.0)]
+    together = rank(*ops, steps=((0.0, 60.0), (100.0, 160.0), (200.0, 260.0)))
+    assert windows(together) == [(0.0, 100.0), (100.0, 200.0), (200.0, 260.0)]
+    ranges = [host(f"ProfilerStep#{n}", at, at + 60, HostKind.ANNOTATION) for n, at in ((3, 0.0), (7, 100.0))]
+    assert windows(rank(*ops[:2], *ranges, steps=())) == [(0.0, 60.0), (100.0, 160.0)]
+
+
+def test_the_profiler_s_ranges_as_operations() -> None:
+    """Kineto called them so in 2021."""
+    ranges = [host(f"ProfilerStep#{n}", 100.0 * n, 100.0 * n + 100, HostKind.OP) for n in range(2)]
+    r = rank(op("a", 20, 40), op("a", 120, 140), *ranges, steps=())
+    assert (found(r).found_by, windows(r)) == ("profiler", [(0.0, 100.0), (100.0, 200.0)])
+
+
+def test_ranges_that_touch_follow_one_another() -> None:
+    """Their ends are rounded, and seem to lie after the next begin."""
+    parts: list[Op | Host] = []
+    for n in range(6):
+        parts.append(host(f"iteration {n}", 100.0 * n, 100.0 * n + 100.0 + 0.001 * (n % 2), HostKind.ANNOTATION))
+        parts.append(op("a", 100.0 * n + 20, 100.0 * n + 80))
+    assert len(windows(rank(*parts, steps=()))) == 6
+
+
+def ranged(*ranges: tuple[str, float, float]) -> Rank:
+    """Ranges of these names, one after the other or inside one another, and a kernel every 50 µs."""
+    until = max(end for _, _, end in ranges)
+    ops = [op(f"k{n}", 50.0 * n + 20, 50.0 * n + 60) for n in range(int(until / 50))]
+    return rank(*ops, *[host(name, start, end, HostKind.ANNOTATION) for name, start, end in ranges], steps=())
+
+
+def test_parts_of_one_call_are_no_steps() -> None:
+    """They differ a hundredfold, whatever they are called."""
+    parts = ranged(("predict 0", 0, 5), ("predict 1", 5, 20_000), ("predict 2", 20_000, 20_400))
+    assert found(parts).found_by == "whole"
+
+
+def test_many_short_ranges_around_a_long_one_are_no_steps() -> None:
+    """One of them launches nearly all the work."""
+    short = [("predict", 20_000.0 + 50 * n, 20_030.0 + 50 * n) for n in range(9)]
+    assert found(ranged(("predict", 0, 20_000), *short)).found_by == "whole"
+
+
+def test_ranges_with_the_name_of_the_range_around_them_are_its_parts() -> None:
+    """However alike they are; those of another name are steps."""
+    alike = [(start, start + 900) for start in (50, 1000, 2000)]
+    assert found(ranged(("predict 0", 0, 3000), *[(f"predict 0 {n}", *at) for n, at in enumerate(alike)])).names == (
+        "whole trace",
+    )
+    assert len(windows(ranged(("all of it", 0, 3000), *[(f"predict 0 {n}", *at) for n, at in enumerate(alike)]))) == 3
 
 
 def test_tasks_of_several_threads_are_no_steps() -> None:
@@ -267,6 +360,27 @@ def test_a_step_that_compiles_is_left_out() -> None:
     r = rank(*ops, compiled, steps=steps)
     assert found(r).names == ("ProfilerStep#1", "ProfilerStep#2")
     assert [note for note in job(r).notes if "1 of 3 steps are left out" in note]
+
+
+def test_a_first_step_that_starts_up_is_left_out() -> None:
+    """CUDA starts once; memory that is freed in a later step is a trouble of the program, and counts."""
+    steps = tuple((1000.0 * n, 1000.0 * (n + 1)) for n in range(4))
+    ops = [op("a", at + 920, at + 950) for at, _ in steps]
+    first, third = (found(rank(*ops, host("cudaFree", at, at + 800), steps=steps)) for at in (0.0, 2000.0))
+    assert (first.names, first.left_out) == (
+        ("ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"), ("ProfilerStep#0",),
+    )  # fmt: skip
+    assert (len(third.names), third.notes) == (4, ())
+
+
+def test_ranks_that_leave_out_other_steps_share_the_rest() -> None:
+    """One rank compiles in the first step, the other does not: both have the second and the third."""
+    parts: list[Op | Host] = []
+    for n, name in enumerate(["step 0", "step 1", "step 2"]):
+        parts += [host(name, 1000.0 * n, 1000.0 * n + 1000, HostKind.ANNOTATION)]
+        parts += [op("a", 1000.0 * n + 920, 1000.0 * n + 950)]
+    compiled = host("compile_fx.codegen (dynamo_timed)", 10, 800, HostKind.OP)
+    assert job(rank(*parts, steps=()), rank(*parts, compiled, steps=())).step_names == ("step 1", "step 2")
 
 
 def test_an_allocator_that_is_always_busy_is_no_start_up() -> None:

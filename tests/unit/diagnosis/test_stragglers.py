@@ -29,13 +29,15 @@ def reduce(start: float, end: float, *, members: str = "[0, 1, 2, 3]", group: st
     return Op(name="ncclDevKernel_AllReduce", start=start, end=end, kind=Kind.COMM, stream=20, info=info, **more)  # type: ignore[arg-type]
 
 
-def worker(matmul: float, *, stall: float = 0.0, until: float, shape: str | None = None, grid: int = 132) -> Rank:
+def worker(
+    matmul: float, *around: Host, stall: float = 0.0, until: float, shape: str | None = None, grid: int = 132
+) -> Rank:
     """A kernel from 0, a pause of the host, a kernel of 100 µs, and the all-reduce, which ends for all at `until`."""
     first = op("matmul", 10, 10 + matmul, launch=0.0, shape=shape, grid=(grid, 1, 1))
     second = op("matmul", 10 + matmul + stall, 110 + matmul + stall, launch=matmul + stall, shape=shape)
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[Host, ...] = around
     if stall:
-        hosts = (host("tokenizer.encode", 20, matmul + stall - 5, HostKind.ANNOTATION),)
+        hosts += (host("tokenizer.encode", 20, matmul + stall - 5, HostKind.ANNOTATION),)
     arrives = 110 + matmul + stall
     return rank(first, second, *hosts, reduce(arrives, until, launch=arrives - 20))
 
@@ -45,6 +47,27 @@ def test_named_stall() -> None:
     ranks = [worker(200, stall=600.0 * (r == 2), until=1000) for r in range(4)]
     found = stragglers(job(*ranks))
     assert [(s.rank, s.cause, s.detail, s.delay_us) for s in found] == [(2, "host_stall", "tokenizer.encode", 600.0)]
+
+
+def test_a_stall_is_told_with_phase_and_module() -> None:
+    """Of the host, while the GPU idles; the all-reduce that the others wait in is of the backward pass."""
+    ranges = [
+        host("nn.Module: Embedding_0", 15, 700, HostKind.PYTHON),
+        host("FSDP::post_backward_reduce (layers.3)", 705, 900, HostKind.ANNOTATION),
+    ]
+    ranks = [worker(200, *ranges, stall=600.0 * (r == 2), until=1000) for r in range(4)]
+    (found,) = stragglers(job(*ranks))
+    assert (found.phase, found.module) == ("forward", "Embedding_0")
+    assert "in tokenizer.encode, in forward of Embedding_0; they" in found.evidence
+    assert found.evidence.endswith("they waited longest in all_reduce #0 (dp), in backward of layers.3")
+
+
+def test_slow_kernels_are_told_with_the_module_that_is_slow() -> None:
+    """The kernel that is slow is launched in one module, the other in another."""
+    ranges = [host("nn.Module: MLP_3", -5, 5, HostKind.PYTHON), host("nn.Module: Norm_4", 100, 900, HostKind.PYTHON)]
+    found = stragglers(job(*[worker(800 if r == 1 else 200, *ranges, until=1000) for r in range(4)]))
+    assert [(s.cause, s.phase, s.module) for s in found] == [("slow_kernels", "forward", "MLP_3")]
+    assert "mostly in forward of MLP_3" in found[0].evidence
 
 
 def test_slow_kernels() -> None:

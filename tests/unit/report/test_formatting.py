@@ -73,3 +73,13 @@ def test_a_late_rank_is_among_the_worst_however_much_it_computes() -> None:
     accounts[37] = msgspec.structs.replace(accounts[37], compute_us=accounts[37].duration_us)
     assert 37 not in [a.rank for a in say.worst_ranks(accounts, 4)]
     assert 37 in [a.rank for a in say.worst_ranks(accounts, 4, {37})]
+
+
+@pytest.mark.parametrize(("replayed", "said"), [(None, ""), (3, ", mean of 3 of 4 steps"), (4, "")])
+def test_a_replay_of_some_steps_says_of_how_many(replayed: int | None, said: str) -> None:
+    base = example.training()
+    assert base.replay is not None
+    changed = msgspec.structs.replace(
+        base, steps=base.steps[:1] * 4, replay=msgspec.structs.replace(base.replay, steps=replayed)
+    )
+    assert say.replayed_steps(changed) == said

@@ -147,7 +147,8 @@ def test_the_device_that_ran_the_rank(read: Any) -> None:
     """Properties of the GPU of the kernels, not of the first in the machine."""
     head = kt.header(devices=[{"id": 0, "name": "other"}, kt.H200 | {"id": 3}])
     assert read([kt.kernel("k", 1.0, 1.0, device=3)], head).device == Device(
-        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
+        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048, index=3,
+        host_gpus=2,
     )  # fmt: skip
 
 

@@ -288,7 +288,8 @@ def test_device_properties_are_those_of_the_gpu_behind_the_ordinal(tmp_path: Pat
     export.add(CUDA_DEVICES, gpuId=0, cudaId=0, pid=7)
     export.add(CUDA_DEVICES, gpuId=3, cudaId=0, pid=8)
     assert _one(tmp_path, export).device == Device(
-        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048,
+        name="NVIDIA H200", num_sms=132, regs_per_sm=65536, smem_per_sm=233472, threads_per_sm=2048, index=3,
+        host_gpus=2,
     )  # fmt: skip
 
 
