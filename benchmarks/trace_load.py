@@ -64,11 +64,8 @@ MANY = Job(world_size=256, steps=2, micro_batches=1, layers=14)  # 24 500 events
 QUICK = Job(steps=3, micro_batches=1, layers=2)
 COLUMNS = ("what", "s, median", "min-max", "peak MB", "of json.load", "ratio to ours")
 OURS, OURS_EIGHT, OURS_MANY = "counterpoint, 1 rank", "counterpoint, 8 ranks", "counterpoint, 256 ranks"
-LOADED = {
-    OURS: "json.load",
-    "counterpoint, host-bound": "json.load, host-bound",
-    "counterpoint, gzip": "json.load, gzip",
-}
+OURS_HOST_BOUND, OURS_GZIP = "counterpoint, host-bound", "counterpoint, gzip"
+LOADED = {OURS: "json.load", OURS_HOST_BOUND: "json.load, host-bound", OURS_GZIP: "json.load, gzip"}
 PEER_PARSERS = {"json": "HTA load, json", "ijson_batch_and_compress": "HTA load, ijson"}
 
 
