@@ -29,11 +29,16 @@ PID = 4242
 MAIN, AUTOGRAD = 4242, 4577  # threads
 COMPUTE, GATHER_COPY, GATHER, SCATTER = 7, 31, 35, 39  # streams
 LAUNCH_LATENCY_US = 4.0
+FRAMES = (
+    "torch/nn/modules/module.py(1773): _wrapped_call_impl",
+    "model/layers.py({line}): forward",
+    "<built-in method {op} of type object at 0x7fd1c2a4{line:04x}>",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained. The events of one rank are about `steps * micro_batches * layers * 1000`."""
+    """What is trained. The events of one rank are about `steps * micro_batches * layers * 1000`; with stacks, 2500."""
 
     world_size: int = 8
     steps: int = 20
@@ -41,6 +46,8 @@ class Job:
     layers: int = 32
     tokens: int = 4096
     seed: int = 7
+    kernel_scale: float = 1.0  # of the time of kernels and transfers: small ones leave the GPU idle between launches
+    stacks: bool = False  # whether Python functions are recorded, three around each operation
 
 
 # --- one rank, writing what it does -----------------------------------------------------------------------------------
@@ -60,6 +67,7 @@ class Rank:
         self.correlation = 1
         self.external = 1
         self.index = 0
+        self.frames = 0
         self.events = 0
 
     def write(self, text: str, *, events: int = 1, launched: bool = False) -> None:
@@ -97,9 +105,24 @@ class Rank:
                 )
             if number % 96 == 0:
                 lines.append(self._memory_event(ts, thread, number))
+            if self.job.stacks:
+                lines += self._frames(ts, duration * scale, number, name)
         self.external += len(block.ops)
         self.index += len(block.ops)
         self.write("".join(lines), events=len(lines))
+
+    def _frames(self, ts: float, us: float, number: int, name: str) -> list[str]:
+        op, within = name.rpartition(":")[2].replace(" ", ""), []
+        for depth, frame in enumerate(FRAMES):
+            self.frames += 1
+            margin = 0.04 * (len(FRAMES) - depth)
+            within.append(
+                f'  {{\n    "ph": "X", "cat": "python_function", "name": "{frame.format(line=number, op=op)}", '
+                f'"pid": {PID}, "tid": {self.thread},\n    "ts": {ts - margin:.3f}, "dur": {us + 2 * margin:.3f},\n'
+                f'    "args": {{\n      "Python parent id": {self.frames - 1}, "Python id": {self.frames}, '
+                f'"Ev Idx": {self.index + number}\n    }}\n  }},\n'
+            )
+        return within
 
     def _memory_event(self, ts: float, thread: int, number: int) -> str:
         held = 48_318_382_080 + 33_554_432 * (number % 96)
@@ -149,7 +172,7 @@ class Rank:
         if at is None:
             self.host += 4.5
         start = max(begin + 4.2 + LAUNCH_LATENCY_US, self.stream_end[stream] + 0.9)
-        duration = kernel.us * max(0.9, self.random.gauss(1.0, 0.012))
+        duration = kernel.us * self.job.kernel_scale * max(0.9, self.random.gauss(1.0, 0.012))
         self.stream_end[stream] = start + duration
         self.put(kernel, stream, start, duration, launched_at=begin)
 
@@ -337,7 +360,7 @@ class Ranks:
             rank.host += 6.1
             starts.append(max(rank.host + LAUNCH_LATENCY_US, rank.stream_end[what.stream] + 1.1))
             self._announce(rank, what, began)
-        end = max(starts) + what.transfer_us * self.ranks[0].random.uniform(0.98, 1.05)
+        end = max(starts) + what.transfer_us * self.job.kernel_scale * self.ranks[0].random.uniform(0.98, 1.05)
         name = f"ncclDevKernel_{what.kernel}(ncclDevKernelArgsStorage<4096ul>)"
         kernel = Kernel(name, 0.0, (24, 1, 1), (544, 1, 1), 96, 82_240)
         for rank, start, launched_at in zip(self.ranks, starts, launches, strict=True):
@@ -390,7 +413,7 @@ def header(job: Job, rank: int) -> str:
         "deviceProperties": [{"id": number} | device for number in members],
         "cuda_runtime_version": 13000,
         "distributedInfo": distributed,
-        "with_stack": 0, "record_shapes": 1, "profile_memory": 1,
+        "with_stack": int(job.stacks), "record_shapes": 1, "profile_memory": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": 1_775_078_550_000_000_000,
     }  # fmt: skip

@@ -24,6 +24,7 @@ from counterpoint.records.diagnosis import (
 
 WORLD, STEPS, LAYERS, STEP_US = 8, 3, 8, 90_600.0
 LATE, LATE_US = 5, 6_400.0
+MANY, LATE_OF_MANY = 256, 197
 GEMM = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\"quoted' [bold]</script><img src=//x.invalid/a>\u2028" + "x" * 5000
 
@@ -306,3 +307,17 @@ def hostile() -> tuple[Diagnosis, list[TimelineLane]]:
         findings=tuple(change(f, kind=HOSTILE, title=HOSTILE, evidence=HOSTILE, advice=HOSTILE) for f in base.findings),
         replay=change(base.replay, what_if=tuple(change(w, name=HOSTILE) for w in base.replay.what_if)),
     ), spans
+
+
+def of_256_ranks() -> Diagnosis:
+    """A job whose late rank computes more than any other, so that nothing but its lateness tells."""
+    base, change = training(), msgspec.structs.replace
+    accounts = [change(account(rank % 8, late=rank == LATE_OF_MANY), rank=rank) for rank in range(MANY)]
+    accounts[LATE_OF_MANY] = change(accounts[LATE_OF_MANY], compute_us=1.2 * accounts[LATE_OF_MANY].compute_us)
+    return change(
+        base,
+        per_rank=tuple(accounts),
+        ranks=tuple(range(MANY)),
+        world_size=MANY,
+        stragglers=(change(base.stragglers[0], rank=LATE_OF_MANY),),
+    )

@@ -43,8 +43,16 @@ def dump(
 
 def write(folder: Path, dumps: dict[int, dict[str, Any]], *, json: bool = False) -> Path:
     """Write a file for each rank, named as torch names them."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for rank, content in dumps.items():
         path = folder / f"nccl_trace_rank_{rank}"
         path.write_bytes(msgspec.json.encode(content) if json else pickle.dumps(content, protocol=2))
     return folder
+
+
+def old_dump(entries: Sequence[dict[str, Any]], groups: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    """What one rank of torch 2.3 writes (version 1.4): groups have numbers only, all calls one sequence, no dtypes."""
+    kept = ("frames", "record_id", "pg_id", "op_id", "profiling_name", "time_created_ns", "input_sizes", "output_sizes",
+            "state", "time_discovered_started_ns", "time_discovered_completed_ns", "retired")  # fmt: skip
+    made = [{key: e[key] for key in kept} | {"seq_id": e["collective_seq_id"] + e["p2p_seq_id"]} for e in entries]
+    return {"entries": made, "version": "1.4", "pg_config": {name: list(ranks) for name, ranks in groups.items()}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -181,9 +182,14 @@ def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
 
 def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
     """Return the ranks of the group; None where the profiler did not print all of them."""
-    if info is None or not info.group_ranks or "..." in info.group_ranks:
+    return None if info is None or not info.group_ranks else _parsed(info.group_ranks)
+
+
+@lru_cache(maxsize=1024)  # a rank's collectives are of few groups, with up to thousands of ranks each
+def _parsed(printed: str) -> tuple[int, ...] | None:
+    if "..." in printed:
         return None
-    parts = info.group_ranks.strip("[]() ").replace(" ", "").split(",")
+    parts = printed.strip("[]() ").replace(" ", "").split(",")
     if not all(part.isdigit() and len(part) < 8 for part in parts):
         return None
     return tuple(int(part) for part in parts)

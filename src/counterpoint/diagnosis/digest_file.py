@@ -1,7 +1,7 @@
 """Turn a rank's digest into bytes and back, so that ranks of several hosts can be diagnosed in one place.
 
-The bytes are MessagePack, decoded by the types of the digest: they can name no code, and columns of another type than
-the digest's are refused.
+The bytes are MessagePack and are decoded by the digest's own types. They cannot name code to run, and a column of
+another type or length than the digest says is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from counterpoint.errors import BadTrace
 
 
 class _Column(msgspec.Struct, array_like=True, frozen=True):
-    """Holds a column as bytes."""
+    """Holds one column of a digest: its shape, and its values as bytes."""
 
     shape: tuple[int, ...]
     data: bytes
@@ -29,7 +29,11 @@ def pack_digest(digest: RankDigest) -> bytes:
 
 
 def unpack_digest(data: bytes, path: str) -> RankDigest:
-    """Return the digest that `pack_digest` made; raise `BadTrace`, which names `path`, for anything else."""
+    """Return the digest in bytes that `pack_digest` made.
+
+    Raises:
+        BadTrace: the bytes are anything else; names `path`, from where they came.
+    """
     try:
         return msgspec.msgpack.decode(data, type=RankDigest, dec_hook=_decode)
     except (msgspec.DecodeError, ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,12 +26,12 @@ _PENDING_SHOWN = 16
 
 
 def diagnose_hang(paths: Sequence[Path]) -> Hang:
-    """Return who is missing, from the dumps of one job; raise `BadTrace` for one that cannot be read."""
+    """Read the dumps of one job and find out who is missing; raise `BadTrace` for a dump that cannot be read."""
     return find_hang([read_dump(path) for path in paths])
 
 
 def find_hang(dumps: Sequence[FlightDump]) -> Hang:
-    """Return who is missing; raise `BadTrace` if there is no dump, or two of one rank."""
+    """Find out who is missing; raise `BadTrace` if there is no dump, or two of one rank."""
     if not dumps:
         raise BadTrace("no flight-recorder dump")
     by_rank: dict[int, FlightDump] = {}
@@ -62,7 +62,11 @@ def find_hang(dumps: Sequence[FlightDump]) -> Hang:
 
 
 def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and ranks of every group; subgroups with one name, as of a split, differ in their ranks."""
+    """Return name and ranks of every group.
+
+    Groups of one name that differ in their ranks are several, as after a split; a group whose ranks no dump states has
+    those that recorded calls in it.
+    """
     found: dict[tuple[str, tuple[int, ...]], None] = {}
     for dump in by_rank.values():
         for name, (_, ranks) in dump.groups.items():
@@ -77,7 +81,12 @@ def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Holds what one rank did in one group: for each sequence number its entries and the least of their states."""
+    """Holds what one rank did in one group.
+
+    `calls` and `state` are by sequence number: the entries, and how far the least advanced of them has come.
+    `scheduled`, `started` and `completed` are the last such numbers; None: unknown, or none yet. `whole`: nothing of
+    the rank's past was overwritten.
+    """
 
     calls: dict[int, list[FlightEntry]]
     state: dict[int, CallState]
@@ -85,6 +94,10 @@ class _Progress:
     started: int | None
     completed: int | None
     whole: bool
+
+    def entries(self) -> Iterator[FlightEntry]:
+        """Yield every entry."""
+        return (entry for entries in self.calls.values() for entry in entries)
 
 
 def _progress(dump: FlightDump, group: str) -> _Progress:
@@ -116,7 +129,8 @@ def _group(name: str, ranks: tuple[int, ...], by_rank: dict[int, FlightDump]) ->
     if seq is not None:
         waiting = [r for r, p in progress.items() if p.state.get(seq, "completed") != "completed"]
         missing = [r for r, p in progress.items() if _never_entered(p, seq)]
-    described = next((d.groups[name][0] for d in by_rank.values() if name in d.groups), "")
+    stated = (d.groups[name][0] for d in by_rank.values() if name in d.groups)
+    described = next(stated, None) or next((e.description for p in progress.values() for e in p.entries()), "")
     return GroupState(
         name=name,
         description="" if described == "undefined" else described,
@@ -131,7 +145,10 @@ def _group(name: str, ranks: tuple[int, ...], by_rank: dict[int, FlightDump]) ->
 
 
 def _stuck(progress: dict[int, _Progress]) -> int | None:
-    """Return the first collective that a rank has entered and not completed, or completed and another not entered."""
+    """Return the sequence number of the first collective that a rank has entered and not every rank has completed.
+
+    None if every collective that a rank has entered was completed by all.
+    """
     unfinished = [seq for p in progress.values() for seq, state in p.state.items() if state != "completed"]
     recorded = sorted({seq for p in progress.values() for seq in p.calls})
     behind = [bisect_right(recorded, p.scheduled) for p in progress.values() if p.scheduled is not None]
@@ -141,7 +158,7 @@ def _stuck(progress: dict[int, _Progress]) -> int | None:
 
 
 def _never_entered(p: _Progress, seq: int) -> bool:
-    """Return whether a rank has not come to a collective; no if its entries were overwritten and nobody knows."""
+    """Return whether a rank has surely not entered a collective; False if what it did was overwritten."""
     return p.scheduled < seq if p.scheduled is not None else p.whole
 
 
@@ -170,7 +187,10 @@ def _call(entry: FlightEntry) -> CollectiveCall:
 
 
 def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
-    """Return how ranks differ in the first collective that hangs and in which they differ; what follows is shifted."""
+    """Return how the ranks differ in the first collective, from `stuck` on, in which they do.
+
+    Later ones are not compared: after a call too many or too few, all that follow differ.
+    """
     if stuck is None:
         return ()
     for seq in sorted({s for p in progress.values() for s in p.calls if s >= stuck}):
@@ -208,7 +228,7 @@ def _compared(seq: int, called: dict[int, list[FlightEntry]]) -> list[Mismatch]:
 
 
 def _signature(entry: FlightEntry, what: str) -> object:
-    """Return what must be equal on all ranks; elements are counted, since NCCL does not see shapes."""
+    """Return what of a call must be equal on all ranks: sizes as numbers of elements, since NCCL sees no shapes."""
     if what == "operation":
         return entry.operation
     if not _SAME_SIZE.match(entry.operation):
@@ -219,7 +239,7 @@ def _signature(entry: FlightEntry, what: str) -> object:
 
 
 def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
-    """Say which sends and receives have not ended."""
+    """Return a line of text on each send and receive that has not ended."""
     said = []
     for dump in by_rank.values():
         for entry in dump.entries:
@@ -230,7 +250,7 @@ def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
 
 
 def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
-    """Return the place of a group among those that may explain the hang."""
+    """Return a sort key that puts the group that best explains the hang first, and of equals the largest."""
     if group.stuck is None:
         return 9, 0
     if group.mismatches:
@@ -281,7 +301,7 @@ def _verdict(groups: list[GroupState], waiting: set[int], pending: list[str]) ->
 
 
 def _cycle(groups: list[GroupState]) -> str:
-    """Say that ranks wait for each other: who is missing in one group waits in another."""
+    """Return the verdict on ranks that wait for each other: who is missing in one group waits in another."""
     stuck = [(g, g.stuck) for g in groups if g.stuck is not None and g.missing]
     parts = [
         f"{_ranks(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {_ranks(g.missing)}"
@@ -312,7 +332,7 @@ def _name(group: GroupState) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Say `rank 3` or `ranks 0–4, 6`."""
+    """Return ranks as text: `rank 3` or `ranks 0–4, 6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity
+from counterpoint.diagnosis.intervals import unique_rows
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_without_extra_wave, waves
@@ -154,7 +155,7 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
         start, end = job.op_start[c][rows], job.op_end[c][rows]
         facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.regs[rows], gpu.smem[rows],
                                  gpu.grid[rows], gpu.block[rows]])  # fmt: skip
-        unique, which = np.unique(facts, axis=0, return_inverse=True)
+        unique, which = unique_rows(facts)
         number = []
         for n, shape, regs, smem, *dims in unique.tolist():
             fact = (d.names[n], tuple(dims), d.shapes[shape] if shape >= 0 else "", regs, smem)
@@ -164,7 +165,7 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
         duration.append(end - start)
         share.append(busy[c].comm.within(start, end) / np.maximum(end - start, 1e-9))
         ctas.append(_ctas_during(job, c, start, end))
-        kinds.append(np.array(number, np.int64)[which.ravel()])
+        kinds.append(np.array(number, np.int64)[which])
     return _ComputeRows(
         column=np.concatenate(column),
         op=np.concatenate(op),

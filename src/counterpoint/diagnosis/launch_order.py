@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from counterpoint.diagnosis.intervals import unique_rows
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.kernels import sm_limits
 from counterpoint.machine.occupancy import blocks_per_sm
-from counterpoint.trace.timeline import I64, Bools, GpuOps, Kind, previous_on_stream
+from counterpoint.trace.timeline import I32, I64, Bools, GpuOps, Kind, previous_on_stream
 
 _CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
@@ -68,13 +69,15 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
     previous = previous_on_stream(gpu.stream)
     begin = gpu.start[holds]
     longest = float((gpu.end[holds] - begin).max())
-    for row in range(len(comm)):
-        op = _lead(gpu, previous, int(comm.first[row]))
-        if (comm.ctas[row] <= 0 and op == comm.first[row]) or not np.isfinite(gpu.launch_start[op]):
-            continue  # peer copies need no SM, but a local copy right before them on their stream may
+    ops = _lead(gpu, previous, comm.first)
+    lows = np.searchsorted(begin, gpu.start[ops] - longest - _CLOSE_US)
+    highs = np.searchsorted(begin, comm.end)
+    # peer copies need no SM, but a local copy right before them on their stream may
+    needs_sms = ((comm.ctas > 0) | (ops != comm.first)) & np.isfinite(gpu.launch_start[ops])
+    for row in np.flatnonzero(needs_sms & (lows < highs)).tolist():
+        op = int(ops[row])
         start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
-        low, high = np.searchsorted(begin, [start - longest - _CLOSE_US, comm.end[row]])
-        others = holds[low:high]
+        others = holds[lows[row] : highs[row]]
         others = others[gpu.stream[others] != gpu.stream[op]]
         late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # from here on SMs become free
         for kernel in others[(gpu.launch_start[others] < launched) & (late > start + _CLOSE_US)].tolist():
@@ -90,12 +93,11 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
     return found, beside
 
 
-def _lead(gpu: GpuOps, previous: I64, op: int) -> int:
-    """Return the first operation of a collective: the local copy right before it (it needs SMs), if any, else `op`."""
-    before = int(previous[op])
-    if before >= 0 and gpu.kind[before] == Kind.MEMCPY and gpu.start[op] - gpu.end[before] < 2 * _CLOSE_US:
-        return before
-    return op
+def _lead(gpu: GpuOps, previous: I64, ops: I32) -> I64:
+    """Return the first operation of each collective: the local copy right before it, which needs SMs, or itself."""
+    before = np.maximum(previous[ops], 0)
+    near = gpu.start[ops] - gpu.end[before] < 2 * _CLOSE_US
+    return np.where((previous[ops] >= 0) & (gpu.kind[before] == Kind.MEMCPY) & near, before, ops).astype(np.int64)
 
 
 def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> Bools:
@@ -103,13 +105,13 @@ def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> Bools:
     gpu, limits = job.digests[column].gpu, sm_limits(job.digests[column].device)
     assert limits is not None
     facts = np.column_stack([gpu.grid[rows], gpu.block[rows], gpu.regs[rows], gpu.smem[rows]])
-    kinds, which = np.unique(facts, axis=0, return_inverse=True)
+    kinds, which = unique_rows(facts)
     held = [
         math.prod(k[:3])
         >= limits.num_sms * blocks_per_sm(threads=math.prod(k[3:6]), regs_per_thread=k[6], smem_bytes=k[7], sm=limits)
         for k in kinds.tolist()
     ]
-    return np.array(held, bool)[which.ravel()]
+    return np.array(held, bool)[which]
 
 
 def _proof(job: TracedJob, column: int, op: int, by: int) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from counterpoint.errors import BadTrace
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 18  # a block and its decoded events fit into a core's cache
 _LARGEST = 64 << 20  # bytes; no trace has a larger header, trailer or single event
 _HEADERS = 16  # tries: a "traceEvents" key may lie inside the value of another key
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on malformed bytes
@@ -138,7 +138,7 @@ class EventRuns(Generic[E]):
     def _read_header(self) -> tuple[bytes, bool]:
         buffer, eof, searched, tried = b"", False, 0, 0
         while True:
-            block = self._stream.read(BLOCK_BYTES) or b""
+            block = self._stream.read(max(BLOCK_BYTES, len(buffer))) or b""  # doubles, as copying it takes long
             eof = not block
             buffer += block
             start = len(buffer) - len(buffer.lstrip(b"\xef\xbb\xbf \t\r\n"))
@@ -162,7 +162,7 @@ class EventRuns(Generic[E]):
     def _read_trailer(self, buffer: bytes, start: int) -> None:
         self._offset += start
         rest = buffer[start:]
-        while block := self._stream.read(BLOCK_BYTES):
+        while block := self._stream.read(max(BLOCK_BYTES, len(rest))):
             rest += block
             if len(rest) > _LARGEST:
                 raise self.bad("more than 64 MiB after the events: not a trace")

@@ -1,9 +1,10 @@
 """Read dumps of NCCL's flight recorder: what each rank had scheduled, started and completed when a job hung.
 
-torch writes one file for each rank, a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`) or JSON. A pickle can name code to run:
-here only the instructions that make dicts, lists, tuples, strings, numbers, True, False and None are carried out, and
-any other one is refused. Lists may be shared in a pickle, so that a small one can stand for a large structure: what is
-taken of each is limited.
+torch writes one file for each rank, a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`) or JSON, which has no
+stacks; versions 1.1 (torch 2.2) to 2.10 (torch 2.13) are read, of NCCL, Gloo and backends that do as they do. A pickle
+can name code to run: here only the instructions that make dicts, lists, tuples, strings, numbers, True, False and None
+are carried out, and any other one is refused. Lists may be shared in a pickle, so that a small one can stand for a
+large structure: what is taken of each is limited.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ class FlightDump:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Makes plain values only; the interpreter's reader in C would also follow instructions that fill the memory."""
+    """Makes plain values only.
+
+    It is written in Python because the interpreter's reader in C also follows instructions that fill the memory.
+    """
 
     dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN}  # noqa: RUF012 (as in the base class)
 
@@ -115,7 +119,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Return the dump of one rank; its rank is the number at the end of the file's name.
+    """Return the dump of one rank, which is the number at the end of the file's name.
 
     Raises:
         BadTrace: too large, damaged, a pickle of more than plain values, or a name without a rank.
@@ -133,7 +137,7 @@ def read_dump(path: Path) -> FlightDump:
     try:
         return _dump(_decoded(content, label), int(rank[1]), label)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise BadTrace(f"not a flight-recorder dump as torch 2.4 or newer writes it: {error!r}", path=label) from None
+        raise BadTrace(f"not a flight-recorder dump as torch 2.2 or newer writes it: {error!r}", path=label) from None
 
 
 def _decoded(content: bytes, label: str) -> dict[str, Any]:
@@ -164,41 +168,80 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
     raw = found.get("entries") or []
     if len(raw) > _MOST_ENTRIES:
         raise ValueError(f"{len(raw)} entries")
-    names = {str(e["pg_id"]): str(e["process_group"][0]) for e in raw if "pg_id" in e}
     groups = {}
     for name, config in (found.get("pg_config") or {}).items():
-        groups[str(name)] = (str(config.get("desc", "")), _ranks(config["ranks"]))
-    last = {}
-    for key, status in (found.get("pg_status") or {}).items():
-        if str(key) in names:
-            last[names[str(key)]] = (
-                _seq(status.get("last_enqueued_collective")),
-                _seq(status.get("last_started_collective")),
-                _seq(status.get("last_completed_collective")),
-            )
+        stated = config if isinstance(config, dict) else {"ranks": config}  # before version 2.0 the ranks alone
+        if ranks := _ranks(stated["ranks"]):  # Gloo's groups have an entry without ranks
+            groups[str(name)] = (str(stated.get("desc", "")), ranks)
     version = found.get("version")
     return FlightDump(
         rank=rank,
         path=label,
         version=None if version is None else str(version),
         groups=groups,
-        entries=tuple(_entry(e) for e in raw),
-        last=last,
+        entries=_entries(raw),
+        last=_last(found, raw),
         whole=not raw or int(raw[0].get("record_id", 0)) == 0,
     )
 
 
+def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tuple[int | None, int | None, int | None]]:
+    """Return the last sequence numbers that the groups state, by name.
+
+    Those of a group that also sends and receives may be the number of such a call, and Gloo counts all calls: neither
+    is returned.
+    """
+    mixed = {str(e.get("pg_id")) for e in raw if e.get("is_p2p") or _backend(e) == "gloo"}
+    names = {str(e["pg_id"]): _group_of(e)[0] for e in raw if "pg_id" in e}
+    last = {}
+    for key, status in (found.get("pg_status") or {}).items():
+        if str(key) in names and str(key) not in mixed:
+            last[names[str(key)]] = (
+                _seq(status.get("last_enqueued_collective")),
+                _seq(status.get("last_started_collective")),
+                _seq(status.get("last_completed_collective")),
+            )
+    return last
+
+
+def _entries(raw: Sequence[dict[str, Any]]) -> tuple[FlightEntry, ...]:
+    """Return the calls; a batch of calls is an entry of its own after them (`coalesced`), which only gives its state.
+
+    The calls of a batch share a sequence number, and are never marked as started or completed themselves. Which of the
+    two numbers of the batch is theirs shows in the calls alone.
+    """
+    found: list[FlightEntry] = []
+    latest: dict[str, list[int]] = {}  # by group: the last calls with one sequence number
+    for each in raw:
+        entry = _entry(each)
+        batch = latest.get(entry.group, [])
+        of = found[batch[-1]] if batch else entry
+        if entry.operation != "coalesced":
+            if not batch or (of.is_p2p, of.seq) != (entry.is_p2p, entry.seq):
+                latest[entry.group] = batch = []
+            batch.append(len(found))
+            found.append(entry)
+        elif batch and _sequence(each, of.is_p2p) == of.seq:
+            for at in batch:
+                found[at] = replace(found[at], state=entry.state)
+        elif entry.state != "completed":  # its calls were overwritten
+            found.append(entry)
+    return tuple(found)
+
+
 def _entry(raw: dict[str, Any]) -> FlightEntry:
-    group = raw["process_group"]
+    group, description = _group_of(raw)
     operation = str(raw["profiling_name"]).partition(":")[2] or str(raw["profiling_name"])
     is_p2p = bool(raw.get("is_p2p", operation.startswith(("send", "recv"))))
     state = raw["state"]
     if state not in ("scheduled", "started", "completed"):
         raise ValueError(f"state {state!r}")
+    if _backend(raw) == "gloo" and raw.get("retired"):  # Gloo's calls have no events, but are retired when they end
+        state = "completed"
     return FlightEntry(
-        group=str(group[0]),
-        description=str(group[1]) if len(group) > 1 else "",
-        seq=int(raw["p2p_seq_id"] if is_p2p else raw["collective_seq_id"]),
+        group=group,
+        description=description,
+        seq=_sequence(raw, is_p2p),
         is_p2p=is_p2p,
         operation=operation[:200],
         input_sizes=_sizes(raw.get("input_sizes")),
@@ -208,6 +251,24 @@ def _entry(raw: dict[str, Any]) -> FlightEntry:
         state=state,
         frame=_frame(raw.get("frames")),
     )
+
+
+def _sequence(raw: dict[str, Any], is_p2p: bool) -> int:
+    """Return the number of a call among the collectives, or among the sends and receives; one for both before 2.0."""
+    key = "p2p_seq_id" if is_p2p else "collective_seq_id"
+    return int(raw[key] if key in raw else raw["seq_id"])
+
+
+def _backend(raw: dict[str, Any]) -> str:
+    return str(raw["profiling_name"]).partition(":")[0]
+
+
+def _group_of(raw: dict[str, Any]) -> tuple[str, str]:
+    """Return name and description of the group of a call; before version 2.0 groups have numbers only."""
+    group = raw.get("process_group")
+    if group is None:
+        return str(int(raw["pg_id"])), ""
+    return str(group[0]), str(group[1]) if len(group) > 1 else ""
 
 
 def _sizes(raw: Any) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,7 @@
 Events are decoded by type, a block at a time, and put into columns at once, so memory grows with the columns, not with
 the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid). For
 a rank without a GPU (Gloo), or whose GPU was not recorded, operations of the host take the place of GPU operations. A
-large file can be read by two processes at once, half each.
+large file can be read by two processes at once, half each; if it is compressed, one decompresses and the other reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
-from counterpoint.trace.source import Limits, TraceFile, is_plain, open_bytes, rank_from_name
+from counterpoint.trace.source import Limits, TraceFile, compression, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     CollectiveInfo,
     Device,
@@ -40,6 +40,8 @@ from counterpoint.trace.timeline import (
 )
 
 _LARGE_BYTES = 64 << 20  # for smaller files, starting a second process costs more time than it saves
+_LARGE_PACKED_BYTES = 6 << 20  # the same of a compressed file
+_FIRST_SHARE = 0.55  # of a large file, for the process that need not be started
 _DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: what a stream does about events is no work
 _COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_request")
 _USES_GPU = re.compile(
@@ -62,7 +64,7 @@ def read_kineto(
         file: the file to read.
         limits: caps on what it may expand to.
         progress: called with the number of events read so far, a few times a second.
-        processes: 2: a large file that is not compressed is decoded by two processes, half each.
+        processes: 2: a large file is read by two processes.
     """
     limits = limits or Limits()
     read = read_by_two_processes(file, limits, progress) if processes > 1 else None
@@ -76,6 +78,7 @@ def read_events(
     *,
     begin: int | None = None,
     stop: int | None = None,
+    unpacked: IO[bytes] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Columns, dict[str, Any]]:
     """Return the events of a file as columns, and the other keys of the file.
@@ -85,13 +88,14 @@ def read_events(
         limits: caps on what it may expand to.
         begin: byte offset of the first event to read; None: the file's beginning.
         stop: byte before which reading stops; None: the file's end.
+        unpacked: a stream of the decompressed file, where another process decompresses it.
         progress: called with the number of events read so far.
     """
     columns = Columns()
     collecting = gc.isenabled()
     gc.disable()  # decoding makes millions of short-lived structs, which cannot form cycles
     try:
-        with open_bytes(file, limits, begin=begin or 0, stop=stop) as stream:
+        with open_bytes(file, limits, begin=begin or 0, stop=stop, unpacked=unpacked) as stream:
             runs = EventRuns(
                 stream,
                 file.label,
@@ -115,20 +119,25 @@ def read_by_two_processes(
 ) -> tuple[Columns, dict[str, Any]] | None:
     """Return the result of `read_events`, read by two processes; None if that is not possible, for any reason.
 
-    The second half begins at a guess: a place in the middle that looks like the beginning of an event. Reading proves
-    the guess: JSON is read from left to right, so if the first half decodes as whole events up to there, an event
-    begins there. If it does not, or if either half is bad, the caller has to read the file in one go, which also raises
-    the proper error.
+    If the file is compressed, the other process decompresses it, else it reads the second half. That begins at a guess:
+    a place in the middle that looks like the beginning of an event. Reading proves the guess: JSON is read from left to
+    right, so if the first half decodes as whole events up to there, an event begins there. If it does not, or if either
+    process finds damage, the caller has to read the file in one go, which also raises the proper error.
     """
-    middle = _middle(file, limits)
-    if middle is None:
+    size, plain = file.path.stat().st_size, compression(file.path) is None
+    if not (_LARGE_BYTES if plain else _LARGE_PACKED_BYTES) <= size <= limits.trace_bytes:
         return None
-    command = [sys.executable, "-m", "counterpoint.trace.kineto", str(file.path), file.label, str(middle)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+    middle = _middle(file, size) if plain else None
+    if plain and middle is None:
+        return None
+    what = ["kineto", str(file.path), file.label, str(middle)] if plain else ["source", str(file.path)]
+    command = [sys.executable, "-m", f"counterpoint.trace.{what[0]}", *what[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=1 << 20) as other:
         try:
             assert other.stdout is not None
-            columns, header = read_events(file, limits, stop=middle, progress=progress)
-            message = other.stdout.read()
+            unpacked = None if plain else other.stdout
+            columns, header = read_events(file, limits, stop=middle, unpacked=unpacked, progress=progress)
+            message = other.stdout.read() if plain else b""
         except BaseException as error:
             other.kill()
             if isinstance(error, BadTrace):
@@ -136,34 +145,31 @@ def read_by_two_processes(
             raise
     if other.returncode != 0:
         return None
-    later, trailer = pickle.loads(message)  # written by our own process, never taken from the trace
-    columns.extend(later)
-    return columns, header | trailer
+    if plain:
+        later, trailer = pickle.loads(message)  # written by our own process, never taken from the trace
+        columns.extend(later)
+        header |= trailer
+    return columns, header
 
 
-def _middle(file: TraceFile, limits: Limits) -> int | None:
-    """Return a guess at the byte offset of an event near the middle of a large uncompressed file, else None."""
-    size = file.path.stat().st_size
-    if not _LARGE_BYTES <= size <= limits.trace_bytes:
-        return None
-    if not is_plain(file.path):
-        return None
+def _middle(file: TraceFile, size: int) -> int | None:
+    """Return a guess at the byte offset of an event near the middle of an uncompressed file; None if none is there."""
+    middle = int(size * _FIRST_SHARE)
     with file.path.open("rb") as raw:
-        raw.seek(size // 2)
+        raw.seek(middle)
         found = _EVENT.search(raw.read(1 << 20))
-    return size // 2 + found.start(1) if found else None
+    return middle + found.start(1) if found else None
 
 
 def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Timeline:
     if not columns.gpu and not columns.host:
         raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
-    gpu = {name: np.concatenate(parts) for name, parts in columns.gpu.items()}
+    # each column's parts are given up at once: all columns twice would double the memory
+    gpu = {name: np.concatenate(columns.gpu.pop(name)) for name in list(columns.gpu)}
     if gpu and any(name in columns.names for name in _DEVICE_WAITS):
         works = ~np.isin(gpu["name"], [columns.names[n] for n in _DEVICE_WAITS if n in columns.names])
         gpu = {name: column[works] for name, column in gpu.items()} if works.any() else {}
-    host = {name: np.concatenate(parts) for name, parts in columns.host.items()}
-    columns.gpu.clear()
-    columns.host.clear()
+    host = {name: np.concatenate(columns.host.pop(name)) for name in list(columns.host)}
     names = tuple(columns.names)
     shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
     origin = min(float(t["start"].min()) for t in (gpu, host) if t)  # µs since base_us
@@ -176,9 +182,9 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         _finish_gpu(gpu, host, columns, names)
         gpu_ops, host_ops = sorted_gpu(gpu), sorted_host(host)
     else:
+        described = host["info"][np.lexsort((-host["end"], host["start"]))]
         host_ops = sorted_host(host)
-        order = np.lexsort((-host["end"], host["start"]))
-        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), host["info"][order])
+        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), described)
     stated = header.get("distributedInfo")  # rank, world_size, backend, nccl_version, ... as c10d states them
     info = stated if isinstance(stated, dict) else {}
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024

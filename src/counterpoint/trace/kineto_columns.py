@@ -112,7 +112,7 @@ class Categories(dict[str | None, int]):
 
     def __missing__(self, category: str | None) -> int:
         name = (category or "").lower()
-        self[category] = kind = _ON_GPU if name in _GPU else _HOST.get(name, _IGNORED)
+        self[category] = kind = _ON_GPU if name in _GPU else int(_HOST.get(name, _IGNORED))
         return kind
 
 
@@ -269,7 +269,9 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     kinds = columns.categories
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
     for rows, into in ((np.flatnonzero(kind == _ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
-        if len(rows):
+        if len(rows) == len(timed):
+            into(columns, timed, ts, dur, kind)
+        elif len(rows):
             into(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
 
 
@@ -304,20 +306,18 @@ def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, 
 
 
 def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, kind: Any) -> None:
-    args = [e.args or _NO_ARGS for e in events]
     names, shapes = columns.names, columns.shapes
-    is_op = kind == HostKind.OP
-    ops = [args[i] for i in np.flatnonzero(is_op).tolist()]
-    external = np.full(len(events), -1, np.int64)
-    external[is_op] = _externals(ops)
+    external, correlation, stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(5))
     shape = np.full(len(events), -1, np.int32)
-    shape[is_op] = [shapes[bytes(a.dims)] for a in ops]
-    called = (kind == HostKind.RUNTIME) | (kind == HostKind.SYNC)
-    correlation = np.full(len(events), -1, np.int64)
-    correlation[called] = [_first(args[i].correlation) for i in np.flatnonzero(called).tolist()]
-    stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(3))
+    rows = np.flatnonzero(kind == HostKind.OP)
+    ops = [events[i].args or _NO_ARGS for i in rows.tolist()]
+    external[rows] = _externals(ops)
+    shape[rows] = [shapes[bytes(a.dims)] for a in ops]
+    rows = np.flatnonzero((kind == HostKind.RUNTIME) | (kind == HostKind.SYNC))
+    calls = [events[i].args or _NO_ARGS for i in rows.tolist()]
+    correlation[rows] = [-1 if a.correlation is None else a.correlation for a in calls]
     for i in np.flatnonzero(kind == HostKind.SYNC).tolist():
-        a = args[i]
+        a = events[i].args or _NO_ARGS
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
     name = np.array([names[e.name or ""] for e in events], np.int32)
     _put(
@@ -332,17 +332,18 @@ def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any,
         stream=stream,
         waits_for=waits_for,
         waits_on=waits_on,
-        info=_param_comms(columns, args, np.flatnonzero(name == names.get(_PARAM_COMMS, -1)), external),
+        info=_param_comms(columns, events, np.flatnonzero(name == names.get(_PARAM_COMMS, -1)), external),
         shape=shape,
     )
 
 
-def _param_comms(columns: Columns, args: list[EventArgs], rows: Any, external: Any) -> Any:
+def _param_comms(columns: Columns, events: list[KinetoEvent], rows: Any, external: Any) -> Any:
     """Return the index in `infos` of the metadata of each `record_param_comms` event; -1 for other events."""
-    infos = np.full(len(args), -1, np.int32)
+    infos = np.full(len(events), -1, np.int32)
     for row in rows.tolist():
-        if args[row].collective is not None:
-            infos[row] = columns.info_of(args[row])
+        args = events[row].args
+        if args is not None and args.collective is not None:
+            infos[row] = columns.info_of(args)
             if external[row] >= 0:
                 columns.info_by_external[int(external[row])] = int(infos[row])
     return infos
@@ -350,9 +351,12 @@ def _param_comms(columns: Columns, args: list[EventArgs], rows: Any, external: A
 
 def _threads(columns: Columns, events: list[KinetoEvent]) -> Any:
     """Return the index of each event's (pid, tid) in the table of threads; both may be any JSON value."""
-    threads = columns.threads
+    threads, pids, tids = columns.threads, [e.pid for e in events], [e.tid for e in events]
     try:
-        return np.array([threads[e.pid, e.tid] for e in events], np.int32)
+        if pids.count(pids[0]) == len(pids):  # one process, as in most traces: a shorter way to the same numbers
+            number = {tid: threads[pids[0], tid] for tid in set(tids)}
+            return np.array([number[tid] for tid in tids], np.int32)
+        return np.array([threads[key] for key in zip(pids, tids, strict=True)], np.int32)
     except TypeError:  # lists and objects cannot be keys
         keys = [tuple(v if isinstance(v, Hashable) else str(v) for v in (e.pid, e.tid)) for e in events]
         return np.array([threads[key] for key in keys], np.int32)

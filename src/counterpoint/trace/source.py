@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from counterpoint.errors import BadTrace, Unsupported
 from counterpoint.records.diagnosis import OWN_MARK
 
 _SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db")
-_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 _SQLITE_MAGIC, _GZIP_MAGIC, _ZSTD_MAGIC = b"SQLite format 3\0", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
 _HEAD_BYTES = 1 << 16
@@ -183,9 +184,7 @@ def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
             return _folder(path, name, limits)
         elif not path.is_file():
             raise BadTrace("not a regular file" if path.exists() else "no such file or folder", path=name)
-        if _is_zip(path):
-            return _unzip(path, name, scratch, limits)
-        if _is_archive(path):
+        if _is_zip(path) or _is_tar(path, name):
             return _unpack(path, name, scratch, limits)
         file = _sniff(path, name, strict=True)
     except OSError as error:
@@ -254,56 +253,70 @@ def _is_zip(path: Path) -> bool:
         return raw.read(4) in _ZIP_MAGICS
 
 
-def _is_archive(path: Path) -> bool:
+def _is_tar(path: Path, label: str) -> bool:
     if path.name.lower().endswith(_TAR_SUFFIXES):
         return True
     try:
+        if compression(path) == "zstd":
+            with _open_zstd(path, label) as stream:
+                return bool(stream.read(tarfile.BLOCKSIZE)[257:262] == b"ustar")
         return tarfile.is_tarfile(path)
-    except _DAMAGED:
-        return False  # a damaged gzip file: reading it as a trace raises the error with its offset
+    except _damage():
+        return False  # reading it as a trace raises the error with its offset
 
 
 def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """Unpack the traces among the regular files of a tar, under numbered names, so that no path leaves `scratch`."""
+    """Unpack the traces of a tar or zip under numbered names, so that no path leaves `scratch`."""
     budget = limits.allow(path.stat().st_size, traces=8)
     found: list[TraceFile] = []
     scratch.mkdir()
     try:
-        with tarfile.open(path) as archive:
-            for number, member in enumerate(archive):
-                budget -= member.size  # also of skipped members, which have to be decompressed
-                if number >= limits.files or budget < 0:
-                    what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
-                    raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
-                source = archive.extractfile(member) if member.isreg() else None
-                if source is None or not member.name.lower().endswith(_SUFFIXES):
-                    continue
-                with source:
-                    found += _member(source, member.name, number, label, scratch)
-    except _DAMAGED as error:
-        raise BadTrace(f"the archive is damaged: {error}", path=label) from None
-    return _in_archive(found, label)
-
-
-def _unzip(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """Unpack the traces of a zip file as `_unpack` does for a tar; skipped members are not decompressed."""
-    budget = limits.allow(path.stat().st_size, traces=8)
-    found: list[TraceFile] = []
-    scratch.mkdir()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            wanted = [m for m in members if not m.is_dir() and m.filename.lower().endswith(_SUFFIXES)]
-            size = sum(m.file_size for m in wanted)  # zipfile never returns more than the stated size
-            if len(members) > limits.files or size > budget:
-                what = "unpacks to more than allowed" if size > budget else f"more than {limits.files} members"
+        for number, (name, size, opened) in enumerate(_members(path, label, budget)):
+            budget -= size
+            if number >= limits.files or budget < 0:
+                what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
                 raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
-            for number, member in enumerate(wanted):
-                with archive.open(member) as source:
-                    found += _member(source, member.filename, number, label, scratch)
-    except _DAMAGED as error:
+            source = opened()
+            if source is not None:
+                with source:
+                    found += _member(source, name, number, label, scratch)
+    except _damage() as error:
         raise BadTrace(f"the archive is damaged or encrypted: {error}", path=label) from None
-    return _in_archive(found, label)
+    if not found:
+        raise BadTrace(
+            "no trace in this archive; expected *.json, *.json.gz, *.json.zst or *.sqlite, one per rank", path=label
+        )
+    return sorted(found, key=lambda file: _natural(file.label))
+
+
+def _members(path: Path, label: str, most_bytes: int) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
+    """Yield name, decompressed bytes and content of each member; the content of what can be no trace is None.
+
+    A tar's members are decompressed even where they are passed over, a zip's are not and count nothing.
+    """
+    if _is_zip(path):
+        with zipfile.ZipFile(path) as packed:
+            for info in packed.infolist():
+                wanted = not info.is_dir() and info.filename.lower().endswith(_SUFFIXES)
+                # zipfile never returns more than the stated size
+                yield info.filename, info.file_size * wanted, partial(packed.open, info) if wanted else _nothing
+        return
+    with _open_tar(path, label, most_bytes) as archive:
+        for member in archive:
+            wanted = member.isreg() and member.name.lower().endswith(_SUFFIXES)
+            yield member.name, member.size, partial(archive.extractfile, member) if wanted else _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+def _open_tar(path: Path, label: str, most_bytes: int) -> tarfile.TarFile:
+    """Open a tar, whatever compresses it: Python's own module learns zstd in 3.14 only."""
+    if compression(path) != "zstd":
+        return tarfile.open(path)
+    stream: Any = _Capped(_open_zstd(path, label), label, most_bytes)
+    return tarfile.open(fileobj=stream, mode="r|")
 
 
 def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path) -> list[TraceFile]:
@@ -316,14 +329,6 @@ def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path
     return [file] if file else []
 
 
-def _in_archive(found: list[TraceFile], label: str) -> list[TraceFile]:
-    if not found:
-        raise BadTrace(
-            "no trace in this archive; expected *.json, *.json.gz, *.json.zst or *.sqlite, one per rank", path=label
-        )
-    return sorted(found, key=lambda file: _natural(file.label))
-
-
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
     """Return the file with its format, told by its first bytes; if it is no trace, None, or BadTrace if `strict`."""
     try:
@@ -333,12 +338,12 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
         _raise_unreadable(error, label)
     if head.startswith(_SQLITE_MAGIC):
         return TraceFile(path=path, label=label, format="nsys")
-    if head.startswith(_GZIP_MAGIC):
+    if _compression(head) == "gzip":
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
         except zlib.error as error:
             raise BadTrace(f"the gzip stream is damaged: {error}", path=label, offset=0) from None
-    elif head.startswith(_ZSTD_MAGIC):
+    elif _compression(head) == "zstd":
         with _open_zstd(path, label) as stream:
             head = _Capped(stream, label, _HEAD_BYTES).read(_HEAD_BYTES)
     if _OWN.search(head, 0, 1024):
@@ -392,22 +397,32 @@ class _Capped(io.RawIOBase):
         super().close()
 
 
-def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None) -> io.RawIOBase:
-    """Return the decompressed bytes of a trace from `begin` to `stop`, in order, never more than `limits` allows.
+def open_bytes(
+    file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None, unpacked: IO[bytes] | None = None
+) -> io.RawIOBase:
+    """Return the decompressed bytes of a trace, in order, never more than `limits` allows.
 
-    Raises `BadTrace` if the file cannot be opened; on a cluster every worker needs it under the same path.
+    Args:
+        file: the file to read.
+        limits: caps on what it may expand to.
+        begin: byte offset of the first byte.
+        stop: byte before which to end; None: the file's end.
+        unpacked: a stream of the decompressed file, where another process decompresses it.
+
+    Raises:
+        BadTrace: the file cannot be opened; on a cluster every worker needs it under the same path.
     """
     try:
-        with file.path.open("rb") as raw:
-            head = raw.read(4)
-        compressed = True
-        if head.startswith(_GZIP_MAGIC):
-            stream: Any = gzip.GzipFile(file.path)
-        elif head == _ZSTD_MAGIC:
+        how = compression(file.path)
+        if unpacked is not None:
+            stream: Any = unpacked
+        elif how == "gzip":
+            stream = gzip.GzipFile(file.path)
+        elif how == "zstd":
             stream = _open_zstd(file.path, file.label)
         else:
-            stream, compressed = file.path.open("rb"), False
-        limit = limits.allow(file.path.stat().st_size) if compressed else limits.trace_bytes
+            stream = file.path.open("rb")
+        limit = limits.allow(file.path.stat().st_size) if how else limits.trace_bytes
     except OSError as error:
         _raise_unreadable(error, file.label)
     if begin:
@@ -415,11 +430,16 @@ def open_bytes(file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | N
     return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)
 
 
-def is_plain(path: Path) -> bool:
-    """Return whether a file is not compressed, so that reading can start in its middle."""
+def compression(path: Path) -> str | None:
+    """Return what compresses a file: `gzip`, `zstd`, or None, if reading can start in its middle."""
     with path.open("rb") as raw:
-        head = raw.read(4)
-    return not head.startswith(_GZIP_MAGIC) and head != _ZSTD_MAGIC
+        return _compression(raw.read(4))
+
+
+def _compression(head: bytes) -> str | None:
+    if head.startswith(_GZIP_MAGIC):
+        return "gzip"
+    return "zstd" if head.startswith(_ZSTD_MAGIC) else None
 
 
 def _open_zstd(path: Path, label: str) -> Any:
@@ -440,7 +460,18 @@ def _open_zstd(path: Path, label: str) -> Any:
     )
 
 
+def _damage() -> tuple[type[Exception], ...]:
+    """Return the exception types that archives raise for damage."""
+    return (*_DAMAGED, *_zstd_errors())
+
+
 def _zstd_errors() -> tuple[type[Exception], ...]:
     """Return the exception types that the loaded zstd module raises for damage; empty if none is loaded."""
     module = sys.modules.get("compression.zstd") or sys.modules.get("zstandard")
     return (module.ZstdError,) if module else ()
+
+
+if __name__ == "__main__":  # the process that decompresses a trace for another one, which counts the bytes
+    packed = TraceFile(path=Path(sys.argv[1]), label=sys.argv[1], format="kineto")
+    with open_bytes(packed, Limits(trace_bytes=1 << 62, ratio=1 << 62)) as decompressed:
+        shutil.copyfileobj(decompressed, sys.stdout.buffer, 1 << 18)

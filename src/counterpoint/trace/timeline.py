@@ -194,10 +194,22 @@ def sorted_gpu(columns: dict[str, Any]) -> GpuOps:
 
 
 def sorted_host(columns: dict[str, Any]) -> HostOps:
-    """Return `HostOps` sorted by start, a range before those it encloses; no columns give an empty table."""
+    """Return `HostOps` sorted by start, a range before those it encloses; no columns give an empty table.
+
+    Takes the columns out of `columns`, so that a large trace is not in memory twice.
+    """
     types = {"start": np.float64, "end": np.float64, "name": np.int32, "kind": np.uint8, "thread": np.int32,
              "correlation": np.int64, "stream": np.int64, "waits_for": np.int64, "waits_on": np.int64}  # fmt: skip
     if not columns:
         return HostOps(**{name: np.empty(0, kind) for name, kind in types.items()})
     order = np.lexsort((-columns["end"], columns["start"]))
-    return HostOps(**{name: columns[name][order].astype(kind, copy=False) for name, kind in types.items()})
+    unused = [name for name in ("stream", "waits_for", "waits_on") if not (columns[name] >= 0).any()]
+    for name in unused:  # one value takes the place of a column in which every row has it
+        columns[name] = np.broadcast_to(np.int64(-1), len(order))
+    return HostOps(
+        **{
+            name: values if name in unused else values[order].astype(kind, copy=False)
+            for name, kind in types.items()
+            for values in [columns.pop(name)]
+        }
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.support.nasty_trace import awkward, plain
 @pytest.fixture(autouse=True)
 def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kineto, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(kineto, "_LARGE_PACKED_BYTES", 1)
 
 
 def read(path: Path, processes: int = 2) -> Timeline:
@@ -47,7 +49,7 @@ def test_wrong_guess_of_the_middle_is_noticed(tmp_path: Path, monkeypatch: pytes
     events = [kt.op('"}, {"ph": "X"}, {"', 10.0 + row, 0.5, external=row) for row in range(6)]
     path = kt.write(tmp_path / "t.json", events, kt.header(), layout="compact")
     inside_a_name = path.read_bytes().index(b'{\\"ph\\"', path.stat().st_size // 2)
-    monkeypatch.setattr(kineto, "_middle", lambda file, limits: inside_a_name)
+    monkeypatch.setattr(kineto, "_middle", lambda file, size: inside_a_name)
     assert read(path).events == 6
 
 
@@ -70,6 +72,33 @@ def test_truncated_file_is_bad(tmp_path: Path) -> None:
         read(kt.write_bytes(tmp_path / "t.json", content[:-60]))
 
 
-def test_compressed_file_is_read_in_one_go(tmp_path: Path) -> None:
-    path = kt.write(tmp_path / "t.json.gz", awkward(), kt.header())
-    assert kineto.read_by_two_processes(trace(path), Limits(), None) is None
+@pytest.mark.parametrize("ending", [".gz", pytest.param(".zst", marks=pytest.mark.needs("zstandard"))])
+def test_other_process_decompresses(tmp_path: Path, ending: str) -> None:
+    content = kt.text(awkward(), kt.header())
+    path = tmp_path / f"t.json{ending}"
+    path.write_bytes(packed(content, ending))
+    found = kineto.read_by_two_processes(trace(path), Limits(), None)
+    assert found is not None
+    assert plain(read(path)) == plain(read(path, processes=1))
+
+
+@pytest.mark.parametrize("ending", [".gz", pytest.param(".zst", marks=pytest.mark.needs("zstandard"))])
+def test_damaged_or_huge_compressed_file_is_told_as_when_read_in_one_go(tmp_path: Path, ending: str) -> None:
+    whole = packed(kt.text(awkward(), kt.header()), ending)
+    for content in (whole[: len(whole) // 2], packed(b'{"traceEvents": [' + b" " * (2 << 20), ending)):
+        path = tmp_path / f"bad.json{ending}"
+        path.write_bytes(content)
+        told = []
+        for processes in (1, 2):
+            with pytest.raises(BadTrace) as caught:
+                read_kineto(trace(path), Limits(trace_bytes=1 << 20), processes=processes)
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+def packed(content: bytes, ending: str) -> bytes:
+    if ending == ".gz":
+        return gzip.compress(content)
+    import zstandard
+
+    return zstandard.compress(content)

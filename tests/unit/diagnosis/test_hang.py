@@ -12,7 +12,7 @@ from counterpoint.diagnosis.hang import diagnose_hang
 from counterpoint.errors import BadTrace
 from counterpoint.records.hang import Hang
 from counterpoint.trace.flight_recorder import find_dumps
-from tests.support.flight_dump import call, dump, write
+from tests.support.flight_dump import call, dump, old_dump, write
 
 WORLD = {"0": ("default_pg", range(4))}
 
@@ -148,3 +148,45 @@ def test_the_record_survives_json(tmp_path: Path) -> None:
     """What `--json` prints is read back equal."""
     found = hang(tmp_path, {0: dump(calls(5), WORLD), 1: dump(calls(4), WORLD)})
     assert msgspec.json.decode(msgspec.json.encode(found), type=Hang) == found
+
+
+def test_dumps_of_torch_2_3(tmp_path: Path) -> None:
+    """Groups by number, ranks as a list, one sequence for all calls."""
+    dumps = {rank: old_dump(calls(5 - (rank == 2), "scheduled" if rank != 2 else "completed"), {0: range(3)})
+             for rank in range(3)}  # fmt: skip
+    assert hang(tmp_path, dumps).verdict.startswith("Rank 2 has not entered all_reduce #5 of group 0 after")
+
+
+def batch(seq: int, state: str, *, p2p: bool, before: int = 0) -> list[dict[str, Any]]:
+    """Two calls between which the state of the group is an entry of its own, that does not say whether it is p2p."""
+    names = ("send 0->1", "recv 0<-1") if p2p else ("_all_gather_base", "_all_gather_base")
+    own = [call(seq, name, "scheduled", p2p=p2p) | ({"collective_seq_id": before} if p2p else {}) for name in names]
+    whole = own[0] | {"profiling_name": "nccl:coalesced", "state": state, "is_p2p": False, "input_sizes": []}
+    return [*own, whole]
+
+
+@pytest.mark.parametrize("p2p", [False, True], ids=["collectives", "p2p"])
+def test_calls_of_a_batch_have_its_state(tmp_path: Path, p2p: bool) -> None:
+    """They are never marked as completed themselves, so that each would seem to hang."""
+    groups = {"0": ("default_pg", range(2))}
+    first = [call(1), call(2)]
+    done = dump([*first, *batch(3, "completed", p2p=p2p, before=2)], groups)
+    assert hang(tmp_path / "done", {0: done, 1: done}).verdict.startswith("Nothing hangs")
+    hung = dump([*first, *batch(3, "started", p2p=p2p, before=2)], groups)
+    found = hang(tmp_path / "hung", {0: hung, 1: hung if p2p else done})
+    if p2p:
+        assert found.verdict.startswith("No collective hangs; 4 sends or receives have not ended: rank 0: send 0->1")
+    else:
+        assert (found.groups[0].waiting, found.groups[0].missing) == ((0,), ())
+        assert found.groups[0].stuck is not None
+        assert found.groups[0].stuck.operation == "_all_gather_base"
+
+
+def test_a_status_that_counts_sends_is_not_taken_for_collectives(tmp_path: Path) -> None:
+    """NCCL's `last_enqueued_collective` is the number of whatever call was last."""
+    groups = {"0": ("default_pg", range(2))}
+    status = {"0": {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 9}}
+    sends = [call(seq, "send 0->1", p2p=True) for seq in range(1, 10)]
+    behind = dump([*calls(2, "completed"), *sends], groups, pg_status=status)
+    ahead = dump([*calls(3), *sends], groups)
+    assert hang(tmp_path, {0: ahead, 1: behind}).verdict.startswith("Rank 1 has not entered all_reduce #3")

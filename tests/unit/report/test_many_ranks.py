@@ -12,25 +12,13 @@ from counterpoint.records.diagnosis import Diagnosis, TimelineLane
 from counterpoint.report.diagnosis_html import write_html
 from tests.support import example_diagnosis as example
 
-WORLD, LATE = 256, 197
-
-
-def of_256_ranks() -> Diagnosis:
-    """A job whose late rank computes more than any other, so that nothing but its lateness tells."""
-    training = example.training()
-    late = msgspec.structs.replace(training.stragglers[0], rank=LATE)
-    ranks = [example.account(rank % 8, late=rank == LATE) for rank in range(WORLD)]
-    accounts = [msgspec.structs.replace(a, rank=rank) for rank, a in enumerate(ranks)]
-    accounts[LATE] = msgspec.structs.replace(accounts[LATE], compute_us=1.2 * accounts[LATE].compute_us)
-    return msgspec.structs.replace(
-        training, per_rank=tuple(accounts), ranks=tuple(range(WORLD)), world_size=WORLD, stragglers=(late,)
-    )
+WORLD, LATE = example.MANY, example.LATE_OF_MANY
 
 
 @pytest.fixture(name="page", scope="module")
 def page_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_html(path, of_256_ranks(), example.lanes(spans=200_000, world=WORLD))
+    write_html(path, example.of_256_ranks(), example.lanes(spans=200_000, world=WORLD))
     return path.read_text()
 
 

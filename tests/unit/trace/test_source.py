@@ -401,6 +401,40 @@ def test_limits_hold_for_zstd(tmp_path: Path) -> None:
                 assert read == len(kt.training())  # only the checksum at its end is cut
 
 
+@pytest.mark.needs("zstandard")
+@pytest.mark.parametrize("name", ["t.tar.zst", "t.tzst", "traces.bin", "-"])
+def test_a_tar_by_zstd(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any name and from standard input it reads as a tar without compression does."""
+    import zstandard
+
+    members = [member(f"run/rank{n}.json", rank(n)) for n in (1, 0)]
+    content = zstandard.compress(tar(tmp_path / "t.tar", [*members, member("readme.txt", b"hello")]).read_bytes())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    path = "-" if name == "-" else kt.write_bytes(tmp_path / name, content)
+    label = "standard input" if name == "-" else str(path)
+    assert diagnose(path).diagnosis.source.files == (f"{label}!run/rank0.json", f"{label}!run/rank1.json")
+
+
+@pytest.mark.needs("zstandard")
+def test_limits_hold_for_tars_by_zstd(tmp_path: Path) -> None:
+    """What it expands to, also in a header of the tar; damage anywhere is refused or changes nothing."""
+    import zstandard
+
+    bomb = tar(tmp_path / "t.tar", [member("passed-over.txt", bytes(4 << 20))]).read_bytes()
+    long_name = member("x", bytes(4 << 20), type=tarfile.GNUTYPE_LONGNAME)
+    header = long_name[0].tobuf(tarfile.GNU_FORMAT) + long_name[1]
+    for content in (bomb, header):
+        path = kt.write_bytes(tmp_path / "bomb.tar.zst", zstandard.compress(content))
+        assert "--max-trace-gb" in refused(path, Limits(trace_bytes=32 << 20)).reason
+    whole = zstandard.compress(tar(tmp_path / "t.tar", [member("rank0.json", rank(0))]).read_bytes())
+    for at in range(4, len(whole), 13):
+        for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]):
+            try:
+                diagnose(kt.write_bytes(tmp_path / "bad.tar.zst", content))
+            except BadTrace as error:
+                assert error.path is not None  # noqa: PT017
+
+
 def test_without_a_reader_of_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install."""
     for reader in ("zstandard", "compression.zstd"):
