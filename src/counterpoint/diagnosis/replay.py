@@ -30,7 +30,15 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph, by_host, simulate, since_host
+from counterpoint.diagnosis.replay_graph import (
+    LOOK_BACK,
+    ROUNDED_US,
+    ReplayGraph,
+    build_graph,
+    by_host,
+    simulate,
+    since_host,
+)
 from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.records.diagnosis import Replay, WhatIfStep
@@ -187,22 +195,30 @@ def _of_hosts(graph: ReplayGraph) -> dict[str, ReplayGraph]:
 
 
 def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
+    """Return the graph without host time; added edges hold nothing back for longer than in the unchanged replay."""
     after_host, event, lag = graph.after_host.copy(), graph.event.copy(), graph.lag.copy()
+    ends = np.array(simulate(graph))
+    begins = ends[graph.host] + graph.after_host
+    for edge in (graph.stream, graph.event, graph.seen):
+        begins = np.maximum(begins, ends[edge])
+    begins += graph.lag
     for column in np.unique(graph.column[1:]).tolist():
         own = by_host(graph, column)
         after_host[own] -= np.maximum(since_host(graph, own, graph.host_gap[own]), 0.0)  # < 0: calls of two threads
         ops = np.flatnonzero((graph.column == column) & (graph.row >= 0))
         free = ops[(graph.event[ops] == 0) & (graph.seen[ops] == 0)]
-        event[free] = followed = _ended_before(graph, ops, free)
-        since = np.where(followed > 0, graph.begin[free] - graph.end[followed], np.inf)
-        lag[free] = np.minimum(lag[free], since)  # what came before the operation it follows is no longer unexplained
+        before = _ended_before(graph, ops, free)
+        pause = begins[free] - ends[before]
+        before, free, pause = (x[(before > 0) & (pause >= -ROUNDED_US)] for x in (before, free, pause))
+        event[free], lag[free] = before, np.minimum(lag[free], pause)
     return changed(graph, after_host=after_host, event=event, lag=lag)
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
     """Return the one of `ops` that ended last before each node began and was launched before it; 0: none."""
     by_end = ops[np.argsort(graph.end[ops], kind="stable")]
-    near = np.searchsorted(graph.end[by_end], graph.begin[nodes], side="right")[:, None] - 1 - np.arange(LOOK_BACK)
+    last = np.searchsorted(graph.end[by_end], graph.begin[nodes] + ROUNDED_US, side="right") - 1
+    near = last[:, None] - np.arange(LOOK_BACK)
     candidate = by_end[np.maximum(near, 0)]
     joins = graph.leaves[candidate]  # the end of a collective depends on the last rank, which may come later
     fits = (near >= 0) & (graph.order[candidate] < graph.order[nodes][:, None]) & (candidate < nodes[:, None]) & ~joins

@@ -35,6 +35,7 @@ _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
 _RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
 _BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
 _APART_US = 1.0  # between steps: a longer time belongs to none of them
+ROUNDED_US = 1.0  # times are rounded, to whole µs in old traces: what follows an operation may seem to begin before its end
 LOOK_BACK = 16  # number of ends that are examined for each begin
 
 
@@ -317,7 +318,7 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
         for given in lanes if len(target) else []:
             last = np.searchsorted(launch[given], at[target]) - 1
             source, row = given[last], own[target]
-            fits = (last >= 0) & (given is not own) & (end[source] <= start[row])
+            fits = (last >= 0) & (given is not own) & (end[source] <= start[row] + ROUNDED_US)
             fits &= ~(end[source] <= np.where(asked[row] >= 0, end[asked[row]], -np.inf))
             asked[row[fits]] = source[fits]
     return asked
@@ -334,7 +335,7 @@ def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -
     by_end = np.argsort(end, kind="stable")
     near = np.searchsorted(end[by_end], start[late])[:, None] + np.arange(-LOOK_BACK, LOOK_BACK)
     candidate = by_end[np.clip(near, 0, len(end) - 1)]
-    waited = (start[late][:, None] - end[candidate] >= 0) & ~(launch[candidate] >= launch[late][:, None])
+    waited = (start[late][:, None] - end[candidate] >= -ROUNDED_US) & ~(launch[candidate] >= launch[late][:, None])
     tail = np.maximum(_EDGE_US, _TAIL * (end - start))[candidate]
     held = (kind[candidate] == Kind.COMPUTE) & (np.abs(start[late][:, None] - end[candidate]) <= tail)
     fits = (waited & (end[candidate] >= start[late][:, None] - _EDGE_US)) | held

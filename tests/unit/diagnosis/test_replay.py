@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,19 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay import replay
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import HostKind, Kind
-from tests.support.job_builder import Rank, comm, digested, host, job, op, rank
+from tests.support.job_builder import (
+    COMM_STREAM,
+    COMPUTE_STREAM,
+    Host,
+    Op,
+    Rank,
+    comm,
+    digested,
+    host,
+    job,
+    op,
+    rank,
+)
 
 NAN = float("nan")
 
@@ -347,3 +361,49 @@ def test_steps_apart_are_not_replayed_together() -> None:
     assert played is not None
     assert played.steps == 3
     assert [played.measured_us, played.replayed_us] == pytest.approx([100, 100])
+
+
+def clockwork(seed: int, ranks: int = 2) -> TracedJob:
+    """Random work of two streams a rank, waits that the trace does not show among it, and collectives of all ranks."""
+    draw = random.Random(seed)
+    hosts, free = [0.0] * ranks, [{COMPUTE_STREAM: 0.0, COMM_STREAM: 0.0, 9: 0.0} for _ in range(ranks)]
+    parts: list[list[Op | Host]] = [[] for _ in range(ranks)]
+    for number in range(60):
+        together = draw.random() < 0.25
+        begins = []
+        stream = COMM_STREAM if together else draw.choice([COMPUTE_STREAM, COMPUTE_STREAM, 9])
+        for r in range(ranks):
+            hosts[r] += draw.choice([3.0, 10.0, 50.0, 700.0])
+            begin = max(hosts[r] + 10, free[r][stream])
+            if draw.random() < 0.5:
+                begin = max(begin, draw.choice([*free[r].values()]) + draw.choice([0.0, 1.5]))
+            begins.append(begin + draw.choice([0.0, 0.0, 0.0, 2.0, 40.0, 300.0]))
+        us = draw.uniform(5, 200)
+        for r, begin in enumerate(begins):
+            end = (max(begins) if together else begin) + us
+            make = comm("all_reduce", begin, end, launch=hosts[r]) if together else None
+            parts[r].append(make or op(f"k{number % 5}", begin, end, launch=hosts[r], stream=stream))
+            free[r][stream] = end
+            if draw.random() < 0.05:
+                back = max(hosts[r] + 1, end)
+                parts[r].append(host("cudaStreamSynchronize", hosts[r] + 1, back + 3))
+                hosts[r] = back + 3
+    return job(*(rank(*p) for p in parts))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_without_a_constraint_takes_no_longer(seed: int) -> None:
+    """Faster communication, free hosts, no stalls: never slower than unchanged, whatever was guessed to wait."""
+    played = replay(clockwork(seed))
+    assert played is not None
+    slower = {w.name: w.step_us for w in played.what_if if w.step_us > played.replayed_us + 1e-6}
+    assert not slower
+
+
+def test_an_operation_that_follows_at_once_waited_although_rounding_has_it_begin_first() -> None:
+    """No latency, times rounded: the collective begins 0.3 µs before the end of the kernel that it waits for."""
+    jobs = rank(
+        op("matmul", 10, 110, launch=0), comm("all_reduce", 109.7, 209.7, launch=1), op("add", 209.5, 259.5, launch=2)
+    )
+    assert step_us(replay(job(jobs)), "communication twice as fast") == pytest.approx(209.5, abs=0.5)
+    assert step_us(replay(job(jobs)), "hosts free (CUDA graphs)") == pytest.approx(259.5, abs=0.5)
