@@ -15,7 +15,7 @@ from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor
-from counterpoint.trace.timeline import F64, I64, Bools, Kind, previous_on_stream
+from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, previous_on_stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,7 @@ class Waits:
     wait: F64
     transfer: F64
     exposed: F64  # the part of the collective during which no compute runs
+    exposed_once: F64  # that in the steps; where several run at once, it is of the one that compute waits for
     exposed_wait: F64  # the part of the wait during which no compute runs
     step: I64  # [J] index of the step, -1: outside
     complete: Bools  # [J] every rank of the group is joined; else one that waits is not told
@@ -57,12 +58,13 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
     last = np.nanmax(start, axis=1)
     until = np.where(copies, np.nanmax(arrival, axis=1), last)
     wait = np.where(copies[:, None], until[:, None], np.minimum(last[:, None], end)) - arrival
-    exposed, exposed_wait = np.full_like(start, np.nan), np.full_like(start, np.nan)
+    exposed, exposed_once, exposed_wait = (np.full_like(start, np.nan) for _ in range(3))
     for column, rank in enumerate(busy):
         there = np.isfinite(start[:, column])
         low, high = start[there, column], end[there, column]
         came = arrival[there, column]
         exposed[there, column] = (high - low) - rank.compute.within(low, high)
+        exposed_once[there, column] = _exposed_once(job, column, rank, low, high)
         exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
     step[last >= job.step_end.max(axis=1)[step]] = -1  # between steps, or after the last
@@ -76,9 +78,32 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
         wait=wait,
         transfer=np.maximum(end - np.maximum(last[:, None], start), 0.0),
         exposed=exposed,
+        exposed_once=exposed_once,
         exposed_wait=np.maximum(exposed_wait, 0.0),
         step=step,
     )
+
+
+def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: F64) -> F64:
+    """Return the exposed time of a rank's collectives in the steps, none of it counted twice.
+
+    Where several run at the same time, compute waits for the one whose end it follows soonest. One that ends while
+    compute runs holds up nothing.
+    """
+    steps = Intervals.union(job.step_start[:, column], job.step_end[:, column])
+    comm = busy.comm & steps
+    both = comm & busy.compute
+    starts = np.append(busy.compute.start, np.inf)
+    until_compute = starts[np.searchsorted(starts, end - ROUNDED_US)] - end
+    until_compute[busy.compute.covers(end - ROUNDED_US)] = np.inf
+    edges = np.unique(np.concatenate((start, end)))
+    alone = comm.within(edges[:-1], edges[1:]) - both.within(edges[:-1], edges[1:])
+    owner = np.full(len(alone), -1)
+    order = np.lexsort((-start, -until_compute))  # what comes later takes over what it shares with those before
+    low, high = np.searchsorted(edges, start[order]), np.searchsorted(edges, end[order])
+    for row, first, last in zip(order.tolist(), low.tolist(), high.tolist(), strict=True):
+        owner[first:last] = row
+    return np.bincount(owner[owner >= 0], alone[owner >= 0], len(start)).astype(np.float64)
 
 
 def _complete(job: TracedJob) -> Bools:
@@ -268,7 +293,7 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
                 transfer_us=moving,
                 bus_gb_per_s=bus_gb_per_s(op, size, ranks, moving) if size and moving > 0 and ranks > 1 else None,
                 best_gb_per_s=None,
-                exposed_us=float(sum(every[j].exposed_us for j in rows)) / steps,
+                exposed_us=float(np.nansum(w.exposed_once[rows])) / len(job.ranks) / steps,
                 link_gb_per_s=link_of_group(job, members) if known else None,
             )
         )

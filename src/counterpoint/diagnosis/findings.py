@@ -21,7 +21,6 @@ from counterpoint.diagnosis.imbalance import (
     find_expert_imbalance,
     find_pipeline_bubbles,
 )
-from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, NO_SUSPECTED_WAITING, ZERO_SM
@@ -130,7 +129,7 @@ def find_findings(
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *find_pipeline_bubbles(job, w, busy, collectives, step),
         *imbalance,
-        *_exposed(job, account, w, busy, unrecorded, kinds, saved, step, stack, no_sm),
+        *_exposed(job, account, w, unrecorded, kinds, saved, step, stack, no_sm),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
 
@@ -331,7 +330,6 @@ def _exposed(
     job: TracedJob,
     account: Account,
     w: Waits,
-    busy: list[Activity],
     unrecorded: Unrecorded,
     kinds: tuple[CollectiveKind, ...],
     saved: dict[str, float],
@@ -342,14 +340,10 @@ def _exposed(
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < _EXPOSED_WORTH:
         return []
-    by_op = exposed_by_operation(job, w, busy)
-    in_kinds: dict[str, float] = defaultdict(float)  # where several run at once, more than by_op
+    by_op, by_name = defaultdict[str, float](float), defaultdict[str, float](float)
     for kind in kinds:
-        in_kinds[kind.op] += kind.exposed_us
-    by_name: dict[str, float] = defaultdict(float)
-    for kind in kinds:
-        part = kind.exposed_us / in_kinds[kind.op] if in_kinds[kind.op] > 0 else 0.0
-        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += by_op.get(kind.op, 0.0) * part
+        by_op[kind.op] += kind.exposed_us
+        by_name[f"{kind.op}{_in_words(kind.parallel, kind.phase)}"] += kind.exposed_us
     worst = sorted(((name, us) for name, us in by_name.items() if us >= _LEAST_US), key=lambda i: -i[1])
     parts = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in worst[:4])
     inside = w.step >= 0
@@ -401,29 +395,6 @@ def _say_waiting(
     if suspected >= _EXPOSED_WORTH * account.exposed_comm_us / max(steps, 1):
         said += f"; at least {suspected / 1e3:.2f} ms of it by what such collectives usually take"
     return said
-
-
-def exposed_by_operation(job: TracedJob, w: Waits, busy: list[Activity]) -> dict[str, float]:
-    """Return the exposed time of each kind of collective, µs a step, mean over ranks; none of it counts twice.
-
-    Where two run at the same time, it counts for the one that is exposed for longer in all.
-    """
-    inside = w.step >= 0
-    op = np.array(job.joined.op, object)
-    by_op = {name: float(np.nansum(w.exposed[inside & (op == name)])) for name in dict.fromkeys(job.joined.op)}
-    order = sorted(by_op, key=lambda name: -by_op[name])
-    out = dict.fromkeys(order, 0.0)
-    for column, rank in enumerate(busy):
-        taken = rank.compute
-        window = job.step_start[:, column], job.step_end[:, column]
-        before = float(taken.within(*window).sum())
-        for name in order:
-            rows = (op == name) & np.isfinite(job.joined.start[:, column])
-            taken |= Intervals.union(job.joined.start[rows, column], job.joined.end[rows, column])
-            after = float(taken.within(*window).sum())
-            out[name] += (after - before) / len(busy) / job.num_steps
-            before = after
-    return out
 
 
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:

@@ -30,19 +30,11 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import (
-    LOOK_BACK,
-    ROUNDED_US,
-    ReplayGraph,
-    build_graph,
-    by_host,
-    simulate,
-    since_host,
-)
+from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph, by_host, simulate, since_host
 from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.records.diagnosis import Replay, WhatIfStep
-from counterpoint.trace.timeline import F64, I64, Bools, Kind
+from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
 _SOON_US = 20.0  # an operation that nothing holds has begun by then

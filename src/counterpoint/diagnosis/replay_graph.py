@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.trace.timeline import F64, I64, U8, Bools, Kind, previous_on_stream
+from counterpoint.trace.timeline import F64, I64, ROUNDED_US, U8, Bools, Kind, previous_on_stream
 
 _EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
 _LATE_US = 8.0  # an operation that begins this much after launch, stream and event waited for something else, ...
@@ -35,7 +35,6 @@ _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
 _RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
 _BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
 _APART_US = 1.0  # between steps: a longer time belongs to none of them
-ROUNDED_US = 1.0  # times are rounded, to whole µs in old traces: what follows an operation may seem to begin before its end
 LOOK_BACK = 16  # number of ends that are examined for each begin
 
 

@@ -21,6 +21,8 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
+ROUNDED_US = 1.0  # old traces have whole µs: what follows an operation may seem to begin this much before its end
+
 
 class Kind(IntEnum):
     """Names the kinds of GPU operations (see classify.py)."""

@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.findings import _exposed, exposed_by_operation
+from counterpoint.diagnosis.findings import _exposed
 from counterpoint.diagnosis.job import assemble
 from counterpoint.diagnosis.stack import traced_stack
 from counterpoint.diagnosis.unrecorded import find_unrecorded
@@ -31,7 +31,7 @@ def advice(*, copies: bool) -> str:
     w = waits(j, busy)
     kinds = collective_kinds(j, w, collectives(j, w))
     (finding,) = _exposed(
-        j, totals(rank_accounts(j, busy, w)), w, busy, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j),
+        j, totals(rank_accounts(j, busy, w)), w, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j),
         "collectives that take no SM",
     )  # fmt: skip
     return finding.advice
@@ -114,9 +114,21 @@ def test_collectives_at_the_same_time_count_once() -> None:
     w = waits(j, busy)
     accounts = rank_accounts(j, busy, w)
     assert (accounts[0].wait_us or 0.0) + (accounts[0].transfer_us or 0.0) == pytest.approx(120.0)
-    by_operation = exposed_by_operation(j, w, busy)
-    assert sum(by_operation.values()) == pytest.approx(totals(accounts).exposed_comm_us)
-    assert by_operation == {"all_gather": pytest.approx(100.0), "all_reduce": pytest.approx(20.0)}
+    kinds = collective_kinds(j, w, collectives(j, w))
+    assert sum(kind.exposed_us for kind in kinds) == pytest.approx(totals(accounts).exposed_comm_us)
+    assert {k.op: round(k.exposed_us, 3) for k in kinds} == {"all_gather": 100.0, "all_reduce": 20.0}
+
+
+def test_of_concurrent_collectives_the_one_that_compute_waits_for_is_exposed() -> None:
+    """The reduce-scatter runs on until 320; the kernel at 201 waits for the all-reduce, that at 250 for no collective."""
+    ops = (
+        op("matmul", 0, 100, launch=0.0), comm("reduce_scatter", 100, 320), comm("all_reduce", 105, 200, stream=21),
+        op("add", 201, 240), op("add", 250, 350),
+    )  # fmt: skip
+    j = job(rank(*ops), rank(*ops))
+    w = waits(j, [activity(j, column) for column in range(2)])
+    exposed = {k.op: k.exposed_us for k in collective_kinds(j, w, collectives(j, w))}
+    assert exposed == {"all_reduce": pytest.approx(95.0), "reduce_scatter": pytest.approx(5 + 1 + 10)}
 
 
 def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> None:
