@@ -295,10 +295,10 @@ def _suspected_waits(
     """Tell of collectives that take far longer than usual where ranks have no trace: these are late."""
     steps = job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
-    lost = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
-    if lost < _SUSPECTED_WORTH * step:
+    exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
+    cost = saved.get(NO_SUSPECTED_WAITING, exposed)  # more than what is exposed, where collectives queue up behind it
+    if not len(rows) or cost < _SUSPECTED_WORTH * step:
         return []
-    cost = min(lost, saved.get(NO_SUSPECTED_WAITING, lost))
     by_op: dict[str, list[float]] = defaultdict(list)
     for j in rows.tolist():
         by_op[job.joined.op[j]].append(float(unrecorded.excess_us[j]) / steps)
@@ -314,7 +314,7 @@ def _suspected_waits(
             kind="suspected_wait",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title=f"At least {lost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
+            title=f"At least {cost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
             evidence=f"beyond what the same operation usually takes in this recording, {job.each}: {parts}; worst: "
             f"{one.op} #{one.index} of group {one.group}{_in_words(one.parallel, one.phase, one.module)} took "
             f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
@@ -425,11 +425,15 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
         return f"{head} Nothing stands out."
     causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
-    ms = f"{worst.cost_us / 1e3:.1f}" if worst.cost_us >= 1000 else f"{worst.cost_us / 1e3:.2f}"
-    said = f" ({ms} ms {job.each})"
+    said = f" ({_cost(worst)} {job.each})"
     if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
-        said = f"; at most {ms} ms of it can be saved"
-    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."
+        said = f"; at most {_cost(worst)} of it can be saved"
+    passed_over = f"; exposed communication, a symptom, costs {_cost(findings[0])}" if worst is not findings[0] else ""
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}{passed_over}."
+
+
+def _cost(finding: Finding) -> str:
+    return f"{finding.cost_us / 1e3:.{1 if finding.cost_us >= 1000 else 2}f} ms"
 
 
 def _usually(job: TracedJob, mean_ms: float) -> str:

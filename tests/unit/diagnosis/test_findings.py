@@ -9,11 +9,11 @@ import pytest
 
 from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.findings import _exposed
+from counterpoint.diagnosis.findings import _exposed, verdict
 from counterpoint.diagnosis.job import assemble
 from counterpoint.diagnosis.stack import traced_stack
 from counterpoint.diagnosis.unrecorded import find_unrecorded
-from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.report import formatting as say
 from counterpoint.trace.timeline import Device, Kind
 from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
@@ -120,7 +120,7 @@ def test_collectives_at_the_same_time_count_once() -> None:
 
 
 def test_of_concurrent_collectives_the_one_that_compute_waits_for_is_exposed() -> None:
-    """The reduce-scatter runs on until 320; the kernel at 201 waits for the all-reduce, that at 250 for no collective."""
+    """The reduce-scatter runs on until 320; the kernel at 201 waits for the all-reduce, that at 250 for none."""
     ops = (
         op("matmul", 0, 100, launch=0.0), comm("reduce_scatter", 100, 320), comm("all_reduce", 105, 200, stream=21),
         op("add", 201, 240), op("add", 250, 350),
@@ -206,3 +206,26 @@ def test_verdict_tells_the_usual_step_beside_the_mean(last: int, said: str) -> N
     begins = (0, 100, 200, 300)
     r = rank(*[op("a", at + 10, at + 95) for at in begins], steps=[(0, 100), (100, 200), (200, 300), (300, 300 + last)])
     assert diagnose_digests([digested(r)], ["0"]).diagnosis.verdict.startswith(said)
+
+
+def finding(kind: str, cost_us: float) -> Finding:
+    return Finding(kind=kind, cost_us=cost_us, severity="low", title=kind.capitalize(), evidence="", advice="")
+
+
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        (
+            {"exposed_comm": 90.0, "host_bound": 60.0},
+            "Dearest cause: host_bound (0.06 ms a step); exposed communication, a symptom, costs 0.09 ms.",
+        ),
+        ({"exposed_comm": 90.0, "host_bound": 10.0}, "Dearest cause: exposed_comm; at most 0.09 ms of it can be saved."),
+        ({"host_bound": 90.0, "exposed_comm": 60.0}, "Dearest cause: host_bound (0.09 ms a step)."),
+    ],
+)
+def test_the_verdict_says_what_it_passes_over(costs: dict[str, float], said: str) -> None:
+    """Exposed communication often has a cause further down, which is more use; but it is not the dearest then."""
+    j = job(rank(op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 190)))
+    busy = [activity(j, 0)]
+    total = totals(rank_accounts(j, busy, waits(j, busy)))
+    assert said in verdict(j, total, tuple(finding(*item) for item in costs.items()), None)

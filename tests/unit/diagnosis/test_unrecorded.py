@@ -167,3 +167,18 @@ def test_faster_communication_does_not_end_suspected_waiting() -> None:
     what_if = {case.name: case.step_us for case in replay.what_if}
     assert what_if["communication free"] >= 19_000.0
     assert what_if["no suspected waiting for ranks not recorded"] < replay.replayed_us - 19_000.0
+
+
+def test_a_suspected_wait_costs_what_the_replay_saves_without_it() -> None:
+    """Compute hides 3 of 7 ms of the wait, but three collectives queue up behind it: without it, 7 ms less."""
+    parts: list[Op] = [op("matmul", 0, 5000, launch=0.0)]
+    begins = [(1000, 1000), (2000, 1000), (3000, 8000), (11_000, 1000), (12_000, 1000)]
+    parts += [comm("all_reduce", at, at + us, info=info("all_reduce"), launch=10.0) for at, us in begins]
+    d = diagnosed(rank(*parts, steps=((0.0, 13_000.0),)))
+    suspected = found(d, "suspected_wait")
+    assert suspected is not None
+    assert d.replay is not None
+    without = next(w.step_us for w in d.replay.what_if if w.name == "no suspected waiting for ranks not recorded")
+    assert without == pytest.approx(6000, rel=0.01)
+    assert suspected.cost_us == pytest.approx(d.replay.replayed_us - without)
+    assert "At least 7.00 ms" in suspected.title
