@@ -70,6 +70,27 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
     return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
 
 
+def _stood_still_per_step(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int) -> F64:
+    """Return the delay in µs that one rank caused in each step: no more than any other rank stood still for it.
+
+    It may come last in a chain of collectives of different groups, in which different ranks wait.
+    """
+    own = delays.collective[delays.column == column]
+    most = np.zeros(len(job.step_names))
+    for c, rank in enumerate(busy):
+        rows = own[np.isfinite(w.arrival[own, c])] if c != column else own[:0]
+        for step in np.unique(w.step[rows]).tolist():
+            most[step] = max(most[step], _stood_still(w, rank, c, rows[w.step[rows] == step]))
+    return np.minimum(_felt_per_step(job, w, delays, column), most)
+
+
+def _stood_still(w: Waits, busy: Activity, column: int, rows: I64) -> float:
+    """Return for how long a rank waits in these collectives with no compute beside it, each µs once."""
+    came = w.arrival[rows, column]
+    waited = Intervals.union(came, came + w.wait[rows, column])
+    return float((waited.end - waited.start - busy.compute.within(waited.start, waited.end)).sum())
+
+
 def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays) -> tuple[Straggler, ...]:
     """Return the ranks whose delays stand out, worst first; none on a healthy job."""
     ranks = len(job.ranks)
@@ -79,17 +100,20 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
     last = np.bincount(delays.column, minlength=ranks)  # number of collectives that each rank entered last
     found = []
     for column in np.argsort(-total).tolist():
-        if not _stands_out(job, w, delays, column, total):
+        if not _stands_out(job, delays, column, total, _felt_per_step(job, w, delays, column)):
             continue
-        straggler = _explain(job, busy, w, delays, column, float(total[column]), int(last[column]))
+        per_step = _stood_still_per_step(job, busy, w, delays, column)
+        total[column] = per_step.sum()
+        if not _stands_out(job, delays, column, total, per_step):
+            continue
+        straggler = _explain(job, busy, w, delays, column, per_step, int(last[column]))
         if straggler is not None:
             found.append(straggler)
     return tuple(sorted(found, key=lambda s: -s.delay_us))
 
 
-def _stands_out(job: TracedJob, w: Waits, delays: Delays, column: int, total: F64) -> bool:
+def _stands_out(job: TracedJob, delays: Delays, column: int, total: F64, per_step: F64) -> bool:
     duration = (job.step_end - job.step_start).mean(axis=1)
-    per_step = _felt_per_step(job, w, delays, column)
     share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
     enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
     typical = float(np.median(np.delete(total, column)))
@@ -108,16 +132,19 @@ class _Excess:
 
 
 def _explain(
-    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, felt: float, times_last: int
+    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, per_step: F64, times_last: int
 ) -> Straggler | None:
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
-    per_step = _felt_per_step(job, w, delays, column)
+    felt = float(per_step.sum())
     steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
     excess = _excess(job, busy, w, column, steps)
     shown = float(per_step[steps].sum())
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
-    if excess.comm > _ENOUGH * shown or _waited_elsewhere(job, w, delays.collective[own], column, steps) > 0.5 * shown:
+    if (
+        excess.comm > _ENOUGH * shown
+        or _waited_elsewhere(job, busy, w, delays.collective[own], column, steps) > 0.5 * shown
+    ):
         return None  # it waits for other ranks itself: these are the cause
     if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
         found = _host_cause(job, column, steps)
@@ -148,7 +175,7 @@ def _explain(
     )
 
 
-def _waited_elsewhere(job: TracedJob, w: Waits, felt_in: I64, column: int, steps: I64) -> float:
+def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I64, column: int, steps: I64) -> float:
     """Return how many µs a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
     there = np.isfinite(job.joined.start)
 
@@ -159,7 +186,7 @@ def _waited_elsewhere(job: TracedJob, w: Waits, felt_in: I64, column: int, steps
     own = np.unique(there[felt_in], axis=0, return_index=True)[1]
     rows = np.flatnonzero(np.isin(w.step, steps) & there[:, column] & (w.exposed_wait[:, column] > 0))
     elsewhere = [j for j in rows.tolist() if not any(same_ranks(j, int(felt_in[k])) for k in own)]
-    return float(w.exposed_wait[elsewhere, column].sum())
+    return _stood_still(w, busy[column], column, np.array(elsewhere, np.int64))
 
 
 def _excess(job: TracedJob, busy: list[Activity], w: Waits, column: int, steps: I64) -> _Excess:

@@ -146,6 +146,27 @@ def test_inherited_delay_is_not_blamed() -> None:
     assert [b[0] for b in blamed(*[member(r, 790.0 if r == 0 else 0.0) for r in range(4)])] == [0]
 
 
+def test_nobody_stands_still_for_longer_than_it_waits() -> None:
+    """Rank 0 stalls for 790 µs: in one group rank 1 waits for it, in the next rank 2 does, no rank in both."""
+
+    def member(r: int) -> Rank:
+        stall = 790.0 if r == 0 else 0.0
+        tp, dp = ("[0, 1]", "[2, 3]")[r // 2], ("[0, 2]", "[1, 3]")[r % 2]
+        hosts = (host("tokenizer.encode", 20, 790, HostKind.ANNOTATION),) if stall else ()
+        begin, together = 10 + stall, 950 if r < 2 else 350
+        return rank(
+            op("warm", 0, 10, launch=-10.0),
+            op("matmul", begin, begin + 100, launch=begin - 10), *hosts,
+            reduce(begin + 100, together, members=tp, group="tp", launch=begin),
+            reduce(together, 1000, members=dp, group="dp", launch=begin + 2),
+            steps=[(0, 1000)],
+        )  # fmt: skip
+
+    (late,) = stragglers(job(*[member(r) for r in range(4)]))
+    assert late.rank == 0
+    assert late.delay_us == pytest.approx(790.0)
+
+
 @pytest.mark.parametrize("name", ["send", "recv"])
 def test_pipeline_waits_by_design(name: str) -> None:
     """A stage that receives late is no straggler."""
