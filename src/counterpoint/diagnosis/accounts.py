@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.job import TracedJob, gpus_of
 from counterpoint.diagnosis.links import link_of_group
 from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
-from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, RankAccount, StepTime
+from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, GpuAccount, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor
-from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, previous_on_stream
+from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, device_of, previous_on_stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Holds the times at which one rank's GPU computed, communicated, copied, or did any of these (job's clock)."""
+    """Holds the times at which one rank's GPU computed, communicated, copied, or did any of these (job's clock).
+
+    Where one process drives several GPUs, these are times at which one of them did, and `gpus` has those of each.
+    """
 
     compute: Intervals
     comm: Intervals
     memcpy: Intervals
     any: Intervals
+    gpus: dict[int, Activity] = field(default_factory=dict)  # empty for one GPU
+
+    def by_gpu(self, stream: I64) -> list[tuple[I64, Activity]]:
+        """Return the rows of `stream` of each GPU, with its times."""
+        number = device_of(stream)
+        if not self.gpus:
+            return [(np.arange(len(stream)), self)]
+        return [(np.flatnonzero(number == n), self.gpus.get(n, self)) for n in np.unique(number).tolist()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +59,14 @@ class Waits:
 
 def activity(job: TracedJob, column: int) -> Activity:
     """Return when one rank's GPU computed, communicated and copied."""
-    compute, comm, memcpy = (job.busy(column, kind) for kind in (Kind.COMPUTE, Kind.COMM, Kind.MEMCPY))
+    gpus, number = gpus_of(job.digests[column]), device_of(job.digests[column].gpu.stream)
+    several = {n: _activity(job, column, number == n) for n in gpus} if len(gpus) > 1 else {}
+    return replace(_activity(job, column, np.ones(len(number), bool)), gpus=several)
+
+
+def _activity(job: TracedJob, column: int, rows: Bools) -> Activity:
+    kind = job.digests[column].gpu.kind
+    compute, comm, memcpy = (job.runs(column, rows & (kind == k)) for k in (Kind.COMPUTE, Kind.COMM, Kind.MEMCPY))
     return Activity(compute=compute, comm=comm, memcpy=memcpy, any=compute | comm | memcpy)
 
 
@@ -60,12 +79,14 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
     wait = np.where(copies[:, None], until[:, None], np.minimum(last[:, None], end)) - arrival
     exposed, exposed_once, exposed_wait = (np.full_like(start, np.nan) for _ in range(3))
     for column, rank in enumerate(busy):
-        there = np.isfinite(start[:, column])
-        low, high = start[there, column], end[there, column]
-        came = arrival[there, column]
-        exposed[there, column] = (high - low) - rank.compute.within(low, high)
-        exposed_once[there, column] = _exposed_once(job, column, rank, low, high)
-        exposed_wait[there, column] = wait[there, column] - rank.compute.within(came, came + wait[there, column])
+        every = np.flatnonzero(np.isfinite(start[:, column]))
+        for rows, gpu in rank.by_gpu(_streams(job, column, every)):
+            there = every[rows]
+            low, high = start[there, column], end[there, column]
+            came = arrival[there, column]
+            exposed[there, column] = (high - low) - gpu.compute.within(low, high)
+            exposed_once[there, column] = _exposed_once(job, column, gpu, low, high) / max(len(rank.gpus), 1)
+            exposed_wait[there, column] = wait[there, column] - gpu.compute.within(came, came + wait[there, column])
     step = np.searchsorted(job.step_start.min(axis=1), last, side="right") - 1
     step[last >= job.step_end.max(axis=1)[step]] = -1  # between steps, or after the last
     complete = _complete(job)
@@ -109,7 +130,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
 def _complete(job: TracedJob) -> Bools:
     """Return which collectives [J] are joined over all ranks of their group, as far as its size is known."""
     present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
-    return np.asarray((size == 1) | (present >= 2) & ((present >= size) | (not job.missing)))
+    return np.asarray((size == 1) | job.alone | (present >= 2) & ((present >= size) | (not job.missing)))
 
 
 def _arrivals(job: TracedJob) -> tuple[F64, Bools]:
@@ -146,27 +167,49 @@ def steps(job: TracedJob) -> tuple[StepTime, ...]:
 
 
 def rank_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[RankAccount, ...]:
-    """Return one account per rank over all steps."""
-    return tuple(_account(job, column, rank, w) for column, rank in enumerate(busy))
+    """Return one account per rank over all steps; of a process that drives several GPUs, the mean over these."""
+    return tuple(_rank_account(job, column, rank, w) for column, rank in enumerate(busy))
 
 
-def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccount:
-    start, end = job.step_start[:, column], job.step_end[:, column]
+def gpu_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[GpuAccount, ...]:
+    """Return one account per GPU of each process that drives several."""
+    return tuple(gpu for column, rank in enumerate(busy) for gpu in _gpus(job, column, rank, w))
+
+
+def _gpus(job: TracedJob, column: int, busy: Activity, w: Waits) -> list[GpuAccount]:
+    rank = job.digests[column].rank
+    found = ((n, msgspec.structs.asdict(_account(job, column, own, w, n))) for n, own in busy.gpus.items())
+    return [GpuAccount(rank=rank, gpu=n, **account) for n, account in found]
+
+
+def _rank_account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccount:
+    rank = job.digests[column].rank
+    if not busy.gpus:
+        return RankAccount(rank=rank, **msgspec.structs.asdict(_account(job, column, busy, w)))
+    mean = totals(_gpus(job, column, busy, w))
+    working = float(busy.any.within(job.step_start[:, column], job.step_end[:, column]).sum())
+    turns = max(mean.idle_us - (mean.duration_us - working), 0.0)
+    return RankAccount(rank=rank, other_gpu_us=turns, **msgspec.structs.asdict(mean))
+
+
+def _account(job: TracedJob, column: int, busy: Activity, w: Waits, only: int | None = None) -> Account:
+    """Return the account of a rank, or of `only` one GPU of its process."""
+    d, start, end = job.digests[column], job.step_start[:, column], job.step_end[:, column]
+    mine = np.ones(len(d.gpu), bool) if only is None else device_of(d.gpu.stream) == only
     duration = float((end - start).sum())
     compute, comm = float(busy.compute.within(start, end).sum()), float(busy.comm.within(start, end).sum())
     overlapped = float((busy.compute & busy.comm).within(start, end).sum())
-    there = (w.step >= 0) & np.isfinite(w.wait[:, column])
-    told = there & w.told
-    known = bool(told.any()) or not there.any()
+    there = np.flatnonzero((w.step >= 0) & np.isfinite(w.wait[:, column]))
+    there = there if only is None else there[device_of(_streams(job, column, there)) == only]
+    told = there[w.told[there]]
+    known = bool(len(told)) or not len(there)
     came, own_end = w.arrival[told, column], job.joined.end[told, column]
     waiting = Intervals.union(came, came + w.wait[told, column])
     moving = Intervals.union(own_end - w.transfer[told, column], own_end)
     moved = float(moving.within(start, end).sum())
-    d = job.digests[column]
-    flops = float(np.nansum(d.flops[job.in_steps(column, np.arange(len(start)))]))
+    flops = float(np.nansum(d.flops[mine & job.in_steps(column, np.arange(len(start)))]))
     peak = peak_tflops(d.device.name)
-    return RankAccount(
-        rank=d.rank,
+    return Account(
         duration_us=duration,
         compute_us=compute,
         comm_us=comm,
@@ -180,18 +223,23 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits) -> RankAccou
         hidden=overlapped / comm if comm > 0 else None,
         comm_to_compute=comm / compute if compute > 0 else None,
         mfu=flops / (duration * 1e-6) / (peak * 1e12) if peak and flops > 0 and duration > 0 else None,
-        multi_tensor_us=compute - float(_single_tensor(job, column).within(start, end).sum()),
+        multi_tensor_us=compute - float(_single_tensor(job, column, mine).within(start, end).sum()),
     )
 
 
-def _single_tensor(job: TracedJob, column: int) -> Intervals:
+def _streams(job: TracedJob, column: int, collectives: I64) -> I64:
+    """Return the stream of each of these collectives, in all of which a rank takes part."""
+    return np.asarray(job.digests[column].comm.stream[job.joined.row[collectives, column]])
+
+
+def _single_tensor(job: TracedJob, column: int, rows: Bools) -> Intervals:
     """Return when compute kernels run, other than those that process lists of tensors (foreach, fused optimizers)."""
     gpu, lists = job.digests[column].gpu, np.array([is_multi_tensor(name) for name in job.digests[column].names], bool)
-    return job.runs(column, (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
+    return job.runs(column, rows & (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
 
 
-def totals(accounts: tuple[RankAccount, ...]) -> Account:
-    """Return means over ranks, and ratios of those means."""
+def totals(accounts: Sequence[Account]) -> Account:
+    """Return means over ranks, or over the GPUs of one, and ratios of those means."""
     waiting = ("wait_us", "transfer_us", "exposed_wait_us")
     fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f not in waiting]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}

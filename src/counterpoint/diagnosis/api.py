@@ -17,6 +17,7 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
 from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.gpus import notes_on_gpus
 from counterpoint.diagnosis.idle import hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.imbalance import blame_experts, expert_waits
 from counterpoint.diagnosis.job import TracedJob, assemble
@@ -185,6 +186,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
     busy = [account.activity(job, column) for column in range(len(job.ranks))]
     waits = account.waits(job, busy)
     per_rank = account.rank_accounts(job, busy, waits)
+    per_gpu = account.gpu_accounts(job, busy, waits)
     total = account.totals(per_rank)
     delays = find_delays(job, waits)
     experts = expert_waits(job, waits, busy)
@@ -221,6 +223,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         kinds,
         played,
         stack,
+        per_rank,
+        per_gpu,
     )
     clocks, ranks = job.clocks, job.ranks
     formats = {d.format for d in digests}
@@ -238,10 +242,11 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         clock_uncertainty_us=_by_rank(ranks, clocks.uncertainty),
         clock_drift_ppm=_by_rank(ranks, clocks.drift * 1e6),
         verdict=verdict(job, total, findings, played),
-        notes=(*notes, *job.notes),
+        notes=(*notes, *job.notes, *notes_on_gpus(per_gpu)),
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,
+        per_gpu=per_gpu,
         collectives=collectives,
         collective_kinds=kinds[:_KINDS],
         stragglers=stragglers,

@@ -13,6 +13,7 @@ import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.copies import find_copies, saves_less
+from counterpoint.diagnosis.gpus import find_turns
 from counterpoint.diagnosis.idle import ADVICE, RankIdle, advise_operation, find_idle, short_name
 from counterpoint.diagnosis.imbalance import (
     ADVICE_ON_EXPERTS,
@@ -32,7 +33,9 @@ from counterpoint.records.diagnosis import (
     Collective,
     CollectiveKind,
     Finding,
+    GpuAccount,
     KernelComparison,
+    RankAccount,
     Replay,
     Straggler,
     severity_of,
@@ -92,6 +95,8 @@ def find_findings(
     kinds: tuple[CollectiveKind, ...],
     replay: Replay | None,
     stack: TracedStack,
+    per_rank: tuple[RankAccount, ...],
+    per_gpu: tuple[GpuAccount, ...],
 ) -> tuple[Finding, ...]:
     """Return the findings, dearest first; `cost_us` is time per step.
 
@@ -110,6 +115,8 @@ def find_findings(
         kinds: their table.
         replay: what the step would be without each trouble, if it could be replayed.
         stack: whose GPUs and collectives the trace shows.
+        per_rank: one account per rank.
+        per_gpu: one account per GPU, of processes with several.
     """
     step = account.duration_us / job.num_steps
     if not job.gpu_recorded or step <= 0:
@@ -126,6 +133,7 @@ def find_findings(
         *_fsdp2_copies(job, saved, step, no_sm),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
+        *find_turns(per_rank, per_gpu, job.num_steps, job.whole),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *find_pipeline_bubbles(job, w, busy, collectives, step),
         *imbalance,

@@ -45,6 +45,7 @@ CATEGORIES = (
     "unrecorded",  # the host launched nothing, and no range of any thread says what it did
     "nothing_recorded",  # before the first event of the trace or after its last
     "earlier_work",  # the first operation of its stream, launched long ago, waits: for work that was not recorded
+    "other_gpu",  # another GPU of the same process works: no gap of all its GPUs
 )
 _NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
 OPERATION, LAUNCH = _NUMBER["operation"], _NUMBER["launch"]

@@ -99,18 +99,19 @@ class RankIdle:
     row: I64
     us: F64
     missing_us: float  # idle time in steps that lies before or after what the rank's trace recorded
+    other_gpu_us: float = 0.0  # idle time of the mean GPU while another GPU of the process works
 
 
 def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[RankIdle, ...]:
     """Return the gaps of every rank inside the steps; their sum is `idle_us` of the rank's account."""
     found = []
     for column, account in enumerate(per_rank):
-        us = time_in(job, column, np.arange(len(job.step_names)))
+        us, idle_us = time_in(job, column, np.arange(len(job.step_names))), account.idle_us - account.other_gpu_us
         whole = float(us.sum())
-        if whole > account.idle_us:
-            us *= account.idle_us / whole
-        row = np.flatnonzero(us > 0)
-        found.append(RankIdle(row=row, us=us[row], missing_us=max(account.idle_us - whole, 0.0)))
+        if whole > idle_us:
+            us *= idle_us / whole
+        row, missing = np.flatnonzero(us > 0), max(idle_us - whole, 0.0)
+        found.append(RankIdle(row=row, us=us[row], missing_us=missing, other_gpu_us=account.other_gpu_us))
     return tuple(found)
 
 
@@ -135,6 +136,7 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
         gaps, names, part = job.digests[c].gaps, job.digests[c].names, idle[c]
         category = gaps.category[part.row]
         us[CATEGORIES.index("unrecorded")] += part.missing_us
+        us[CATEGORIES.index("other_gpu")] += part.other_gpu_us
         count += np.bincount(category, minlength=len(CATEGORIES))
         np.maximum.at(longest, category, part.us)
         own = np.bincount(category, weights=part.us, minlength=len(CATEGORIES))
@@ -237,11 +239,12 @@ def find_idle(
     if stalled > 0 and len(job.ranks) > 1:
         factor = max((whole - (saved.get("no straggler", 0.0) if late else 0.0)) / stalled, 1.0)
     cost = {c.category: c.us * (factor if c.category in _STALLS else 1.0) for c in summary.causes}
-    worth = [c for c in summary.causes if cost[c.category] >= _WORTH * step]
+    causes = [c for c in summary.causes if c.category != "other_gpu"]  # `find_turns` tells of it
+    worth = [c for c in causes if cost[c.category] >= _WORTH * step]
     if job.digests[0].device.from_host and summary.idle_us < _MUCH * step:
         return []
-    if not worth and summary.idle_us >= _MUCH * step:
-        worth = list(summary.causes[:1])
+    if not worth and sum(c.us for c in causes) >= _MUCH * step:
+        worth = causes[:1]
     stall = next((c for c in worth if c.category in _STALLS), None)
     return [
         Finding(

@@ -16,13 +16,14 @@ from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import WHOLE_TRACE
 from counterpoint.trace.clocks import Clocks, align_clocks
-from counterpoint.trace.timeline import F64, I64, Bools, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
 
 _RUNS_SHOWN = 8  # of ranks without a trace
 _RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
+_HARDLY = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
 _FEW = 4  # with fewer collectives the checks do not judge
 
 
@@ -79,6 +80,11 @@ class TracedJob:
         """Return the word for that of which shares are."""
         return "step" if self.has_steps else "recording"
 
+    @property
+    def alone(self) -> bool:
+        """Return whether one process with several GPUs is the whole job: there is no other rank to wait for."""
+        return self.world_size == 1 and len(gpus_of(self.digests[0])) > 1
+
     def on_job_clock(self, column: int, at: F64) -> F64:
         """Return times of a rank's own clock (µs since its origin) on the job's clock."""
         base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
@@ -97,6 +103,15 @@ class TracedJob:
     def runs(self, column: int, rows: Bools) -> Intervals:
         """Return when at least one of these operations runs on a rank."""
         return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
+
+
+def gpus_of(digest: RankDigest) -> tuple[int, ...]:
+    """Return the numbers of the GPUs that a rank's process computes on; one that hardly computes is left out."""
+    gpu = digest.gpu
+    rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
+    numbers, which = np.unique(device_of(gpu.stream[rows]), return_inverse=True)
+    us = np.bincount(which.ravel(), (gpu.end - gpu.start)[rows], len(numbers))
+    return tuple(numbers[(us >= _HARDLY * us.max(initial=0.0)) & (numbers >= 0)].tolist())
 
 
 def assemble(digests: list[RankDigest]) -> TracedJob:
@@ -253,7 +268,7 @@ def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
 
 def _note_joins(joined: Joined, digests: list[RankDigest], missing: tuple[int, ...], notes: list[str]) -> None:
     if len(digests) < 2:
-        if len(joined) and not missing:
+        if len(joined) and not missing and len(gpus_of(digests[0])) < 2:
             notes.append("one rank only: waiting for others cannot be told from moving bytes")
         return
     if "?" in joined.group:

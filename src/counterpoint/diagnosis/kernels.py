@@ -163,7 +163,10 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
         column.append(np.full(len(rows), c))
         op.append(rows)
         duration.append(end - start)
-        share.append(busy[c].comm.within(start, end) / np.maximum(end - start, 1e-9))
+        beside = np.zeros(len(rows))
+        for own, on in busy[c].by_gpu(gpu.stream[rows]):
+            beside[own] = on.comm.within(start[own], end[own])
+        share.append(beside / np.maximum(end - start, 1e-9))
         ctas.append(_ctas_during(job, c, start, end))
         kinds.append(np.array(number, np.int64)[which])
     return _ComputeRows(

@@ -18,7 +18,7 @@ from counterpoint.diagnosis.intervals import unique_rows
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.kernels import sm_limits
 from counterpoint.machine.occupancy import blocks_per_sm
-from counterpoint.trace.timeline import I32, I64, Bools, GpuOps, Kind, previous_on_stream
+from counterpoint.trace.timeline import I32, I64, Bools, GpuOps, Kind, device_of, previous_on_stream
 
 _CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
@@ -79,6 +79,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
         start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
         others = holds[lows[row] : highs[row]]
         others = others[gpu.stream[others] != gpu.stream[op]]
+        others = others[device_of(gpu.stream[others]) == device_of(gpu.stream[op])]
         late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # from here on SMs become free
         for kernel in others[(gpu.launch_start[others] < launched) & (late > start + _CLOSE_US)].tolist():
             beside.add((comm.op[row], d.names[gpu.name[kernel]]))

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.trace.timeline import F64, I64, ROUNDED_US, U8, Bools, Kind, previous_on_stream
+from counterpoint.trace.timeline import F64, I64, ROUNDED_US, U8, Bools, Kind, device_of, previous_on_stream
 
 _EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
 _LATE_US = 8.0  # an operation that begins this much after launch, stream and event waited for something else, ...
@@ -337,6 +337,7 @@ def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -
     waited = (start[late][:, None] - end[candidate] >= -ROUNDED_US) & ~(launch[candidate] >= launch[late][:, None])
     tail = np.maximum(_EDGE_US, _TAIL * (end - start))[candidate]
     held = (kind[candidate] == Kind.COMPUTE) & (np.abs(start[late][:, None] - end[candidate]) <= tail)
+    held &= device_of(stream[candidate]) == device_of(stream[late])[:, None]
     fits = (waited & (end[candidate] >= start[late][:, None] - _EDGE_US)) | held
     fits &= (near >= 0) & (near < len(end)) & (stream[candidate] != stream[late][:, None])
     fits &= (start[candidate] < start[late][:, None]) & ~(end[candidate] <= base[late][:, None] + _MORE_US)

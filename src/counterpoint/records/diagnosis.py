@@ -69,10 +69,18 @@ class Account(Record, frozen=True, kw_only=True):
     multi_tensor_us: float = 0.0
 
 
-class RankAccount(Account, frozen=True, kw_only=True):
-    """Accounts for the time of one rank."""
+class GpuAccount(Account, frozen=True, kw_only=True):
+    """Accounts for the time of one GPU of a process that drives several."""
 
     rank: int
+    gpu: int  # its number on the host
+
+
+class RankAccount(Account, frozen=True, kw_only=True):
+    """Accounts for the time of one rank; where its process drives several GPUs, as the mean over these."""
+
+    rank: int
+    other_gpu_us: float = 0.0  # the part of idle_us in which another GPU of the process works
 
 
 class Collective(Record, frozen=True, kw_only=True):
@@ -276,6 +284,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     replay: Replay | None
     idle: Idle | None = None
     collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first
+    per_gpu: tuple[GpuAccount, ...] = ()  # of processes that drive several GPUs
 
     @property
     def has_steps(self) -> bool:

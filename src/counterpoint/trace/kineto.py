@@ -27,6 +27,7 @@ from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
 from counterpoint.trace.source import Limits, TraceFile, compression, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
+    DEVICE_BITS,
     CollectiveInfo,
     Device,
     GpuOps,
@@ -261,7 +262,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     gpu["collective"] = gpu.pop("info")
     devices = gpu.pop("device")
     if len(np.unique(devices[devices >= 0])) > 1:  # devices of one process use the same stream numbers
-        gpu["stream"] = gpu["stream"] + (devices.astype(np.int64) << 32)
+        gpu["stream"] = gpu["stream"] + (devices.astype(np.int64) << DEVICE_BITS)
     external = gpu.pop("external")
     gpu["shape"] = np.full(len(external), -1, np.int32)
     join_launches(gpu, host)

@@ -21,6 +21,7 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
+DEVICE_BITS = 32  # above which `stream` has the number of the GPU, where one process drives several
 ROUNDED_US = 1.0  # old traces have whole µs: what follows an operation may seem to begin this much before its end
 
 
@@ -145,6 +146,11 @@ class Timeline(RankFacts):
     gpu: GpuOps
     host: HostOps
     collectives: tuple[CollectiveInfo, ...]
+
+
+def device_of(stream: I64) -> I64:
+    """Return the GPU of each stream, where one process drives several; 0 for one GPU, -1 where it is not stated."""
+    return stream >> DEVICE_BITS
 
 
 class Intern(dict[K, int]):
