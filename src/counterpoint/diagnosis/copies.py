@@ -56,7 +56,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
         memory = f" ({k.memory} host memory)" if k.memory else ""
         parts.append(
             f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "
-            f"{k.count / (steps * ranks):,.0f} copies{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
+            f"{_copies(k.count / (steps * ranks))}{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
         )
     between = " between host and GPU" if kinds[0].way in ("HtoD", "DtoH") else ""
     return [
@@ -78,6 +78,11 @@ def saves_less(job: TracedJob, cost: float, exposed: float) -> str:
         return ""
     what = "a step" if job.has_steps else "the recording"
     return f"; without it {what} would take only {cost / 1e3:.2f} ms less, for it waits for something else meanwhile"
+
+
+def _copies(count: float) -> str:
+    """Return the number of copies of a step and rank in words."""
+    return f"{count:,.0f} copies" if count >= 1.5 else "1 copy" if count >= 0.95 else "less than 1 copy"
 
 
 def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:

@@ -408,14 +408,15 @@ def _say_waiting(
 def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], replay: Replay | None) -> str:
     """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
     steps = job.num_steps
-    step = account.duration_us / steps / 1e3
+    step = account.duration_us / steps
     what = "A step" if job.has_steps else "The recording (no steps were found in it)"
+    takes = f"{step / 1e3:.1f} ms" if step >= 100.0 else f"{step:.3g} µs"
     if not job.gpu_recorded:
         return (
-            f"{what} takes {step:.1f} ms on the host. GPU activity was not recorded, so nothing can be said of what "
+            f"{what} takes {takes} on the host. GPU activity was not recorded, so nothing can be said of what "
             "the GPUs did: record with ProfilerActivity.CUDA beside ProfilerActivity.CPU."
         )
-    takes = f"{step:.1f} ms{_usually(job, step)}"
+    takes += _usually(job, step / 1e3)
     if account.hidden is None:
         head = f"{what} takes {takes}; no communication was seen."
     else:
@@ -425,7 +426,7 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
             f"{job.whole} waits for it."
         )
         cost = max((f.cost_us for f in findings if f.kind == "exposed_comm"), default=0.0)
-        if exposed >= _EXPOSED_WORTH and replay and cost < _WORTH * step * 1e3:
+        if exposed >= _EXPOSED_WORTH and replay and cost < _WORTH * step:
             head += (
                 " Without communication it would take as long, by the replay: it waits for something else meanwhile."
             )

@@ -53,7 +53,9 @@ def _below(console: Console, value: str, style: str = "", most: int | None = Non
     for number, line in enumerate(lines[:most], start=1):
         line.rstrip()
         if number == most and len(lines) > number:
-            line.truncate(width - 2)
+            if line.cell_len > width - 2:
+                line.truncate(max(line.plain.rfind(" ", 0, width - 1), 0) or width - 2)
+                line.rstrip()
             line.append(" …")
         console.print(Text("   ").append_text(line), soft_wrap=True)
 
@@ -61,7 +63,7 @@ def _below(console: Console, value: str, style: str = "", most: int | None = Non
 def _scope(diagnosis: Diagnosis) -> str:
     steps, ranks = len(diagnosis.steps), len(diagnosis.ranks)
     parts = [f"{ranks} of {diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"]
-    mean = f"{say.milliseconds(diagnosis.totals.duration_us / max(1, steps))} ms"
+    mean = say.duration(diagnosis.totals.duration_us / max(1, steps))
     parts.append(f"{steps} step{'s' * (steps != 1)} of {mean}" if steps else f"no steps found, {mean} in all")
     parts += [printable(diagnosis.gpu, 60)] if diagnosis.gpu else []
     return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])

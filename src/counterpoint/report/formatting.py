@@ -175,6 +175,11 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 
+def duration(us: float) -> str:
+    """Format µs as milliseconds, and less than a tenth of one as µs, with the unit."""
+    return f"{milliseconds(us)} ms" if us >= 100.0 else f"{us:.3g} µs"
+
+
 def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> str:
     """Format `0.123` as `12%`."""
     if fraction is None or not math.isfinite(fraction):
@@ -222,11 +227,8 @@ def waves(kernel: KernelComparison) -> str:
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and what its fields say about missing ranks and clocks."""
+    """Return the diagnosis's notes, and what its fields say about clocks."""
     said = list(diagnosis.notes)
-    if diagnosis.missing_ranks:
-        ranks = ", ".join(map(str, diagnosis.missing_ranks[:32])) + (" …" if len(diagnosis.missing_ranks) > 32 else "")
-        said.append(f"No trace of rank {ranks}: seen only through the ranks that waited.")
     offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
     if offsets:
         worst = max(offsets, key=lambda rank: abs(offsets[rank]))

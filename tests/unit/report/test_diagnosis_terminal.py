@@ -8,9 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause, TimelineLane
 from counterpoint.report.diagnosis_terminal import render
 from tests.support import example_diagnosis as example
+from tests.support.job_builder import digested, op, rank
 
 
 def printed(diagnosis: Diagnosis, *, width: int = 80, colour: bool = False, verbose: bool = True) -> str:
@@ -63,7 +65,12 @@ def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lin
     long = msgspec.structs.replace(training.findings[0], advice="Do this (1.5 x). Because.", evidence="seen " * 60)
     text = printed(msgspec.structs.replace(training, findings=(long,)), verbose=False)
     assert "→ Do this (1.5 x)\n" in text
-    assert [line[-2:] for line in text.splitlines() if line.startswith("   seen")] == ["en", " …"]
+    assert [line[-6:] for line in text.splitlines() if line.startswith("   seen")] == ["n seen", "seen …"]
+
+
+def test_a_step_of_a_few_us_does_not_read_zero(training: Diagnosis) -> None:
+    totals = msgspec.structs.replace(training.totals, duration_us=0.042 * len(training.steps))
+    assert " of 0.042 µs" in printed(msgspec.structs.replace(training, totals=totals))
 
 
 def test_piped_output_has_no_escape_sequences(training: Diagnosis) -> None:
@@ -137,8 +144,9 @@ def test_findings_are_numbered_with_cost_and_advice(training: Diagnosis) -> None
     assert "→ Give the GEMM 108 SMs" in text
 
 
-def test_missing_ranks_are_said(training: Diagnosis) -> None:
-    assert "No trace of rank 3, 6" in printed(msgspec.structs.replace(training, missing_ranks=(3, 6)))
+def test_missing_ranks_are_said_once() -> None:
+    text = printed(diagnose_digests([digested(rank(op("matmul", 0, 100)), 0, 8)], ["rank0"]).diagnosis, width=400)
+    assert text.lower().count("no trace") == 1
 
 
 def test_clock_offset_is_said_with_its_uncertainty(training: Diagnosis) -> None:
