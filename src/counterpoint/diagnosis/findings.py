@@ -44,7 +44,10 @@ from counterpoint.trace.timeline import Bools
 
 _WORTH = 0.01  # of a step: cheaper findings are left out
 _EXPOSED_WORTH = 0.05
-_HEALTHY_TOO = ("exposed_comm", "fsdp2_copies")  # healthy jobs have them: the verdict names another cause, ...
+_HEALTHY_TOO = {  # healthy jobs have them: the verdict names another cause, ...
+    "exposed_comm": "exposed communication, a symptom,",
+    "fsdp2_copies": "copying between FSDP2's buffers, which healthy jobs do too,",
+}
 _SYMPTOM = 0.2  # ... unless it costs less than this share of the dearest finding
 _UNEVEN = 1.25  # times the median: where the mean of the steps is longer, the verdict tells both
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
@@ -437,8 +440,9 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     said = f" ({_cost(worst)} {job.each})"
     if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
         said = f"; at most {_cost(worst)} of it can be saved"
-    passed_over = f"; exposed communication, a symptom, costs {_cost(findings[0])}" if worst is not findings[0] else ""
-    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}{passed_over}."
+    if worst is not findings[0]:
+        said += f"; {_HEALTHY_TOO[findings[0].kind]} costs {_cost(findings[0])}"
+    return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."
 
 
 def _cost(finding: Finding) -> str:

@@ -116,8 +116,9 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
     """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
 
     `exposed_us` is per step and rank; of concurrent ones it counts for that which compute waits for. `best_gb_per_s` is
-    the highest bus bandwidth that a kind of that group reaches in this recording: what its links can do at least. `link_gb_per_s` is what the links of one GPU carry, by the user's
-    machine profile or the data sheet; null for an unknown GPU, and where the group may be on several hosts.
+    the highest bus bandwidth that a kind of that group reaches in this recording: what its links can do at least.
+    `link_gb_per_s` is what the links of one GPU carry, by the user's machine profile or the data sheet; null for an
+    unknown GPU, and where the group may be on several hosts.
     """
 
     op: str

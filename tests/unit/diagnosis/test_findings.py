@@ -219,7 +219,10 @@ def finding(kind: str, cost_us: float) -> Finding:
             {"exposed_comm": 90.0, "host_bound": 60.0},
             "Dearest cause: host_bound (0.06 ms a step); exposed communication, a symptom, costs 0.09 ms.",
         ),
-        ({"exposed_comm": 90.0, "host_bound": 10.0}, "Dearest cause: exposed_comm; at most 0.09 ms of it can be saved."),
+        (
+            {"exposed_comm": 90.0, "host_bound": 10.0},
+            "Dearest cause: exposed_comm; at most 0.09 ms of it can be saved.",
+        ),
         ({"host_bound": 90.0, "exposed_comm": 60.0}, "Dearest cause: host_bound (0.09 ms a step)."),
     ],
 )
