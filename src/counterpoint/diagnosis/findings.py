@@ -514,7 +514,7 @@ def _no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None
     if not stack.overlaps:
         return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
     would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
-    if replay is None or would is None:
+    if replay is None or would is None or would >= replay.replayed_us:
         return f"{_OVERLAP})"
     return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {job.each})"
 
