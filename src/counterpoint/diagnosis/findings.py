@@ -1,8 +1,7 @@
-"""List findings: problems that a person can act on, ranked by their cost in step time, with advice on what to change.
+"""List findings: problems that a person can act on, ranked by their cost in step time.
 
-Costs come from the replay (the step without that problem), shared out among causes by what each kernel lost. Advice
-names a setting and its value, and only settings that were seen to take effect (docs/reference/diagnosis.md, "Knobs
-that do nothing"); each sentence was measured or read in source.
+Costs come from the replay (the step without that problem), shared out among causes by what each kernel lost. What to
+change is in advice.py.
 """
 
 from __future__ import annotations
@@ -12,11 +11,17 @@ from collections import defaultdict
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
+from counterpoint.diagnosis.advice import (
+    advise_exposed,
+    advise_kernel,
+    advise_launch_order,
+    advise_straggler,
+    no_sm_collectives,
+)
 from counterpoint.diagnosis.copies import find_copies, saves_less
 from counterpoint.diagnosis.gpus import find_turns
-from counterpoint.diagnosis.idle import ADVICE, RankIdle, advise_operation, find_idle, short_name
+from counterpoint.diagnosis.idle import RankIdle, find_idle, short_name
 from counterpoint.diagnosis.imbalance import (
-    ADVICE_ON_EXPERTS,
     EXPERTS,
     ExpertWaits,
     find_expert_imbalance,
@@ -24,7 +29,7 @@ from counterpoint.diagnosis.imbalance import (
 )
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
-from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, NO_SUSPECTED_WAITING, ZERO_SM
+from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.unrecorded import Unrecorded
 from counterpoint.diagnosis.zero_sm import fsdp2_copies
@@ -75,12 +80,6 @@ _KERNEL_TITLE = {
     "sm_contention": "{kernels} slowed by the SMs that communication takes",
     "bandwidth": "{kernels} slowed by the bandwidth or power that communication takes",
 }
-_NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
-_OVERLAP = "counterpoint.overlap(model) after fully_shard (for shards within one host"
-_ZERO_CTA = (
-    ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
-    "one; check that the trace shows Memcpy PtoP"
-)
 
 
 def find_findings(
@@ -125,7 +124,7 @@ def find_findings(
     if not job.gpu_recorded or step <= 0:
         return ()
     saved = {w.name: max(replay.replayed_us - w.step_us, 0.0) for w in replay.what_if} if replay else {}
-    no_sm = _no_sm_collectives(job, stack, replay)
+    no_sm = no_sm_collectives(job, stack, replay)
     imbalance = find_expert_imbalance(job, w, busy, experts, step)
     if imbalance:  # tells it of all ranks
         stragglers = tuple(s for s in stragglers if s.detail != EXPERTS)
@@ -164,7 +163,7 @@ def _stragglers(
                 title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
                 evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {job.each}; it arrived last "
                 f"{_count(s.times_last, 'time')}{_in_all(job)}; {s.evidence}",
-                advice=_advise_straggler(s, stack),
+                advice=advise_straggler(s, stack),
                 rank=s.rank,
                 start_us=s.start_us,
                 end_us=s.end_us,
@@ -208,7 +207,7 @@ def _slow_kernels(
                 title=_KERNEL_TITLE[cause].format(kernels=_count(len(group), "kind") + " of kernels"),
                 evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {job.each}: "
                 + "; ".join(parts) + waves,
-                advice=_advise_kernel(worst, job.digests[0].device.num_sms, stack, no_sm),
+                advice=advise_kernel(worst, job.digests[0].device.num_sms, stack, no_sm),
             )
         )  # fmt: skip
     return out
@@ -261,7 +260,7 @@ def _launch_order(
             f"({_count(by_kernel[most], 'time')} in all); "
             f"worst: {op} of rank {d.rank} waited {worst.lost_us / 1e3:.2f} ms for {short_name(kernel, 60)}; "
             f"{worst.proof}",
-            advice=_advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack, no_sm),
+            advice=advise_launch_order(d.device.num_sms, int(d.comm.ctas[worst.row]), stack, no_sm),
             rank=d.rank,
             start_us=start,
             end_us=float(job.op_start[worst.column][worst.op]),
@@ -377,7 +376,7 @@ def _exposed(
             if account.compute_us < _HARDLY * account.duration_us
             else _RECORD_ALL
             if untold
-            else _advise_exposed(account, stack, no_sm, by_copies=by_copies),
+            else advise_exposed(account, stack, no_sm, by_copies=by_copies),
         )
     ]
 
@@ -456,119 +455,3 @@ def _usually(job: TracedJob, mean_ms: float) -> str:
     if mean_ms <= _UNEVEN * usual:
         return ""
     return f" on average, usually {usual:.1f} (longest: {job.step_names[longest][:60]}, {each[longest]:.1f} ms)"
-
-
-def _advise_straggler(s: Straggler, stack: TracedStack) -> str:
-    """Say what to change about one late rank."""
-    if s.cause == "late_input":
-        return ADVICE["late_input"]
-    if s.detail == EXPERTS:
-        return ADVICE_ON_EXPERTS
-    if s.cause == "more_work":
-        return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
-    if s.cause == "slow_kernels" and stack.vendor != "nvidia":
-        look = "amd-smi metric (clocks, temperature, errors), " if stack.vendor == "amd" else ""
-        where = "machine" if stack.vendor == "cpu" else "GPU"
-        return (
-            f"look at the {where} of rank {s.rank}: {look}throttling, other processes on it; drain the node if it "
-            "stays slow"
-        )
-    if s.cause == "slow_kernels":
-        return (
-            f"look at the GPU of rank {s.rank}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
-            "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
-        )
-    if s.cause == "host_stall":
-        if s.detail is None:
-            return ADVICE["unrecorded"]
-        return ADVICE.get(s.detail) or advise_operation(
-            s.detail, f"take {s.detail} out of the step of rank {s.rank}: do it ahead, or in a worker process"
-        )
-    return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
-
-
-def _advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack, no_sm: str) -> str:
-    """Say what to change about kernels slowed by communication."""
-    if worst.cause == "bandwidth" or stack.vendor == "cpu":
-        return (
-            "fuse these kernels, or let a GEMM run beside the collective instead. No knob removes it: they share memory"
-            " bandwidth and power with the transfer"
-        )
-    ctas, spare = worst.comm_ctas or 0, worst.comm_ctas_without_extra_wave or 0
-    limit = _fewer_sms_for_the_gemm(num_sms, ctas, stack)
-    if worst.cause == "tail_effect" and spare >= 4:
-        most = spare // 4 * 4
-        how = (
-            f" (ProcessGroupNCCL.Options().config.max_ctas = {most}, a multiple of its cluster of 4; all_to_all rounds "
-            "up to a power of two)"
-            if stack.nvidia_nccl
-            else ""
-        )
-        first = f"use {no_sm}; or " * stack.overlaps
-        return f"{first}limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
-    return f"use {no_sm}, for only {spare} CTAs fit without an extra wave; or {limit}"
-
-
-def _no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None) -> str:
-    """Return what replaces collectives that need SMs, and what the replay says of a step with it."""
-    if not stack.overlaps:
-        return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
-    would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
-    if replay is None or would is None or would >= replay.replayed_us:
-        return f"{_OVERLAP})"
-    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {job.each})"
-
-
-def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
-    sms = "SMs - CTAs" if num_sms is None else str(num_sms - max(ctas, 1))
-    if stack.vendor != "nvidia":
-        return f"give the GEMM a grid that needs no more than {sms} {'CUs' if stack.vendor == 'amd' else 'SMs'}"
-    return (
-        f"give the GEMM {sms} SMs: cublasSetSmCountTarget(torch.cuda.current_blas_handle(), {sms}) in every thread "
-        "that launches (autograd's too), and check the grid of the kernel"
-    )
-
-
-def _advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_sm: str) -> str:
-    """Say what to change about collectives that found no SM."""
-    ways = [
-        "launch the collective before the kernel that blocks it",
-        _fewer_sms_for_the_gemm(num_sms, ctas, stack),
-        f"use {no_sm}",
-    ]
-    ways.sort(key=lambda way: no_sm in way and stack.overlaps, reverse=True)
-    return f"{'; or '.join(ways)}. Stream priority does not pre-empt a resident kernel"
-
-
-def _advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
-    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
-    if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
-        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
-    ratio = account.comm_to_compute or 0.0
-    if ratio > 1:
-        return (
-            "more tokens per rank or gradient accumulation, fewer ranks per group, or a smaller dtype of what is sent"
-            + " (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))" * stack.fsdp
-            + f". Communication takes {ratio:.1f} x as long as compute"
-        )
-    if by_copies:
-        return (
-            "begin it earlier (prefetch), or make the first and the last module smaller. It takes no SM already, so "
-            "no kernel holds it up: it begins too late, or nothing is left to run beside it, as for the first gather "
-            "and the last scatter of a step"
-        )
-    if stack.vendor == "cpu":
-        return (
-            "begin it as soon as its input is there (async_op=True), and wait for it where its result is needed. There "
-            "is enough compute to hide it behind"
-        )
-    nothing = (
-        ". Prefetching two FSDP2 layers instead of one and registering NCCL's buffers changed nothing measurable on "
-        "8 x H200"
-    )
-    if stack.overlaps:
-        return f"use {no_sm}: its collectives start whatever runs. There is enough compute beside it{nothing}"
-    return (
-        f"use {_NO_SM_COLLECTIVES}: they start whatever runs and slow nothing down; where a matmul waits for its own "
-        "collective (tensor parallelism), split both and overlap the parts. There is enough compute to hide it behind"
-    )
