@@ -30,7 +30,15 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import LOOK_BACK, ReplayGraph, build_graph, by_host, simulate, since_host
+from counterpoint.diagnosis.replay_graph import (
+    LOOK_BACK,
+    ReplayGraph,
+    build_graph,
+    by_host,
+    of_operations,
+    since_host,
+)
+from counterpoint.diagnosis.simulation import simulate, simulate_all
 from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.records.diagnosis import Replay, WhatIfStep
@@ -78,12 +86,13 @@ def replay(
         return None
     measured = graph.window_us * graph.own / graph.steps
     strict = _explained_only(graph)
-    explained = abs(_step_us(strict) / measured - 1.0) <= _CLOSE
-    if explained:
-        graph = strict
+    ends = simulate(strict)
+    explained = abs(_step_us(strict, ends) / measured - 1.0) <= _CLOSE
+    graph, ends = (strict, ends) if explained else (graph, simulate(graph))
+    hosts = by_host(graph)
     what_if: dict[str, ReplayGraph] = {}
     if typical:
-        what_if["no straggler"] = _no_straggler(graph, typical)
+        what_if["no straggler"] = _no_straggler(graph, typical, hosts)
     if alone_us is not None:
         what_if["no contention"] = _no_contention(graph, alone_us)
     late = _suspected(graph, suspected_us) if suspected_us is not None else np.zeros(len(graph.row))
@@ -97,16 +106,17 @@ def replay(
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
     if hosts_known:
-        what_if |= _of_hosts(graph)
+        what_if |= _of_hosts(graph, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
-        what_if["no copies"] = _no_copies(graph, job)
-    what_if |= _without_sms(graph, job, stack, alone_us, blocked)
-    replayed = _step_us(graph)
+        what_if["no copies"] = _no_copies(graph, job, hosts)
+    what_if |= _without_sms(graph, job, stack, alone_us, blocked, hosts)
+    steps_us = [_step_us(g, e) for g, e in zip(what_if.values(), simulate_all(list(what_if.values())), strict=True)]
+    replayed = _step_us(graph, ends)
     return Replay(
         measured_us=measured,
         replayed_us=replayed,
         error=replayed / measured - 1.0 if measured > 0 else 0.0,
-        what_if=tuple(WhatIfStep(name=name, step_us=_step_us(g)) for name, g in what_if.items()),
+        what_if=tuple(WhatIfStep(name=name, step_us=us) for name, us in zip(what_if, steps_us, strict=True)),
         steps=graph.steps,
         waits="explained" if explained else "as_measured",
         collective_waits=collective_waits,
@@ -119,19 +129,20 @@ def _without_sms(
     stack: TracedStack | None,
     alone_us: Sequence[F64] | None,
     blocked: Sequence[Bools] | None,
+    hosts: Sequence[I64],
 ) -> dict[str, ReplayGraph]:
     """Return what copy engines would change, and which part of that is FSDP2's copies."""
     found: dict[str, ReplayGraph] = {}
     if stack is None or not stack.nvidia_nccl:
         return found
     if stack.fsdp2 and any(fsdp2_copies(d).any() for d in job.digests):
-        found[NO_FSDP2_COPIES] = without_fsdp2_copies(graph, job)
-    moved = zero_sm(graph, job, fsdp2=stack.fsdp2, alone_us=alone_us, blocked=blocked)
+        found[NO_FSDP2_COPIES] = without_fsdp2_copies(graph, job, hosts)
+    moved = zero_sm(graph, job, hosts, fsdp2=stack.fsdp2, alone_us=alone_us, blocked=blocked)
     return found if moved is None else found | {ZERO_SM: moved}
 
 
-def _step_us(graph: ReplayGraph) -> float:
-    return (max(simulate(graph)) - graph.head_us) * graph.own / graph.steps
+def _step_us(graph: ReplayGraph, ends: F64) -> float:
+    return (float(ends.max()) - graph.head_us) * graph.own / graph.steps
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
@@ -151,59 +162,59 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
 
 
 def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
-    waiting = np.zeros(len(graph.row))
-    for c, suspected in enumerate(suspected_us):
-        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        waiting[own] = np.minimum(suspected[graph.row[own]], graph.duration[own])
+    waiting: F64 = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
     return waiting
 
 
 def _no_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
-    duration = graph.duration.copy()
-    for c, alone in enumerate(alone_us):
-        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        value = alone[graph.row[own]]
-        duration[own] = np.where(np.isfinite(value), value, duration[own])
-    return changed(graph, duration=duration)
+    alone = of_operations(graph, alone_us, np.nan)
+    return changed(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
 
 
 def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayGraph:
-    seen, lag = graph.seen.copy(), graph.lag.copy()
-    for c, rows in enumerate(blocked):
-        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        own = own[rows[graph.row[own]]]
-        seen[own], lag[own] = 0, np.minimum(lag[own], _SOON_US)
-    return changed(graph, seen=seen, lag=lag)
+    held = of_operations(graph, blocked, False)
+    return changed(
+        graph,
+        seen=np.where(held, 0, graph.seen),
+        lag=np.where(held, np.minimum(graph.lag, _SOON_US), graph.lag),
+    )
 
 
-def _of_hosts(graph: ReplayGraph) -> dict[str, ReplayGraph]:
+def _of_hosts(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
     """Return the graph with hosts that do less, by name; none if no launch is recorded."""
     if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
         return {}
-    found = {"hosts free (CUDA graphs)": _hosts_free(graph)}
+    found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
     if (graph.host_gap >= STALL_US).any():
-        found["no stall on any rank"] = _no_stall(graph)
+        found["no stall on any rank"] = _no_stall(graph, hosts)
     return found
 
 
-def _hosts_free(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph without host time; added edges hold nothing back for longer than in the unchanged replay."""
-    after_host, event, lag = graph.after_host.copy(), graph.event.copy(), graph.lag.copy()
-    ends = np.array(simulate(graph))
+def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGraph:
+    """Return the graph without host time; added edges hold nothing back for longer than in the unchanged replay.
+
+    `ends`: those of the unchanged replay.
+    """
+    event, lag = graph.event.copy(), graph.lag.copy()
     begins = ends[graph.host] + graph.after_host
     for edge in (graph.stream, graph.event, graph.seen):
         begins = np.maximum(begins, ends[edge])
     begins += graph.lag
-    for column in np.unique(graph.column[1:]).tolist():
-        own = by_host(graph, column)
-        after_host[own] -= np.maximum(since_host(graph, own, graph.host_gap[own]), 0.0)  # < 0: calls of two threads
-        ops = np.flatnonzero((graph.column == column) & (graph.row >= 0))
+    for ops in _operations(graph):
         free = ops[(graph.event[ops] == 0) & (graph.seen[ops] == 0)]
         before = _ended_before(graph, ops, free)
         pause = begins[free] - ends[before]
         before, free, pause = (x[(before > 0) & (pause >= -ROUNDED_US)] for x in (before, free, pause))
         event[free], lag[free] = before, np.minimum(lag[free], pause)
-    return changed(graph, after_host=after_host, event=event, lag=lag)
+    worked = np.maximum(since_host(graph, hosts, graph.host_gap), 0.0)  # < 0: calls of two threads
+    return changed(graph, after_host=graph.after_host - worked, event=event, lag=lag)
+
+
+def _operations(graph: ReplayGraph) -> list[I64]:
+    """Return each rank's GPU operations."""
+    ops = np.flatnonzero(graph.row >= 0)
+    ops = ops[np.argsort(graph.column[ops], kind="stable")]
+    return np.split(ops, np.searchsorted(graph.column[ops], np.arange(1, int(graph.column.max()) + 1)))
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
@@ -217,43 +228,47 @@ def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
     return np.where(fits.any(axis=1), candidate[np.arange(len(nodes)), fits.argmax(axis=1)], 0)
 
 
-def _no_stall(graph: ReplayGraph) -> ReplayGraph:
-    after_host = graph.after_host.copy()
-    for column in np.unique(graph.column[1:]).tolist():
-        own = by_host(graph, column)
+def _no_stall(graph: ReplayGraph, hosts: Sequence[I64]) -> ReplayGraph:
+    saved = np.zeros(len(graph.row))
+    for own in hosts:
         gap = graph.host_gap[own]
         usual = gap[(gap > 0) & (gap < STALL_US)]
         pace = float(np.median(usual)) if len(usual) else 0.0
-        after_host[own] += since_host(graph, own, np.where(gap >= STALL_US, pace - gap, 0.0))
-    return changed(graph, after_host=after_host)
+        saved[own] = np.where(gap >= STALL_US, pace - gap, 0.0)
+    return changed(graph, after_host=graph.after_host + since_host(graph, hosts, saved))
 
 
-def _no_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
+def _no_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> ReplayGraph:
     copies = graph.kind == Kind.MEMCPY
-    after_host = graph.after_host.copy()
-    for column in np.unique(graph.column[1:]).tolist():
-        own = by_host(graph, column)
-        gpu, row = job.digests[column].gpu, graph.row[own]
-        call = np.where(copies[own], (gpu.launch_end - gpu.launch_start)[np.maximum(row, 0)], 0.0)
-        before = np.concatenate(([0.0], call[:-1]))  # part of the next node's host_gap
-        calling = np.minimum(before, np.maximum(graph.host_gap[own], 0.0))
-        after_host[own] -= since_host(graph, own, calling)
-    return changed(graph, after_host=after_host, duration=np.where(copies, 0.0, graph.duration))
+    call = of_operations(graph, [d.gpu.launch_end - d.gpu.launch_start for d in job.digests], 0.0)
+    calling = np.zeros(len(graph.row))
+    for own in hosts:
+        before = np.concatenate(([0.0], np.where(copies[own], call[own], 0.0)[:-1]))  # part of the next host_gap
+        calling[own] = np.minimum(before, np.maximum(graph.host_gap[own], 0.0))
+    return changed(
+        graph,
+        after_host=graph.after_host - since_host(graph, hosts, calling),
+        duration=np.where(copies, 0.0, graph.duration),
+    )
 
 
-def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int]) -> ReplayGraph:
+def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int], hosts: Sequence[I64]) -> ReplayGraph:
     duration, after_host = graph.duration.copy(), graph.after_host.copy()
+    saved = np.zeros(len(graph.row))
     for late, stand_in in typical.items():
-        own, theirs = by_host(graph, late), by_host(graph, stand_in)
+        own, theirs = hosts[late], hosts[stand_in]
         stretch, their_stretch = _stretch(graph, own), _stretch(graph, theirs)
         gap = _stand_in(graph.host_gap[own], stretch, graph.host_gap[theirs], their_stretch)
-        after_host[own] += since_host(graph, own, gap - graph.host_gap[own])
-        if (root := graph.row[own] < 0).any():
-            after_host[own[root][0]] = graph.after_host[theirs[graph.row[theirs] < 0][0]]
+        saved[own] = gap - graph.host_gap[own]
         local, their_local = _is_local(graph, own), _is_local(graph, theirs)
         duration[own[local]] = _stand_in(
             duration[own[local]], stretch[local], graph.duration[theirs[their_local]], their_stretch[their_local]
         )
+    after_host += since_host(graph, hosts, saved)
+    for late, stand_in in typical.items():
+        own, theirs = hosts[late], hosts[stand_in]
+        if (root := graph.row[own] < 0).any():
+            after_host[own[root][0]] = graph.after_host[theirs[graph.row[theirs] < 0][0]]
     return changed(graph, duration=duration, after_host=after_host)
 
 

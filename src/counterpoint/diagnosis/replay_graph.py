@@ -20,6 +20,7 @@ began. Node 0 marks the start of the simulation: it ends at 0, and an edge that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,51 +92,29 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
     )
 
 
-def simulate(graph: ReplayGraph) -> list[float]:
-    """Return when every node ends, in µs after node 0: one pass, since every node follows all it depends on."""
-    ends = [0.0] * len(graph.row)
-    last_arrival = [0.0] * (int(graph.collective.max()) + 1)
-    to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
-    inside: list[list[int]] = [[] for _ in last_arrival]
-    arrives, leaves, transfer = graph.arrives.tolist(), graph.leaves.tolist(), graph.transfer.tolist()
-    edges = (graph.host, graph.after_host, graph.stream, graph.event, graph.seen, graph.collective)
-    columns = [column.tolist() for column in (*edges, graph.lag, graph.duration)]
-    for node, (host, after, stream, event, seen, joint, lag, duration) in enumerate(zip(*columns, strict=True)):
-        begin = ends[host] + after
-        if ends[stream] > begin:
-            begin = ends[stream]
-        if ends[event] > begin:
-            begin = ends[event]
-        if ends[seen] > begin:
-            begin = ends[seen]
-        begin += lag
-        ends[node] = begin + duration
-        if joint < 0:
-            continue
-        if arrives[node]:
-            to_come[joint] -= 1
-            last_arrival[joint] = max(last_arrival[joint], begin)
-        if leaves[node]:
-            ends[node] = begin
-            inside[joint].append(node)
-        if not to_come[joint]:
-            for left in inside[joint]:
-                ends[left] = max(ends[left], last_arrival[joint] + transfer[left])
-            inside[joint].clear()
-    return ends
+def by_host(graph: ReplayGraph) -> list[I64]:
+    """Return each rank's nodes in host order: by launch of operations and by return of host calls."""
+    nodes = np.flatnonzero(np.isfinite(graph.order))
+    nodes = nodes[np.argsort(graph.order[nodes], kind="stable")]
+    nodes = nodes[np.argsort(graph.column[nodes], kind="stable")]
+    return np.split(nodes, np.searchsorted(graph.column[nodes], np.arange(1, int(graph.column.max()) + 1)))
 
 
-def by_host(graph: ReplayGraph, column: int) -> I64:
-    """Return a rank's nodes in host order: by launch of operations and by return of host calls."""
-    nodes = np.flatnonzero((graph.column == column) & np.isfinite(graph.order))
-    return nodes[np.argsort(graph.order[nodes], kind="stable")]
-
-
-def since_host(graph: ReplayGraph, nodes: I64, gap: F64) -> F64:
-    """Return, for every node, the sum of `gap` over `nodes` (in host order) since the host call that it follows."""
+def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
+    """Return, for every node, the sum of `gap` in host order since the host call that it follows."""
     total = np.zeros(len(graph.row))
-    total[nodes] = np.cumsum(gap)
-    return total[nodes] - total[graph.host[nodes]]
+    for nodes in hosts:
+        total[nodes] = np.cumsum(gap[nodes])
+    return np.where(np.isfinite(graph.order), total - total[graph.host], 0.0)
+
+
+def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any:
+    """Return, for every node, the value of its operation in `values` (per column); `absent` for host calls."""
+    first = np.cumsum([0] + [len(v) for v in values])
+    found = np.full(len(graph.row), absent)
+    ops = graph.row >= 0
+    found[ops] = np.concatenate(values)[first[graph.column[ops]] + graph.row[ops]]
+    return found
 
 
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:

@@ -26,10 +26,11 @@ from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import ReplayGraph, by_host, simulate, since_host
+from counterpoint.diagnosis.replay_graph import ReplayGraph, of_operations, since_host
+from counterpoint.diagnosis.simulation import simulate
 from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.pair.together import REDUCTIONS, disturbance
-from counterpoint.trace.timeline import F64, Bools, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _COPY = re.compile(  # FSDP2's, in and out of the buffers of its collectives; a cast to another type is none
     r"split_with_sizes_copy|chunk_cat|multi_tensor_apply.*\bCopy<(?P<type>[\w:]+), (?P=type)>"
@@ -44,6 +45,7 @@ _SUMS = 2.0  # kernels that add up gradients while others hold SMs, over their b
 def zero_sm(
     graph: ReplayGraph,
     job: TracedJob,
+    hosts: Sequence[I64],
     *,
     fsdp2: bool,
     alone_us: Sequence[F64] | None = None,
@@ -56,6 +58,7 @@ def zero_sm(
     Args:
         graph: the replayed steps.
         job: ranks on one clock.
+        hosts: each rank's nodes in host order.
         fsdp2: whether the collectives are FSDP2's.
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
@@ -67,30 +70,25 @@ def zero_sm(
     moved = np.isfinite(transfer)
     if not moved.any():
         return None
-    duration, seen, lag = _without_nccl(graph, moved, profile), graph.seen.copy(), graph.lag.copy()
-    for c in range(len(job.digests)):
-        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        row = graph.row[own]
-        if alone_us is not None:
-            alone = alone_us[c][row]
-            duration[own] = np.where(np.isfinite(alone), alone, duration[own])
-        if blocked is not None:
-            held = own[blocked[c][row] & moved[own]]
-            seen[held], lag[held] = 0, np.minimum(lag[held], _SOON_US)
+    duration, held = _without_nccl(graph, moved, profile), np.zeros(len(graph.row), bool)
+    if alone_us is not None:
+        alone = of_operations(graph, alone_us, np.nan)
+        duration = np.where(np.isfinite(alone), alone, duration)
+    if blocked is not None:
+        held = of_operations(graph, blocked, False) & moved
     changed = replace(
         graph,
         duration=np.where(moved, transfer, duration),
         transfer=np.where(moved, transfer, graph.transfer),
-        seen=seen,
-        lag=lag,
+        seen=np.where(held, 0, graph.seen),
+        lag=np.where(held, np.minimum(graph.lag, _SOON_US), graph.lag),
     )
     if fsdp2:
-        changed = without_fsdp2_copies(changed, job)
+        changed = without_fsdp2_copies(changed, job, hosts)
     duration = changed.duration
     lost = 1.0 - disturbance("zero_sm", profile).compute_kept + sums / transfer
     for _ in range(_ROUNDS):
-        ends = np.array(simulate(changed))
-        changed = replace(changed, duration=_beside(changed, ends, duration, lost))
+        changed = replace(changed, duration=_beside(changed, simulate(changed), duration, lost))
     return changed
 
 
@@ -100,16 +98,16 @@ def fsdp2_copies(digest: RankDigest) -> Bools:
     return copies[digest.gpu.name] & (digest.gpu.kind != Kind.COMM) if len(copies) else np.zeros(0, bool)
 
 
-def without_fsdp2_copies(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
+def without_fsdp2_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> ReplayGraph:
     """Return the graph in which FSDP2's copies, and launching them, take no time."""
-    vanished, after_host = np.zeros(len(graph.row), bool), graph.after_host.copy()
-    for c, digest in enumerate(job.digests):
-        own = np.flatnonzero((graph.column == c) & (graph.row >= 0))
-        vanished[own] = fsdp2_copies(digest)[graph.row[own]]
-        launched = by_host(graph, c)
-        after_host[launched] -= since_host(graph, launched, np.where(vanished, graph.host_gap, 0.0)[launched])
-    busy = np.where(vanished, 0.0, graph.duration), np.where(vanished, 0.0, graph.lag)
-    return replace(graph, duration=busy[0], lag=busy[1], after_host=after_host)
+    vanished = of_operations(graph, [fsdp2_copies(d) for d in job.digests], False)
+    launching = since_host(graph, hosts, np.where(vanished, graph.host_gap, 0.0))
+    return replace(
+        graph,
+        duration=np.where(vanished, 0.0, graph.duration),
+        lag=np.where(vanished, 0.0, graph.lag),
+        after_host=graph.after_host - launching,
+    )
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:
