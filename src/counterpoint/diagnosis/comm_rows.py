@@ -112,6 +112,8 @@ def _serves(
 
 def _members(gpu: GpuOps, first: int, last: int) -> I64:
     """Return the rows of the communication operations from `first` to `last` on the stream of `first`."""
+    if first == last:
+        return np.array([first])
     part = slice(first, last + 1)
     return first + np.flatnonzero((gpu.stream[part] == gpu.stream[first]) & (gpu.kind[part] == Kind.COMM))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -304,7 +305,7 @@ class _Threads:
     @classmethod
     def of(cls, timeline: Timeline, own: U8, start: F64, end: F64) -> _Threads:
         host, gpu = timeline.host, timeline.gpu
-        frames = np.array([bool(_FRAME.match(n)) for n in timeline.names], bool)
+        frames = np.array([host_names.says(n, _FRAME) for n in timeline.names], bool)
         idle = Intervals.union(start, end)
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
         if len(host):
@@ -317,7 +318,7 @@ class _Threads:
         threads, count = np.unique(host.thread[rows], return_counts=True)
         launches = np.bincount(gpu.launch_thread[gpu.launch_thread >= 0], minlength=int(threads.max(initial=0)) + 1)
         ranked = threads[np.lexsort((-count, -launches[threads]))][:_THREADS]
-        waiting = np.array([bool(_WAITING.search(n)) for n in timeline.names], bool)
+        waiting = np.array([host_names.says(n, _WAITING) for n in timeline.names], bool)
         layers = {}
         for thread in ranked.tolist():
             on = rows[(host.thread[rows] == thread) & (parent[rows] > -2)]
@@ -380,6 +381,7 @@ def _blocking(host: HostOps, own: U8) -> I64:
     return np.flatnonzero((host.kind == HostKind.RUNTIME) & ((category == SYNCHRONISE) | copies)).astype(np.int64)
 
 
+@lru_cache(maxsize=1 << 13)  # the ranks of a job share their names
 def _category(name: str) -> int:
     return next((_NUMBER[c] for c, patterns in _PATTERNS if any(p.search(name) for p in patterns)), OPERATION)
 
@@ -408,7 +410,7 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
         HostOps. Parent -1: none; -2: nested too deeply. A range without a category of its own takes its parent's.
     """
     host = timeline.host
-    library = np.array([bool(_LIBRARY.search(n)) for n in timeline.names], bool)
+    library = np.array([host_names.says(n, _LIBRARY) for n in timeline.names], bool)
     category, parent, end = np.zeros(len(host), np.uint8), np.full(len(host), -1), host.end.copy()
     inside = np.full(len(host), -1)
     if not len(rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 ALLOCATION = re.compile(
     r"^(cuda|hip)(Malloc|Free|HostAlloc|HostFree|HostRegister|Mem(Pool|Create|Map|Unmap|Release|SetAccess))"
@@ -39,3 +40,9 @@ SYNCHRONISATION = re.compile(
     r"synchronize|^aten::(item|_local_scalar_dense)$|^(Stream|Context|Event|Device) Sync", re.I
 )
 COPY = re.compile(r"^(cuda|hip)Memcpy(?!.*Peer)|^cuMemcpy(?!Peer)|^hipMemcpyWithStream")
+
+
+@lru_cache(maxsize=1 << 13)
+def says(name: str, *patterns: re.Pattern[str]) -> bool:
+    """Return whether one of the patterns is found in a name; remembered, as the ranks of a job share their names."""
+    return any(pattern.search(name) for pattern in patterns)

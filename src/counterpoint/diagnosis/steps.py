@@ -318,9 +318,9 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
         ("start-up (memory, streams and modules made)", (host_names.START_UP, host_names.ALLOCATION), _START_UP_SHARE,
          True),
     ):  # fmt: skip
-        is_it = np.array([any(p.search(name) for p in patterns) for name in timeline.names], bool)
+        is_it = np.array([host_names.says(name, *patterns) for name in timeline.names], bool)
         if host_names.COMPILATION in patterns:  # what captures may say that dynamo timed it
-            is_it &= ~np.array([bool(host_names.CAPTURE.search(name)) for name in timeline.names], bool)
+            is_it &= ~np.array([host_names.says(name, host_names.CAPTURE) for name in timeline.names], bool)
         rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
         if not len(rows):
             continue

@@ -12,6 +12,7 @@ device is not.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from counterpoint.trace.timeline import Kind
 
@@ -69,6 +70,7 @@ _OPS = (  # the first match counts: longer names stand before the names that the
     ("recv", re.compile(r"^i?recv|pushrecv|pullrecv|nccl:recv", re.I)),
     ("reduce", re.compile(r"reduce", re.I)),
 )
+_REMEMBERED = 1 << 12  # names: the ranks of a job share theirs
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
@@ -89,6 +91,7 @@ def is_multi_tensor(name: str) -> bool:
     return "multi_tensor_apply" in name
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def kernel_kind(name: str, *, has_collective: bool = False) -> Kind:
     """Return COMM for a kernel with collective metadata or the name of a communication kernel, else COMPUTE."""
     return Kind.COMM if has_collective or _communicates(name) else Kind.COMPUTE
@@ -137,6 +140,7 @@ def memcpy_kind(name: str) -> Kind:
     return Kind.COMM if "PtoP" in name or "P2P" in name or "Peer" in name else Kind.MEMCPY
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def normal_op(name: str) -> str:
     """Return PyTorch's name for an operation: `_allgather_base` -> `all_gather`; unknown names in lower case."""
     for op, pattern in _OPS:
@@ -150,6 +154,7 @@ def is_known_op(op: str) -> bool:
     return op in _KNOWN_OPS
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def host_collective(name: str) -> str | None:
     """Return the collective named by a host range (`nccl:all_to_all`, `c10d::alltoall_base_`), else None."""
     found = _HOST_COLLECTIVE.match(name)
@@ -157,6 +162,7 @@ def host_collective(name: str) -> str | None:
     return op if op in _KNOWN_OPS else None
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def collective_op(kernel_name: str) -> str:
     """Return the collective that the name of a communication kernel or peer copy states."""
     if kernel_name.startswith("Memcpy"):
@@ -169,6 +175,7 @@ def collective_op(kernel_name: str) -> str:
     return op if op in _KNOWN_OPS else "unknown"
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def expert_leg(kernel_name: str) -> str | None:
     """Return whether a communication kernel dispatches tokens to experts or combines their results; None: neither."""
     found = _EXPERT_LEG.search(_symbol(kernel_name))
