@@ -54,11 +54,13 @@ class Intervals:
         """Return the intersection with another set."""
         if not len(self) or not len(other):
             return Intervals(np.empty(0), np.empty(0))
-        edges = np.unique(np.concatenate((self.start, self.end, other.start, other.end)))
-        low, high = edges[:-1], edges[1:]
-        middle = (low + high) / 2
-        keep = self.covers(middle) & other.covers(middle)
-        return Intervals.union(low[keep], high[keep])
+        first = np.searchsorted(other.end, self.start, side="right")
+        count = np.maximum(np.searchsorted(other.start, self.end) - first, 0)
+        mine = np.repeat(np.arange(len(self)), count)
+        theirs = np.arange(len(mine)) + np.repeat(first - (np.cumsum(count) - count), count)
+        return Intervals(
+            np.maximum(self.start[mine], other.start[theirs]), np.minimum(self.end[mine], other.end[theirs])
+        )
 
     def __or__(self, other: Intervals) -> Intervals:
         """Return the union with another set."""

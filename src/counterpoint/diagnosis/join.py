@@ -210,13 +210,14 @@ def _table(
     group_members: dict[_Key, set[int]] = {}
     for key, _, members in found:
         group_members.setdefault(key, set()).update(members)
+    tokens = [_tokens(table, np.arange(len(table))) for table in rows]
     in_group: Counter[_Key] = Counter()
     for at, (key, how, members) in enumerate(found):
         for column, r in members.items():
             row[at, column] = r
             start[at, column] = rows[column].start[r] + base_us[column]
             end[at, column] = rows[column].end[r] + base_us[column]
-        facts = {_tokens(rows[c], np.array([r]))[0] for c, r in members.items()}
+        facts = {tokens[c][r] for c, r in members.items()}
         mismatched += len(facts) > 1
         first = next(iter(members.items()))
         op.append(rows[first[0]].op[first[1]])

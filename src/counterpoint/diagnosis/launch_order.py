@@ -22,6 +22,7 @@ from counterpoint.trace.timeline import I32, I64, Bools, GpuOps, Kind, device_of
 
 _CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
+_PAIRS = 1 << 20  # of collectives and kernels that are looked at together
 _EARLY = 0.25  # last part of a kernel, in which its blocks leave SMs free and other kernels can start
 
 
@@ -74,23 +75,30 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
     highs = np.searchsorted(begin, comm.end)
     # peer copies need no SM, but a local copy right before them on their stream may
     needs_sms = ((comm.ctas > 0) | (ops != comm.first)) & np.isfinite(gpu.launch_start[ops])
-    for row in np.flatnonzero(needs_sms & (lows < highs)).tolist():
-        op = int(ops[row])
-        start, launched = float(gpu.start[op]), float(gpu.launch_start[op])
-        others = holds[lows[row] : highs[row]]
-        others = others[gpu.stream[others] != gpu.stream[op]]
-        others = others[device_of(gpu.stream[others]) == device_of(gpu.stream[op])]
-        late = gpu.end[others] - _EARLY * (gpu.end[others] - gpu.start[others])  # from here on SMs become free
-        for kernel in others[(gpu.launch_start[others] < launched) & (late > start + _CLOSE_US)].tolist():
-            beside.add((comm.op[row], d.names[gpu.name[kernel]]))
-        near = others[(late <= start) & (gpu.end[others] >= start - _CLOSE_US) & (gpu.start[others] < start)]
-        if not len(near):
-            continue
-        by = int(near[np.argmax(gpu.end[near])])
-        ready = max(float(gpu.launch_end[op]), float(gpu.end[previous[op]]) if previous[op] >= 0 else -np.inf)
-        lost = min(start - ready, start - float(gpu.start[by]))
-        if lost >= _SHORTEST_US:
-            found.append(Blocked(column=column, row=row, op=op, by=by, lost_us=lost, proof=_proof(job, column, op, by)))
+    rows = np.flatnonzero(needs_sms & (lows < highs))
+    for part in np.split(rows, np.flatnonzero(np.diff(np.cumsum((highs - lows)[rows]) // _PAIRS)) + 1):
+        reach = (highs - lows)[part]
+        row = np.repeat(part, reach)  # pairs of a collective and a kernel that holds every SM
+        other = holds[np.arange(len(row)) + np.repeat(lows[part] - (np.cumsum(reach) - reach), reach)]
+        apart = gpu.stream[other] != gpu.stream[ops[row]]
+        apart &= device_of(gpu.stream[other]) == device_of(gpu.stream[ops[row]])
+        row, other = row[apart], other[apart]
+        start, end = gpu.start[ops[row]], gpu.end[other]
+        late = end - _EARLY * (end - gpu.start[other])  # from here on SMs become free
+        free = (gpu.launch_start[other] < gpu.launch_start[ops[row]]) & (late > start + _CLOSE_US)
+        pairs = zip(row[free].tolist(), gpu.name[other[free]].tolist(), strict=True)
+        beside |= {(comm.op[r], d.names[name]) for r, name in set(pairs)}
+        near = np.flatnonzero((late <= start) & (end >= start - _CLOSE_US) & (gpu.start[other] < start))
+        near = near[np.lexsort((-end[near], row[near]))]
+        near = near[np.flatnonzero(np.diff(row[near], prepend=-1))]  # the one that ended last, for each collective
+        op, by = ops[row[near]], other[near]
+        free_at = np.where(previous[op] >= 0, gpu.end[previous[op]], -np.inf)
+        lost = np.minimum(start[near] - np.maximum(gpu.launch_end[op], free_at), start[near] - gpu.start[by])
+        found += [
+            Blocked(column=column, row=r, op=o, by=k, lost_us=us, proof=_proof(job, column, o, k))
+            for r, o, k, us in zip(row[near].tolist(), op.tolist(), by.tolist(), lost.tolist(), strict=True)
+            if us >= _SHORTEST_US
+        ]
     return found, beside
 
 

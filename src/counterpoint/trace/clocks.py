@@ -119,7 +119,7 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
         step -= step[0]
         shift = shift + step
         if sweep >= 2 and len(local) >= 8:
-            tilt = np.array([_slope(local[:, r] - pivot, residual[:, r]) for r in range(local.shape[1])])
+            tilt = _slopes(local - pivot, residual)
             tilt -= tilt[0]
             slope = slope + tilt
         if sweep >= 4 and float(np.abs(step).max(initial=0.0)) < 1e-3:
@@ -146,6 +146,22 @@ def _steady(x: F64, y: F64, slope: float) -> bool:
     middle = float(np.nanmedian(x))
     halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
     return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)
+
+
+def _slopes(x: F64, y: F64) -> F64:
+    """Return the slope of each column; those without gaps are computed together."""
+    slope = np.empty(x.shape[1])
+    whole = np.isfinite(x).all(axis=0) & np.isfinite(y).all(axis=0)
+    half = len(x) // 2
+    order = np.argsort(x[:, whole], axis=0, kind="stable")
+    dx, dy = (np.take_along_axis(v[:, whole], order, 0) for v in (x, y))
+    dx, dy = (v[half:] - v[: len(v) - half] for v in (dx, dy))
+    apart = (dx > 0).all(axis=0)
+    together = np.flatnonzero(whole)[apart] if half >= 4 else np.empty(0, np.int64)
+    slope[together] = np.median(dy[:, apart] / dx[:, apart], axis=0) if len(together) else 0.0
+    for r in np.setdiff1d(np.arange(len(slope)), together).tolist():
+        slope[r] = _slope(x[:, r], y[:, r])
+    return slope
 
 
 def _slope(x: F64, y: F64) -> float:

@@ -1,4 +1,4 @@
-"""Distinct rows of a table, as numpy finds them but faster."""
+"""Intersections of sets of times; distinct rows of a table, as numpy finds them but faster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.diagnosis import intervals
-from counterpoint.diagnosis.intervals import unique_rows
+from counterpoint.diagnosis.intervals import Intervals, unique_rows
 
 ROWS = st.lists(st.lists(st.sampled_from([-1, 0, 1, 7, 1 << 40, -(1 << 62)]), min_size=3, max_size=3), max_size=30)
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
+
+
+@given(SPANS, SPANS)
+def test_intersection_is_what_both_sets_cover(one: list[tuple[int, int]], two: list[tuple[int, int]]) -> None:
+    """Every unit of time is in it if it is in both, and what touches is one interval."""
+    sets = [Intervals.union(*np.array(spans, np.float64).reshape(-1, 2).T) for spans in (one, two)]
+    both = sets[0] & sets[1]
+    middle = np.arange(40) + 0.5
+    assert (both.covers(middle) == (sets[0].covers(middle) & sets[1].covers(middle))).all()
+    assert (both.end > both.start).all()
+    assert (both.start[1:] > both.end[:-1]).all()
 
 
 @given(ROWS)

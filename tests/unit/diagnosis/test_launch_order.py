@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from counterpoint.diagnosis import launch_order
 from counterpoint.diagnosis.launch_order import Blocked, find_blocked
 from tests.support.job_builder import Host, Op, Rank, comm, host, job, op, rank
 
@@ -44,6 +45,18 @@ SOME_WAIT = host("cudaStreamWaitEvent", -5, -4)  # so that the trace has a host 
 def test_proof(parts: tuple[Op | Host, ...], proof: str) -> None:
     """A collective that starts as the kernel ends, and what shows that it did not depend on it."""
     assert [proof in b.proof for b in blocked(*parts)] == [True]
+
+
+def test_collectives_looked_at_in_turn_are_told_as_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two collectives, each behind a kernel, and one that starts beside a kernel: one pair at a time, the same."""
+    parts: list[Op | Host] = [SOME_WAIT]
+    for at in (0.0, 5000.0):
+        parts += [holder(at + 10, at + 1010, launch=at), gather(at + 1012, at + 20)]
+    parts += [holder(10_010, 11_010, launch=10_000.0), gather(10_300, 10_020)]
+    at_once = blocked(*parts)
+    assert [b.row for b in at_once] == [0, 1]
+    monkeypatch.setattr(launch_order, "_PAIRS", 1)
+    assert blocked(*parts) == at_once
 
 
 def test_time_lost_is_from_ready_to_start() -> None:
