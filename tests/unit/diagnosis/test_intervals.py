@@ -20,7 +20,7 @@ def test_intersection_is_what_both_sets_cover(one: list[tuple[int, int]], two: l
     """Every unit of time is in it if it is in both, and what touches is one interval."""
     sets = [Intervals.union(*np.array(spans, np.float64).reshape(-1, 2).T) for spans in (one, two)]
     both = sets[0] & sets[1]
-    middle = np.arange(40) + 0.5
+    middle = np.arange(0.5, 40)
     assert (both.covers(middle) == (sets[0].covers(middle) & sets[1].covers(middle))).all()
     assert (both.end > both.start).all()
     assert (both.start[1:] > both.end[:-1]).all()
