@@ -254,9 +254,11 @@ class _Layer:
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
         """Return the spans in which each of `rows`, sorted by start, is innermost; `parent` is the range around it."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
-        label = np.concatenate((parent[rows][::-1], rows))
+        label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
-        edge, label = edge[order], label[order]
+        edge = edge[order]
+        label = label[order]
+        del order
         keep = (edge[1:] > edge[:-1]) & (label[:-1] >= 0)
         return cls(edge[:-1][keep], edge[1:][keep], label[:-1][keep])
 
@@ -328,7 +330,7 @@ class _Threads:
         held = held[host.start[held] >= np.concatenate(([-np.inf], np.maximum.accumulate(host.end[held])[:-1]))]
         shared = _Layer(host.start[held], host.end[held], held)
         idle_others = {
-            t: _Layer(layer.start[k], layer.end[k], layer.row[k])
+            t: layer if k.all() else _Layer(layer.start[k], layer.end[k], layer.row[k])
             for t, layer in layers.items()
             for k in [~waiting[host.name[layer.row]]]
         }
