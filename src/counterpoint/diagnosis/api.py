@@ -242,7 +242,7 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         clock_uncertainty_us=_by_rank(ranks, clocks.uncertainty),
         clock_drift_ppm=_by_rank(ranks, clocks.drift * 1e6),
         verdict=verdict(job, total, findings, played),
-        notes=(*notes, *job.notes, *notes_on_gpus(per_gpu)),
+        notes=(*notes, *job.notes, *notes_on_gpus(job, per_gpu)),
         steps=account.steps(job),
         totals=total,
         per_rank=per_rank,

@@ -50,7 +50,7 @@ class Engine:
 
 
 def digest_file(file: TraceFile, limits: Limits) -> list[RankDigest]:
-    """Return the digests of one file: one rank for Kineto, every rank of the export for Nsight Systems."""
+    """Return the digests of one file: mostly one rank for Kineto, every rank of the export for Nsight Systems."""
     if file.format == "nsys":
         from counterpoint.trace.nsys import read_nsys
 
@@ -58,7 +58,7 @@ def digest_file(file: TraceFile, limits: Limits) -> list[RankDigest]:
             return [replace(digest(timeline), path=file.label) for timeline in read_nsys(file.path)]
         except BadTrace as error:  # the reader knows only the path, which may be a temporary one from an archive
             raise BadTrace(error.reason, path=file.label, offset=error.offset) from None
-    return [digest(read_kineto(file, limits))]
+    return [digest(timeline) for timeline in read_kineto(file, limits)]
 
 
 def digest_all(
@@ -84,14 +84,14 @@ def _in_turn(files: list[TraceFile], limits: Limits, workers: int, tell: Progres
     for done, file in enumerate(files):
         tell(done, len(files), f"reading {file.label}")
         if file.format == "kineto":
-            timeline = read_kineto(
+            timelines = read_kineto(
                 file,
                 limits,
                 processes=workers,
                 progress=lambda events, at=done: tell(at, len(files), f"{events:,} events"),  # type: ignore[misc]
             )
             tell(done, len(files), "digesting")
-            found.append(digest(timeline))
+            found += [digest(timeline) for timeline in timelines]
         else:
             found += digest_file(file, limits)
     return found

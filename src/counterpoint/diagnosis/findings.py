@@ -135,7 +135,7 @@ def find_findings(
         *_fsdp2_copies(job, saved, step, no_sm),
         *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
         *find_copies(job, busy, saved, step),
-        *find_turns(per_rank, per_gpu, job.num_steps, job.whole),
+        *find_turns(job, per_rank, per_gpu),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *find_pipeline_bubbles(job, w, busy, collectives, step),
         *imbalance,

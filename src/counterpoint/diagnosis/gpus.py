@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, GpuAccount, RankAccount, severity_of
 
 _WORTH = 0.03  # of a step
@@ -21,34 +22,31 @@ _ADVICE_IN_PART = (
 )
 
 
-def notes_on_gpus(per_gpu: tuple[GpuAccount, ...]) -> tuple[str, ...]:
+def notes_on_gpus(job: TracedJob, per_gpu: tuple[GpuAccount, ...]) -> tuple[str, ...]:
     """Return what to know of ranks whose process drives several GPUs: their times are means, and how busy each is."""
+    processes = {d.rank: d.processes for d in job.digests}
     ranks = sorted({gpu.rank for gpu in per_gpu})
     notes = []
     for rank in ranks[:_RANKS_SHOWN]:
         gpus = [gpu for gpu in per_gpu if gpu.rank == rank]
         shown = [f"GPU {g.gpu} {_share(g.duration_us - g.idle_us, g.duration_us)}" for g in gpus[:_GPUS_SHOWN]]
         more = " …" if len(gpus) > _GPUS_SHOWN else ""
+        who = "one process that drives"
+        if processes[rank] > 1:
+            who = f"{processes[rank]} processes, which the file does not tell apart, that drive"
         notes.append(
-            f"rank {rank} is one process that drives {len(gpus)} GPUs: its times are means over them. Busy: "
-            f"{', '.join(shown)}{more}"
+            f"rank {rank} is {who} {len(gpus)} GPUs: its times are means over them. Busy: {', '.join(shown)}{more}"
         )
     if len(ranks) > _RANKS_SHOWN:
         notes.append(f"{len(ranks) - _RANKS_SHOWN} more ranks drive several GPUs")
     return tuple(notes)
 
 
-def find_turns(
-    per_rank: tuple[RankAccount, ...], per_gpu: tuple[GpuAccount, ...], steps: int, what: str
-) -> list[Finding]:
-    """Return a finding if GPUs of one process idle while others of it work; the cost is their mean idle time so.
-
-    Args:
-        per_rank: one account per rank.
-        per_gpu: one account per GPU, of processes with several.
-        steps: how many steps the accounts are of.
-        what: step or recording, which the cost is of.
-    """
+def find_turns(job: TracedJob, per_rank: tuple[RankAccount, ...], per_gpu: tuple[GpuAccount, ...]) -> list[Finding]:
+    """Return a finding if GPUs of one process idle while others of it work; the cost is their mean idle time so."""
+    if any(d.processes > 1 for d in job.digests):
+        return []  # of several processes: it may be waiting for one another
+    steps, what = job.num_steps, job.whole
     step = float(np.mean([rank.duration_us for rank in per_rank])) / steps
     cost = sum(rank.other_gpu_us for rank in per_rank) / len(per_rank) / steps
     if not per_gpu or cost < _WORTH * step:

@@ -1,4 +1,4 @@
-"""Read Kineto JSON (torch.profiler's `export_chrome_trace`, 2020 to today) into a `Timeline`.
+"""Read Kineto JSON (torch.profiler's `export_chrome_trace`, 2020 to today) into one `Timeline` per rank.
 
 Events are decoded by type, a block at a time, and put into columns at once, so memory grows with the columns, not with
 the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid). For
@@ -25,6 +25,7 @@ from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
+from counterpoint.trace.kineto_processes import find_processes
 from counterpoint.trace.source import Limits, TraceFile, compression, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     DEVICE_BITS,
@@ -58,8 +59,10 @@ def read_kineto(
     *,
     progress: Callable[[int], None] | None = None,
     processes: int = 1,
-) -> Timeline:
-    """Return the timeline of one rank; a file that cannot be read raises `BadTrace` with the byte offset.
+) -> list[Timeline]:
+    """Return the timeline of the file's rank; of each rank, if processes with GPUs of their own were merged in it.
+
+    A file that cannot be read raises `BadTrace` with the byte offset.
 
     Args:
         file: the file to read.
@@ -70,7 +73,7 @@ def read_kineto(
     limits = limits or Limits()
     read = read_by_two_processes(file, limits, progress) if processes > 1 else None
     columns, header = read or read_events(file, limits, progress=progress)
-    return _timeline(file, header, columns)
+    return _timelines(file, header, columns)
 
 
 def read_events(
@@ -162,7 +165,7 @@ def _middle(file: TraceFile, size: int) -> int | None:
     return middle + found.start(1) if found else None
 
 
-def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Timeline:
+def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> list[Timeline]:
     if not columns.gpu and not columns.host:
         raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
     # each column's parts are given up at once: all columns twice would double the memory
@@ -171,13 +174,35 @@ def _timeline(file: TraceFile, header: dict[str, Any], columns: Columns) -> Time
         works = ~np.isin(gpu["name"], [columns.names[n] for n in _DEVICE_WAITS if n in columns.names])
         gpu = {name: column[works] for name, column in gpu.items()} if works.any() else {}
     host = {name: np.concatenate(columns.host.pop(name)) for name in list(columns.host)}
-    names = tuple(columns.names)
-    shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
     origin = min(float(t["start"].min()) for t in (gpu, host) if t)  # µs since base_us
     for table in (gpu, host):
         if table:
             table["start"] -= origin
             table["end"] = table["start"] + table.pop("dur")
+    found = find_processes(gpu, host, columns.lanes, columns.threads)
+    if not found.owners:
+        whole = _timeline(file, header, columns, gpu, host, origin)
+        return [replace(whole, processes=found.count, notes=(*whole.notes, *found.notes))]
+    parts = []
+    for number, ((of_gpu, of_host), note) in enumerate(zip(found.owners, found.notes, strict=True)):
+        mine, theirs = ({n: c[rows] for n, c in t.items()} for t, rows in ((gpu, of_gpu), (host, of_host)))
+        part = _timeline(file, header, columns, mine, theirs, origin)
+        events = len(part.gpu) + len(part.host)
+        parts.append(replace(part, rank=number, rank_known=False, events=events, notes=(*part.notes, note)))
+    return parts
+
+
+def _timeline(
+    file: TraceFile,
+    header: dict[str, Any],
+    columns: Columns,
+    gpu: dict[str, Any],
+    host: dict[str, Any],
+    origin: float,
+) -> Timeline:
+    """Return the timeline of one process's events; takes the columns out of `host`."""
+    names = tuple(columns.names)
+    shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
     device = _commonest(gpu["device"]) if gpu else 0
     if gpu:
         _finish_gpu(gpu, host, columns, names)
@@ -247,8 +272,9 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
-    by_external = columns.info_by_external  # the host event has more metadata (Seq, Comms Id) than the kernel
-    if by_external:
+    rows = np.flatnonzero((host["info"] >= 0) & (host["external"] >= 0)) if host else ()
+    if len(rows):  # the host event has more metadata (Seq, Comms Id) than the kernel
+        by_external = dict(zip(host["external"][rows].tolist(), host["info"][rows].tolist(), strict=True))
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
     copies = np.array([n.startswith(_COPIES) for n in names])

@@ -137,10 +137,10 @@ class Columns:
     shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
     grids: Intern[bytes] = field(default_factory=Intern)
     threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
+    lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
     infos: list[CollectiveInfo] = field(default_factory=list)
-    info_by_external: dict[int, int] = field(default_factory=dict)
     count: int = 0
     base_us: int | None = None  # origin of `start`: the first event's start in whole µs
     inexact: bool = False  # whether starts have more digits than a float64 holds
@@ -184,6 +184,7 @@ class Columns:
             "shape": _renumbered(self.shapes, later.shapes),
             "grid": _renumbered(self.grids, later.grids),
             "thread": _renumbered(self.threads, later.threads),
+            "lane": _renumbered(self.lanes, later.lanes),
         }
         moved["block"] = moved["grid"]
         before, shift = len(self.infos), float((later.base_us or 0) - (self.base_us or 0))
@@ -198,7 +199,6 @@ class Columns:
                         part = part + shift
                     mine.setdefault(name, []).append(part)
         self.infos += later.infos
-        self.info_by_external |= {key: row + before for key, row in later.info_by_external.items()}
         self.count += later.count
         self.odd += later.odd
         self.comm_rank = later.comm_rank if self.comm_rank is None else self.comm_rank
@@ -295,6 +295,7 @@ def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, 
             np.int64,
         ),
         correlation=np.array([-1 if a.correlation is None else a.correlation for a in args], np.int64),
+        lane=_threads(columns.lanes, events),
         external=_externals(args),
         grid=np.array([grids[bytes(a.grid)] for a in args], np.int32),
         block=np.array([grids[bytes(a.block)] for a in args], np.int32),
@@ -326,32 +327,30 @@ def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any,
         dur=dur,
         kind=kind.astype(np.uint8),
         name=name,
-        thread=_threads(columns, events),
+        thread=_threads(columns.threads, events),
         correlation=correlation,
         external=external,
         stream=stream,
         waits_for=waits_for,
         waits_on=waits_on,
-        info=_param_comms(columns, events, np.flatnonzero(name == names.get(_PARAM_COMMS, -1)), external),
+        info=_param_comms(columns, events, np.flatnonzero(name == names.get(_PARAM_COMMS, -1))),
         shape=shape,
     )
 
 
-def _param_comms(columns: Columns, events: list[KinetoEvent], rows: Any, external: Any) -> Any:
+def _param_comms(columns: Columns, events: list[KinetoEvent], rows: Any) -> Any:
     """Return the index in `infos` of the metadata of each `record_param_comms` event; -1 for other events."""
     infos = np.full(len(events), -1, np.int32)
     for row in rows.tolist():
         args = events[row].args
         if args is not None and args.collective is not None:
             infos[row] = columns.info_of(args)
-            if external[row] >= 0:
-                columns.info_by_external[int(external[row])] = int(infos[row])
     return infos
 
 
-def _threads(columns: Columns, events: list[KinetoEvent]) -> Any:
-    """Return the index of each event's (pid, tid) in the table of threads; both may be any JSON value."""
-    threads, pids, tids = columns.threads, [e.pid for e in events], [e.tid for e in events]
+def _threads(threads: Intern[tuple[Any, ...]], events: list[KinetoEvent]) -> Any:
+    """Return the index of each event's (pid, tid) in a table of threads; both may be any JSON value."""
+    pids, tids = [e.pid for e in events], [e.tid for e in events]
     try:
         if pids.count(pids[0]) == len(pids):  # one process, as in most traces: a shorter way to the same numbers
             number = {tid: threads[pids[0], tid] for tid in set(tids)}

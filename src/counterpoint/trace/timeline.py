@@ -135,6 +135,7 @@ class RankFacts:
     origin_ns: int
     device: Device
     notes: tuple[str, ...] = ()  # remarks on this trace for the reader of the diagnosis
+    processes: int = 1  # read as this rank: more where a file holds several that cannot be told apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, processes: int = 2) -> Timeline:
-    return read_kineto(trace(path), processes=processes)
+    return read_kineto(trace(path), processes=processes)[0]
 
 
 def trace(path: Path) -> TraceFile:

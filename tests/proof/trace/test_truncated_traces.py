@@ -18,7 +18,7 @@ SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, d
 
 def read(path: Path, limits: Limits | None = None) -> Timeline:
     with find_traces([str(path)], limits or Limits()) as (file,):
-        return read_kineto(file, limits)
+        return read_kineto(file, limits)[0]
 
 
 @pytest.mark.parametrize("events_first", [False, True], ids=["header first", "events first"])

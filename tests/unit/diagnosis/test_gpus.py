@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
@@ -45,6 +47,16 @@ def test_gpus_that_take_turns_idle(gpus: int) -> None:
     assert found.cost_us == pytest.approx(step - step / gpus)
     assert f"{gpus} GPUs of one process take turns: each is busy {1 / gpus:.0%} of the step" in d.verdict
     assert f"one process that drives {gpus} GPUs" in str(d.notes)
+
+
+def test_gpus_of_several_processes_are_not_taken_for_one_process() -> None:
+    """They may wait for one another, so no advice against one process with many GPUs."""
+    ops = [op("matmul", i * 1e4, (i + 1) * 1e4, stream=on(i), launch=0.0) for i in range(2)]
+    both = replace(digested(rank(*ops, steps=((0.0, 2e4),))), processes=2)
+    d = diagnose_digests([both], ["rank0"]).diagnosis
+    assert turns(d) is None
+    assert "one process" not in str(d.notes)
+    assert "2 processes, which the file does not tell apart, that drive 2 GPUs" in str(d.notes)
 
 
 def test_gpus_that_work_at_once_are_accounted_for_one_by_one() -> None:

@@ -28,7 +28,7 @@ SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, d
 
 def read(path: Path, limits: Limits | None = None) -> Timeline:
     with find_traces([str(path)], limits or Limits()) as (file,):
-        return read_kineto(file, limits)
+        return read_kineto(file, limits)[0]
 
 
 def spoilt(content: bytes, tmp_path: Path, name: str = "rank0.json", limits: Limits | None = None) -> BadTrace:

@@ -19,7 +19,7 @@ from tests.support.nasty_trace import awkward, plain
 def read(path: Path) -> Timeline:
     """The only timeline of a file, through the same door as the command line."""
     with find_traces([str(path)], Limits()) as (file,):
-        return read_kineto(file)
+        return read_kineto(file)[0]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def read(tmp_path: Path) -> Any:
 
     def through_a_file(events: list[kt.Event], head: dict[str, Any] | None = None) -> Timeline:
         path = kt.write(tmp_path / "trace.json", events, head)
-        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))
+        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))[0]
 
     return through_a_file
 
@@ -259,3 +260,44 @@ def test_a_gpu_that_was_not_recorded_is_no_cpu(used: kt.Event, read: Any) -> Non
     assert any("GPU activity was not recorded" in note for note in timeline.notes)
     on_cpu = read([kt.op("aten::linear", 0.0, 10.0)])
     assert (on_cpu.device.recorded, on_cpu.device.name, on_cpu.notes) == (True, "cpu", ())
+
+
+def merged(read_all: Callable[[list[kt.Event]], list[Timeline]], *devices: int) -> list[Timeline]:
+    """Two processes that both number their launches from 0 on; the second launches 500 µs after the first."""
+    events = []
+    for process, device in enumerate(devices):
+        for n in range(5):
+            own = kt.launched("k", 1000.0 + 100 * n + 500 * process, 50.0, correlation=n, device=device)
+            events += [e | {"pid": 900 + process} if e["cat"] == "cuda_runtime" else e for e in own]
+    return read_all(events)
+
+
+@pytest.fixture
+def read_all(tmp_path: Path) -> Any:
+    """Events to the timelines of all ranks of the file."""
+
+    def through_a_file(events: list[kt.Event]) -> list[Timeline]:
+        path = kt.write(tmp_path / "trace.json", events)
+        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))
+
+    return through_a_file
+
+
+def test_merged_processes_with_gpus_of_their_own_are_ranks(read_all: Any) -> None:
+    """Each gets its own launches, though the numbers of these are the same, and both stay on one clock."""
+    one, other = merged(read_all, 0, 1)
+    assert [(t.rank, t.rank_known, len(t.gpu), len(t.host)) for t in (one, other)] == [
+        (0, False, 5, 5),
+        (1, False, 5, 5),
+    ]
+    assert one.origin_ns == other.origin_ns
+    for t, begin in ((one, 0.0), (other, 500.0)):
+        assert t.gpu.launch_start.tolist() == [begin + 100 * n for n in range(5)]
+    assert "pid 901, one of 2 processes" in str(other.notes)
+
+
+def test_merged_processes_on_one_gpu_are_said_to_be_several(read_all: Any) -> None:
+    """Which of them launched what is not known, so that they stay one rank, with a note."""
+    (both,) = merged(read_all, 0, 0)
+    assert (both.processes, len(both.gpu)) == (2, 10)
+    assert "2 processes (pid 900, 901) that cannot be told apart" in str(both.notes)
