@@ -64,8 +64,8 @@ def read_nsys(path: Path, *, max_rows: int = MAX_ROWS) -> list[Timeline]:
     `origin_ns` is UTC where the export states the start of its session, so that files share a time base. Spans of
     whole CUDA graphs (captured without their kernels) become compute operations named `CUDA graph`.
 
-    A file that is no export, damaged, without GPU activity, with impossible times or more than `max_rows` rows in one
-    table raises `BadTrace`.
+    Rows with impossible times are left out, with a note. A file that is no export, damaged, without GPU activity, with
+    many such rows or more than `max_rows` rows in one table raises `BadTrace`.
     """
     with open_export(path, max_rows=max_rows) as export:
         return _read(export, path)
@@ -87,7 +87,8 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     first = min(int(times[0]) for times in (gpu["start"], host.start) if len(times))
     origin_ns = utc_ns(export, first)
     build = _Builder(path=path, gpu=gpu, runtime=runtime, launch=launch, host=host, first=first, origin_ns=origin_ns,
-                     names=tuple(names), shapes=tuple(shapes), collectives=collectives)  # fmt: skip
+                     names=tuple(names), shapes=tuple(shapes), collectives=collectives,
+                     notes=tuple(export.notes))  # fmt: skip
     ranks = find_ranks(export, gpu["globalPid"], gpu["deviceId"], gpu["gridX"] > 0, calls.communicators, path.name)
     return [build.timeline(rank, device_of(export, rank)) for rank in ranks]
 
@@ -301,6 +302,7 @@ class _Builder:
     names: tuple[str, ...]
     shapes: tuple[str, ...]
     collectives: tuple[CollectiveInfo, ...]
+    notes: tuple[str, ...]
 
     def timeline(self, rank: RankId, device: Device) -> Timeline:
         """Return the timeline of one rank."""
@@ -320,7 +322,7 @@ class _Builder:
                 thread=thread.astype(np.int32), correlation=host.correlation, stream=host.stream,
                 waits_for=host.waits_for, waits_on=host.waits_on,
             ),
-            collectives=tuple(self.collectives[one] for one in used[skip:]),
+            collectives=tuple(self.collectives[one] for one in used[skip:]), notes=self.notes,
         )  # fmt: skip
 
     def _gpu(self, rows: I64, threads: I64, collective: I32) -> GpuOps:

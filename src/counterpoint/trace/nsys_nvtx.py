@@ -72,6 +72,7 @@ def read_nvtx(export: Export, names: Intern[str], shapes: Intern[str]) -> NvtxRa
     columns = {"start": -1, "end": -1, "eventType": 59, "globalTid": 0, "textId": -1}
     data = export.ints(_TABLE, columns, open_ends=True)
     keep = np.isin(data["eventType"], _PUSH_POP + _START_END) & (data["end"] != OPEN_END)
+    keep &= ~export.odd_times(_TABLE, data["start"], data["end"], keep)  # other rows, such as domains, have no times
     name, shape = _texts(export, data["textId"], names, shapes)
     is_op = np.array([bool(_OP.match(text)) for text in tuple(names)], bool)
     name = name[keep]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from counterpoint.errors import BadTrace
-from counterpoint.trace.timeline import I32, I64
+from counterpoint.trace.timeline import I32, I64, Bools
 
 MAX_ROWS = 100_000_000  # of one table; a row costs about 150 bytes of memory while it is read
 MAX_TEXT = 4096  # characters kept of one string
@@ -26,6 +26,7 @@ _MAX_VALUE_BYTES = 64 << 20
 _MAGIC = b"SQLite format 3\0"
 _SMALL_TABLE = 100_000
 _CHUNK = 50_000
+_ODD = 0.25  # of the rows of a table: with more impossible times the file is damaged
 _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and give the .sqlite"
 
 
@@ -68,6 +69,7 @@ class Export:
         # A view or a virtual table has no root page; it is refused because reading it would run code of the file.
         self._real = {str(name): kind == "table" and isinstance(root, int) and root > 0 for name, kind, root in found}
         self._columns: dict[str, frozenset[str]] = {}
+        self.notes: list[str] = []  # on what had to be left out
 
     def columns(self, table: str) -> frozenset[str]:
         """Return the lower-case names of the columns of `table`; none if the export has no such table."""
@@ -87,8 +89,8 @@ class Export:
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
         """Return integer columns of `table`: empty if it is missing; raise `BadTrace` if it has too many rows.
 
-        Values that are missing, NULL or no integers become those in `defaults`. `start` and `end` (ns) must be
-        integers of at least 0 in every row, and no end before its start; with `open_ends` a NULL becomes `OPEN_END`.
+        Values that are missing, NULL or no integers become those in `defaults`. Rows with impossible times (see
+        `odd_times`) are left out; not with `open_ends`, where an `end` of NULL becomes `OPEN_END`.
         """
         present = [name for name in defaults if name.lower() in self.columns(table)]
         if not present:
@@ -102,8 +104,10 @@ class Export:
             block = self._block(table, {n: _careful(n, defaults[n], open_ends) for n in present})
         data = dict(zip(present, block, strict=True))
         rows = block.shape[1]
-        if "start" in data:
-            self._check_times(table, data["start"], data["end"])
+        if "start" in data and not open_ends:
+            odd = self.odd_times(table, data["start"], data["end"])
+            if odd.any():
+                data, rows = {name: column[~odd] for name, column in data.items()}, int((~odd).sum())
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
@@ -154,12 +158,24 @@ class Export:
             if rows > self._max_rows:
                 raise self.bad(f"{table} has more than {self._max_rows} rows; capture fewer steps, or raise max_rows")
 
-    def _check_times(self, table: str, start: I64, end: I64) -> None:
-        wrong = (start < 0) | ((end < start) & (end != OPEN_END))
-        if wrong.any():
-            row = int(np.argmax(wrong))
+    def odd_times(self, table: str, start: I64, end: I64, among: Bools | None = None) -> Bools:
+        """Return which rows (of those in the mask `among`) have a start below 0 ns, or an end before it; note them.
+
+        Such rows cost only themselves; if they are more than a few of a table, this raises `BadTrace`.
+        """
+        odd = (start < 0) | (end < start)
+        if among is not None:
+            odd &= among
+        count, rows = int(odd.sum()), len(start) if among is None else int(among.sum())
+        if count:
+            row = int(np.argmax(odd))
             came = f"start {start[row]}, end {end[row]}" if min(start[row], end[row]) >= 0 else "not whole ns >= 0"
-            raise self.bad(f"{table} row {row + 1} has impossible times ({came}); {_EXPORT_HINT} again")
+            if count > _ODD * rows:
+                raise self.bad(f"{table} row {row + 1} has impossible times ({came}); {_EXPORT_HINT} again")
+            self.notes.append(
+                f"{count} of {rows} rows of {table} left out for impossible times (row {row + 1}: {came})"
+            )
+        return np.asarray(odd)
 
 
 def _numbers(text: str, count: int) -> I64:

@@ -408,6 +408,28 @@ def _edit(path: Path, *statements: str) -> Path:
 
 
 @pytest.mark.parametrize("table", [KERNEL, RUNTIME, NVTX])
+def test_an_odd_row_costs_only_itself(tmp_path: Path, table: str) -> None:
+    """One of five rows begins before 0: it is left out, a note says so, and the others are read."""
+    export = NsysExport()
+    for n in range(5):
+        export.kernel(GEMM, 50 + 100 * n, 90 + 100 * n, launch=(20 + 100 * n, 30 + 100 * n))
+        export.range("step", 10 + 100 * n, 40 + 100 * n)
+    export.rows[table][1]["start"] = -3000
+    timeline = _one(tmp_path, export)
+    assert (len(timeline.gpu), len(timeline.host)) == ((4, 10) if table == KERNEL else (5, 9))
+    assert f"1 of 5 rows of {table} left out for impossible times (row 2" in str(timeline.notes)
+
+
+def test_rows_that_are_no_ranges_need_no_times(tmp_path: Path) -> None:
+    """Names of NVTX domains (type 75) have any `start`."""
+    export = NsysExport()
+    export.kernel(GEMM, 50, 90, launch=(20, 30))
+    export.range("TensorRT", -1878291120, None, eventType=75)
+    timeline = _one(tmp_path, export)
+    assert (len(timeline.gpu), timeline.notes) == (1, ())
+
+
+@pytest.mark.parametrize("table", [KERNEL, RUNTIME, NVTX])
 @pytest.mark.parametrize(
     "change",
     ["start = -5", "start = 50.5", "start = NULL", "start = 'x'", "start = x'00'", '"end" = 5', '"end" = 1e300'],
