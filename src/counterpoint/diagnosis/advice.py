@@ -29,6 +29,11 @@ def advise_straggler(s: Straggler, stack: TracedStack) -> str:
         return ADVICE_ON_EXPERTS
     if s.cause == "more_work":
         return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
+    if s.cause == "slow_kernel":
+        return (
+            f"look at what {s.detail} works on, on rank {s.rank} beside the others (tokens of experts, lengths of "
+            "sequences, sparsity), and deal it out evenly. The GPU itself is as fast as the others in everything else"
+        )
     if s.cause == "slow_kernels" and stack.vendor != "nvidia":
         look = "amd-smi metric (clocks, temperature, errors), " if stack.vendor == "amd" else ""
         where = "machine" if stack.vendor == "cpu" else "GPU"

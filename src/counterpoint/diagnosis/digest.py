@@ -17,9 +17,9 @@ from counterpoint.diagnosis.comm_rows import CommRows, comm_rows
 from counterpoint.diagnosis.gaps import Gaps, find_gaps
 from counterpoint.diagnosis.places import NamedRanges, Places
 from counterpoint.diagnosis.steps import StepWindows, find_steps
+from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
-_GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 
 
@@ -138,7 +138,7 @@ def _product_flops(dims: list[list[int]]) -> float:
 def _matmul_flops(timeline: Timeline) -> F64:
     """Return FLOPs per GPU operation; NaN if it is no matrix product or lacks shapes (needs `record_shapes=True`)."""
     gpu = timeline.gpu
-    is_gemm = np.array([any(key in n for key in _GEMM) for n in timeline.names], bool)
+    is_gemm = np.array([is_matmul(n) for n in timeline.names], bool)
     by_shape = np.full(len(timeline.shapes) + 1, np.nan)
     flops = np.full(len(gpu), np.nan)
     if not len(gpu):

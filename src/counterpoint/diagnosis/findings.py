@@ -71,6 +71,7 @@ _RECORD_ALL = (
 _CAUSE_TITLE = {
     "host_stall": "its host stalls",
     "slow_kernels": "its kernels are slow",
+    "slow_kernel": "one of its kernels takes longer",
     "more_work": "it has more work",
     "late_input": "its input is late",
     "unknown": "cause not found",

@@ -3,6 +3,7 @@
 Experts: tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
 tokens comes last to the combine, and the others wait. What lies between a dispatch and its combine is known by the
 kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as it received, and gets back what it sent.
+Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Collective, Finding, Straggler, severity_of
 from counterpoint.trace.classify import expert_leg
-from counterpoint.trace.timeline import F64, I64, Bools
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _WORTH_BUBBLES = 0.05  # of a step
 _WORTH_EXPERTS = 0.03
@@ -28,10 +29,13 @@ ADVICE_ON_EXPERTS = (
     "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
     "get most tokens. Faster links would not help"
 )
+_EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
+_OF_EXPERTS = 0.5  # of the compute between two all-to-alls: then it is that of experts
 _OF_DELAY = 0.5  # of a late rank
 EXPERTS = "experts"  # the detail of a rank that is late because of them
 _EMBEDDINGS = re.compile(r"split_embedding|fbgemm", re.IGNORECASE)  # tables are exchanged like experts' tokens
-_OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow
+_OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow, ...
+_SLOWER = 0.02  # ... if that is more than jitter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,7 @@ class ExpertWaits:
     """Holds the times between a dispatch and its combine: one per row, one rank per column; µs, NaN: took no part."""
 
     combine: I64  # row of Joined
+    sure: Bools  # by names or sizes; else only by the kernels between two all-to-alls
     compute: F64
     received: F64  # bytes that the dispatch brought; NaN: not stated
     waited: F64  # in the combine, with no compute beside it, for the rank whose experts took longest
@@ -100,7 +105,9 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
     """Return what ranks computed between dispatch and combine in the steps, and waited for one another after it."""
-    before, after = _legs(job, w)
+    before, after, sure = _legs(job, w)
+    kept = sure | _expert_compute(job, w, busy, before, after)
+    before, after, sure = before[kept], after[kept], sure[kept]
     ended, came = job.joined.end[before], w.arrival[after]
     compute = np.full(ended.shape, np.nan)
     for column, rank in enumerate(busy):
@@ -111,10 +118,26 @@ def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
     longer = compute[np.arange(len(after)), last][:, None] - compute
     return ExpertWaits(
         combine=after,
+        sure=sure,
         compute=compute,
         received=_stated(job, "received")[before],
         waited=np.minimum(w.exposed_wait[after], np.maximum(longer, 0.0)),
     )
+
+
+def _expert_compute(job: TracedJob, w: Waits, busy: list[Activity], before: I64, after: I64) -> Bools:
+    """Return whether most of what the ranks compute between two collectives is, by the kernels' names, of experts."""
+    if not len(before):
+        return np.zeros(0, bool)
+    of_experts, computed = np.zeros(len(before)), np.zeros(len(before))
+    for column, d in enumerate(job.digests):
+        named = np.array([bool(_EXPERT_KERNEL.search(name)) for name in d.names], bool)[d.gpu.name]
+        low, high = job.joined.end[before, column], w.arrival[after, column]
+        there = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
+        low, high = low[there], np.maximum(low[there], high[there])
+        of_experts[there] += job.runs(column, named & (d.gpu.kind == Kind.COMPUTE)).within(low, high)
+        computed[there] += busy[column].compute.within(low, high)
+    return np.asarray((of_experts > _OF_EXPERTS * computed) & (computed > 0))
 
 
 def blame_experts(
@@ -124,7 +147,7 @@ def blame_experts(
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
-        theirs = s.cause in ("slow_kernels", "more_work", "unknown")
+        theirs = s.cause in ("slow_kernels", "slow_kernel", "more_work", "unknown")
         theirs &= found.caused_by(w, column) >= _OF_DELAY * s.delay_us
         if theirs and not _slow_elsewhere(job, busy, found, column):
             out.append(
@@ -145,7 +168,13 @@ def _load(job: TracedJob, found: ExpertWaits, column: int) -> str:
     return (
         f"rank {job.ranks[column]}'s experts took {total[column] / mean:.1f} x the mean between dispatch and combine "
         f"({total[column] / 1e3:.2f} against {mean / 1e3:.2f} ms {'a step' if job.has_steps else 'in all'}){share}"
+        + "; no sizes tell that they get more tokens, only kernels of experts between all-to-alls"
+        * _unsure(found)
     )
+
+
+def _unsure(found: ExpertWaits) -> bool:
+    return bool(np.nansum(found.waited[~found.sure]) > 0.5 * np.nansum(found.waited))
 
 
 def find_expert_imbalance(
@@ -154,7 +183,11 @@ def find_expert_imbalance(
     """Return a finding on waiting for the rank whose experts have most to do, unless it is slow in everything."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
     counted = ~np.isin(w.last_column[found.combine], slow)
-    cost = float(np.nansum(found.waited[counted])) / len(job.ranks) / job.num_steps
+    waited = found.waited[counted]
+    evened = float(np.nansum(waited)) / len(job.ranks) / job.num_steps  # by which experts of equal load shorten it
+    took = np.isfinite(waited).sum(axis=1)
+    waiting = took / np.maximum(took - 1, 1)  # the busiest rank does not wait
+    cost = float((np.nansum(waited, axis=1) * waiting).sum()) / len(job.ranks) / job.num_steps
     if cost < _WORTH_EXPERTS * step:
         return []
     most = int(np.nansum(found.compute, axis=0).argmax())
@@ -165,9 +198,11 @@ def find_expert_imbalance(
             kind="expert_imbalance",
             cost_us=cost,
             severity=severity_of(cost, step),
-            title="Expert imbalance: ranks wait for those whose experts have most to do",
+            title=f"Expert imbalance{', probably' * _unsure(found)}: ranks wait for those whose experts have most "
+            "to do",
             evidence=f"{_load(job, found, most)}; the busiest rank of each exchange takes {np.median(each):.1f} x the "
-            f"mean of its group (median of {len(found.combine)})",
+            f"mean of its group (median of {len(found.combine)}). Equal shares of the same work would save "
+            f"{evened / 1e3:.2f} ms {job.each}",
             advice=ADVICE_ON_EXPERTS,
             rank=job.ranks[most],
             start_us=float(np.nanmin(job.joined.start[worst])),
@@ -186,11 +221,11 @@ def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, co
     with_experts, elsewhere = (
         float(us[column] / max(np.median(np.delete(us, column)), 1e-9)) - 1.0 for us in (within, outside)
     )
-    return elsewhere > 0 and elsewhere >= _OWN_SHARE * with_experts
+    return elsewhere >= max(_SLOWER, _OWN_SHARE * with_experts)
 
 
-def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64]:
-    """Return every dispatch in the steps and its combine, as rows of Joined."""
+def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64, Bools]:
+    """Return every dispatch in the steps and its combine, as rows of Joined, and others that may be such: not sure."""
     groups: dict[tuple[str, bytes], list[int]] = defaultdict(list)
     there = job.joined.row >= 0
     for j in np.flatnonzero((w.step >= 0) & (there.sum(axis=1) >= 2)).tolist():
@@ -202,11 +237,12 @@ def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64]:
     sent, received = _stated(job, "sent"), _stated(job, "received")
     by_size = _uneven(received[before]) & _same_shares(received[before], sent[after])
     by_size &= _same_shares(sent[before], received[after])
+    unnamed = (leg[before] == "") & (leg[after] == "")
     if any(_EMBEDDINGS.search(name) for name in job.digests[0].names):
-        by_size[:] = False
+        unnamed[:] = False
     by_name = (leg[before] == "dispatch") & (leg[after] == "combine")
-    pairs = by_name | by_size & (leg[before] == "") & (leg[after] == "")
-    return before[pairs], after[pairs]
+    pairs = by_name | unnamed
+    return before[pairs], after[pairs], (by_name | by_size)[pairs]
 
 
 def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:

@@ -25,6 +25,7 @@ from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.diagnosis.places import PHASES, Places, in_words, module_of
 from counterpoint.records.diagnosis import Cause, Straggler
+from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
@@ -36,7 +37,13 @@ _OUTSTANDING = 3.0  # times the delay of the median rank ...
 _OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
 _CONCENTRATED = 0.25  # steps with at least this share of the worst step's delay are analysed
 _ENOUGH = 0.3  # of the delay: a difference of less is not its cause
+_ONE_KERNEL = 0.8  # of what a rank computes longer that comes from kernels of one name, while the others, ...
+_OTHER_KERNELS = 0.2  # ... of at least this share of its compute, ...
+_AS_FAST = 0.1  # ... are slower by no more than this share of the slowness of that one
 _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
+
+
+_Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, grid and block, and shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,6 +293,12 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
             f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
             f"{diff.extra_us / 1e3:+.2f} ms of kernels (such as {diff.example})"
         )
+    elif diff.ratio > 1.02 and diff.slower_us > enough and diff.slowest:
+        cause = "slow_kernel"
+        evidence = (
+            f"{late}: {diff.slowest} takes {diff.slowest_ratio:.2f} x as long as on rank {diff.peer}, in equal grids "
+            f"and shapes, and all its other kernels {diff.other_ratio:.2f} x: it is what this kernel works on, not the GPU"
+        )
     elif diff.ratio > 1.02 and diff.slower_us > enough:
         cause = "slow_kernels"
         evidence = (
@@ -295,7 +308,7 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
     elif diff.extra_us > max(enough, 0.5 * compute_us):
         cause = "more_work"
         evidence = f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
-    detail = diff.example if cause != "unknown" else None
+    detail = diff.slowest if cause == "slow_kernel" else diff.example if cause != "unknown" else None
     return _Why(cause=cause, detail=detail, evidence=evidence, phase=diff.phase, module=diff.module)
 
 
@@ -304,7 +317,8 @@ class _KernelDifference:
     """Compares compute kernels of a late rank with those of a peer, in some steps.
 
     A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean by mean, weighted by
-    the late rank's counts; slower_us: the time that this ratio costs; other_share: share of the late rank's kernels
+    the late rank's counts; slower_us: the time that this ratio costs; slowest: the name that alone is slower, with its
+    ratio and that of all others, None: several are; other_share: share of the late rank's kernels
     without a match on the peer; extra_us: kernel time beyond the peer's from unmatched signatures and higher counts.
     """
 
@@ -313,6 +327,9 @@ class _KernelDifference:
     matched: int
     ratio: float
     slower_us: float
+    slowest: str | None
+    slowest_ratio: float
+    other_ratio: float
     other_share: float
     extra_us: float
     example: str | None
@@ -332,6 +349,7 @@ def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifferen
     count = sum(map(len, mine.values()))
     expected = sum(float(np.mean(theirs[s])) * len(mine[s]) for s in both)
     measured = sum(float(np.mean(mine[s])) * len(mine[s]) for s in both)
+    slowest, slowest_ratio, other_ratio = _slowest(mine, theirs)
     others = {s: v for s, v in mine.items() if s not in theirs}
     lacking = {s: v for s, v in theirs.items() if s not in mine}
     extra = sum(float(v.sum()) for v in others.values()) - sum(float(v.sum()) for v in lacking.values())
@@ -351,11 +369,39 @@ def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifferen
         ratio=measured / expected if expected > 0 else 1.0,
         other_share=1 - matched / count if count else 0.0,
         slower_us=measured - expected,
+        slowest=slowest,
+        slowest_ratio=slowest_ratio,
+        other_ratio=other_ratio,
         extra_us=extra + surplus,
         example=worst[0][:120] if worst else None,
         phase=_mostly(*(_by_place(job, c, steps)[0] for c in (column, peer))),
         module=_mostly(*(_by_place(job, c, steps)[1] for c in (column, peer))),
     )
+
+
+def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
+    """Return the one name that explains why a rank's kernels are slower, its ratio and that of all others; or None.
+
+    A slow GPU is slow in several kernels. If power limits it, these may be its matrix products only, so that one of
+    them alone accuses itself only where the others are as fast as on the peer.
+    """
+    measured, expected = defaultdict[str, float](float), defaultdict[str, float](float)
+    for s in mine.keys() & theirs.keys():
+        measured[s[0]] += float(mine[s].sum())
+        expected[s[0]] += float(np.mean(theirs[s])) * len(mine[s])
+    if not expected:
+        return None, 1.0, 1.0
+    name = max(measured, key=lambda n: measured[n] - expected[n])
+    longer = sum(measured.values()) - sum(expected.values())
+    rest = sum(expected.values()) - expected[name]
+    if rest < _OTHER_KERNELS * sum(expected.values()) or expected[name] <= 0:
+        return None, 1.0, 1.0
+    ratio, other = measured[name] / expected[name], (sum(measured.values()) - measured[name]) / rest
+    alone = measured[name] - expected[name] >= _ONE_KERNEL * longer > 0 and other - 1 <= _AS_FAST * (ratio - 1)
+    products = [n for n in expected if n != name and is_matmul(n)]
+    if not alone or (is_matmul(name) and not products):
+        return None, ratio, other
+    return name, ratio, other
 
 
 def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None, float], dict[str | None, float]]:
@@ -379,7 +425,7 @@ def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> s
     return most if most is not None and longer[most] >= 0.5 * whole > 0 else None
 
 
-def _signatures(job: TracedJob, column: int, steps: I64) -> dict[tuple[str, tuple[int, ...], str], F64]:
+def _signatures(job: TracedJob, column: int, steps: I64) -> _Signatures:
     """Return durations per (name, grid + block, shapes) of the compute kernels of some steps."""
     d, gpu = job.digests[column], job.digests[column].gpu
     rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))

@@ -15,7 +15,7 @@ SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
-Cause = Literal["host_stall", "slow_kernels", "more_work", "late_input", "unknown"]
+Cause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
 

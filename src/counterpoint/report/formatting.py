@@ -33,6 +33,7 @@ QUIET = "bright_black"  # style of explanations
 CAUSES = {
     "host_stall": "host stall",
     "slow_kernels": "slower kernels",
+    "slow_kernel": "one slower kernel",
     "more_work": "more work",
     "late_input": "late input",
     "unknown": "unknown cause",

@@ -71,6 +71,7 @@ _OPS = (  # the first match counts: longer names stand before the names that the
     ("reduce", re.compile(r"reduce", re.I)),
 )
 _REMEMBERED = 1 << 12  # names: the ranks of a job share theirs
+_GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
@@ -84,6 +85,11 @@ _DTYPE_BYTES = {
 def is_nccl(name: str) -> bool:
     """Return whether a kernel is one of NCCL's own, or of a library that copies NCCL (RCCL, MSCCL, HCCL)."""
     return bool(_CCL.search(_symbol(name)))
+
+
+def is_matmul(name: str) -> bool:
+    """Return whether a kernel is, by its name, a matrix product."""
+    return any(key in name for key in _GEMM)
 
 
 def is_multi_tensor(name: str) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.diagnosis.accounts import activity, waits
+from counterpoint.diagnosis.advice import advise_straggler
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
 from counterpoint.records.diagnosis import Straggler
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
@@ -73,6 +75,26 @@ def test_slow_kernels_are_told_with_the_module_that_is_slow() -> None:
 def test_slow_kernels() -> None:
     """The same kernel takes 800 instead of 200 µs."""
     assert blamed(*[worker(800 if r == 1 else 200, until=1000) for r in range(4)]) == [(1, "slow_kernels")]
+
+
+def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
+    """Attention takes 4 x as long in the same grid, the matmuls as long as elsewhere."""
+
+    def one(attention: float) -> Rank:
+        parts = [
+            op("matmul", 10, 210),
+            op("flash_fwd", 210, 210 + attention),
+            op("matmul", 210 + attention, 410 + attention),
+        ]
+        return rank(*parts, reduce(410 + attention, 1300))
+
+    found = stragglers(job(*[one(800.0 if r == 1 else 200.0) for r in range(4)]))
+    assert [(s.rank, s.cause, s.detail) for s in found] == [(1, "slow_kernel", "flash_fwd")]
+    assert "flash_fwd takes 4.00 x as long as on rank" in found[0].evidence
+    assert "all its other kernels 1.00 x" in found[0].evidence
+    advice = advise_straggler(found[0], TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False))
+    assert "drain" not in advice
+    assert "what flash_fwd works on" in advice
 
 
 def test_more_work_by_grid() -> None:
