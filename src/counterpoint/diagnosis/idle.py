@@ -316,7 +316,7 @@ def _gaps(job: TracedJob, cause: IdleCause) -> str:
 def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
     """Return text on what the stalls of all ranks cost together, if that is known, and how often every host pauses."""
     text = ""
-    if saved_us > 0:
+    if saved_us > 0 and not job.islands.any():
         text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"
     pauses = [_pauses(job, c) for c in range(len(job.ranks))]
     count = [len(p) for p in pauses]

@@ -85,6 +85,20 @@ class TracedJob:
         """Return whether one process with several GPUs is the whole job: there is no other rank to wait for."""
         return self.world_size == 1 and len(gpus_of(self.digests[0])) > 1
 
+    @property
+    def islands(self) -> I64:
+        """Return a number for each column: ranks with the same number are joined, directly or not, by collectives."""
+        there = self.joined.row >= 0
+        there = there[there.sum(axis=1) >= 2]
+        there = there[np.unique(np.packbits(there, axis=1), axis=0, return_index=True)[1]]  # one for each set of ranks
+        ranks = len(self.digests)
+        island, before = np.arange(ranks), np.full(ranks, -1)
+        while len(there) and (island != before).any():
+            before = island
+            least = np.where(there, island, ranks).min(axis=1)
+            island = np.minimum(island, np.where(there, least[:, None], ranks).min(axis=0))
+        return np.unique(island, return_inverse=True)[1].astype(np.int64)
+
     def on_job_clock(self, column: int, at: F64) -> F64:
         """Return times of a rank's own clock (µs since its origin) on the job's clock."""
         base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0

@@ -84,7 +84,7 @@ def replay(
     graph = build_graph(job, limit)
     if graph is None:
         return None
-    measured = graph.window_us * graph.own / graph.steps
+    measured = graph.mean_us(graph.head_us + graph.window_us)
     strict = _explained_only(graph)
     ends = simulate(strict)
     explained = abs(_step_us(strict, ends) / measured - 1.0) <= _CLOSE
@@ -107,7 +107,7 @@ def replay(
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
     if hosts_known:
         what_if |= _of_hosts(graph, ends, hosts)
-    if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us:
+    if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
     what_if |= _without_sms(graph, job, stack, alone_us, blocked, hosts)
     steps_us = [_step_us(g, e) for g, e in zip(what_if.values(), simulate_all(list(what_if.values())), strict=True)]
@@ -142,7 +142,9 @@ def _without_sms(
 
 
 def _step_us(graph: ReplayGraph, ends: F64) -> float:
-    return (float(ends.max()) - graph.head_us) * graph.own / graph.steps
+    last = np.zeros(len(graph.own))
+    np.maximum.at(last, graph.island[graph.column[1:]], ends[1:])
+    return graph.mean_us(np.where(last > 0, last, graph.head_us + graph.window_us))  # 0: nothing ran
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:

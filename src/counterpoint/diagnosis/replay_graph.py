@@ -21,7 +21,7 @@ began. Node 0 marks the start of the simulation: it ends at 0, and an edge that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,16 @@ class ReplayGraph:
     collective: I64  # row of Joined; -1: none
     arrives: Bools  # whether its begin is the rank's arrival at the collective
     leaves: Bools  # whether its end is the end of the collective on this rank
-    head_us: float = 0.0  # from node 0 to the beginning of the replayed steps
-    window_us: float = 0.0  # from the earliest begin of the first step to the latest end of the last step
-    own: float = 1.0  # share of that which the steps take on a rank, mean over ranks, as they begin and end apart
+    # Of ranks that collectives join, called an island here; others do not wait for them:
+    island: I64 = field(default_factory=lambda: np.zeros(1, np.int64))  # of each rank
+    head_us: F64 = field(default_factory=lambda: np.zeros(1))  # from node 0 to the beginning of the replayed steps
+    window_us: F64 = field(default_factory=lambda: np.zeros(1))  # from their earliest begin to their latest end
+    own: F64 = field(default_factory=lambda: np.ones(1))  # its part in a mean over ranks: they begin and end apart
     steps: int = 0
+
+    def mean_us(self, last_us: F64) -> float:
+        """Return the time of a step, mean over ranks, if each island's last node ends then (µs after node 0)."""
+        return float(((last_us - self.head_us) * self.own).sum()) / self.steps
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
@@ -82,12 +88,16 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
     graph.begin[1:] -= zero
     graph.end[1:] -= zero
     graph = _with_collectives(graph, job)
-    window = float(finish.max() - begin.min())
+    island = job.islands
+    members = [island == number for number in range(int(island.max()) + 1)]
+    window = np.array([finish[own].max() - begin[own].min() for own in members])
+    taken = np.array([(finish - begin)[own].mean() * own.mean() for own in members])
     return replace(
         _with_lags(_sorted(graph)),
-        head_us=float(begin.min()) - zero,
+        island=island,
+        head_us=np.array([begin[own].min() for own in members]) - zero,
         window_us=window,
-        own=float((finish - begin).mean()) / window,
+        own=taken / np.maximum(window, 1e-9),
         steps=last - first + 1,
     )
 
@@ -331,7 +341,9 @@ def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -
 
 
 _EDGES = ("host", "stream", "event", "seen")
-_COLUMNS = tuple(n for n in ReplayGraph.__dataclass_fields__ if n not in ("head_us", "window_us", "own", "steps"))
+_COLUMNS = tuple(
+    n for n in ReplayGraph.__dataclass_fields__ if n not in ("island", "head_us", "window_us", "own", "steps")
+)
 
 
 def _stacked(parts: list[ReplayGraph]) -> ReplayGraph:

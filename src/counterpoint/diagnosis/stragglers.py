@@ -297,7 +297,7 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
         cause = "slow_kernel"
         evidence = (
             f"{late}: {diff.slowest} takes {diff.slowest_ratio:.2f} x as long as on rank {diff.peer}, in equal grids "
-            f"and shapes, and all its other kernels {diff.other_ratio:.2f} x: it is what this kernel works on, not the GPU"
+            f"and shapes, and all its other kernels {diff.other_ratio:.2f} x: its work differs, not the GPU"
         )
     elif diff.ratio > 1.02 and diff.slower_us > enough:
         cause = "slow_kernels"

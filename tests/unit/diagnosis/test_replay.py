@@ -67,6 +67,23 @@ def test_measured_step_is_that_of_the_account(apart: int) -> None:
     assert [told.replay.replayed_us, told.totals.duration_us] == pytest.approx([told.replay.measured_us] * 2)
 
 
+def test_ranks_that_nothing_joins_do_not_wait_for_each_other() -> None:
+    """Replicas of 2100 and 6100 µs, whose host pauses 4 ms: without the pause 2100 each, not the longer one's share."""
+    one = rank(*(op("matmul", 10 + 100 * n, 110 + 100 * n, launch=5.0 * n) for n in range(21)), steps=((0.0, 2110),))
+    late = rank(
+        *(op("matmul", 4010 + 100 * n, 4110 + 100 * n, launch=4000 + 5.0 * n) for n in range(1, 21)),
+        op("matmul", 10, 110, launch=0.0),
+        steps=((0.0, 6110),),
+    )
+    played = replay(job(one, late))
+    assert replayed_us(played) == pytest.approx((2110 + 6110) / 2, rel=0.01)
+    assert step_us(played, "no stall on any rank") == pytest.approx(2110, rel=0.01)
+    assert step_us(played, "hosts free (CUDA graphs)") == pytest.approx(2110, rel=0.01)
+    told = diagnose_digests([digested(one, 0, 2), digested(late, 1, 2)], ["0", "1"]).diagnosis
+    assert told.findings[0].cost_us == pytest.approx(2000, rel=0.03)
+    assert "the others wait" not in str(told.findings)
+
+
 def test_communication_twice_as_fast_halves_the_transfer_only() -> None:
     """160 until the last rank is there, then 50 instead of 100."""
     assert step_us(replay(job(*LATE_RANK)), "communication twice as fast") == pytest.approx(210)
@@ -281,9 +298,11 @@ def test_root_of_a_broadcast_does_not_wait_for_the_last_rank() -> None:
 
 
 def test_collective_that_one_trace_lacks_joins_the_others() -> None:
-    """Ranks 0 and 2 arrive at 110 and 160; rank 1 has no such kernel and only its own work, until 110."""
+    """Ranks 0 and 2 arrive at 110 and 160; rank 1 has no such kernel and only its own work, until 110 as before."""
     absent = rank(op("matmul", 10, 110, launch=0))
-    assert step_us(replay(job(worker(0), absent, worker(50))), "communication free") == pytest.approx(160 * 210 / 260)
+    assert step_us(replay(job(worker(0), absent, worker(50))), "communication free") == pytest.approx(
+        (160 + 110 + 160) / 3
+    )
 
 
 def test_host_that_outlasts_the_gpu_ends_the_step() -> None:
