@@ -166,8 +166,10 @@ def _middle(file: TraceFile, size: int) -> int | None:
 
 
 def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> list[Timeline]:
+    columns.gpu = columns.gpu or columns.streamed
     if not columns.gpu and not columns.host:
         raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
+    notes = _unknown_categories(columns)
     # each column's parts are given up at once: all columns twice would double the memory
     gpu = {name: np.concatenate(columns.gpu.pop(name)) for name in list(columns.gpu)}
     if gpu and any(name in columns.names for name in _DEVICE_WAITS):
@@ -182,13 +184,13 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
     found = find_processes(gpu, host, columns.lanes, columns.threads)
     if not found.owners:
         whole = _timeline(file, header, columns, gpu, host, origin)
-        return [replace(whole, processes=found.count, notes=(*whole.notes, *found.notes))]
+        return [replace(whole, processes=found.count, notes=(*whole.notes, *notes, *found.notes))]
     parts = []
     for number, ((of_gpu, of_host), note) in enumerate(zip(found.owners, found.notes, strict=True)):
         mine, theirs = ({n: c[rows] for n, c in t.items()} for t, rows in ((gpu, of_gpu), (host, of_host)))
         part = _timeline(file, header, columns, mine, theirs, origin)
         events = len(part.gpu) + len(part.host)
-        parts.append(replace(part, rank=number, rank_known=False, events=events, notes=(*part.notes, note)))
+        parts.append(replace(part, rank=number, rank_known=False, events=events, notes=(*part.notes, *notes, note)))
     return parts
 
 
@@ -246,6 +248,15 @@ def _odd_arguments(columns: Columns) -> tuple[str, ...]:
     most = ", ".join(f"{name} ({count})" for name, count in columns.odd.most_common(3))
     more = f" and {len(columns.odd) - 3} more" if len(columns.odd) > 3 else ""
     return (f"{columns.odd.total()} arguments of events are of an unexpected type and count as absent: {most}{more}",)
+
+
+def _unknown_categories(columns: Columns) -> tuple[str, ...]:
+    """Return a note on events of unknown categories that state a stream; without others, they are the GPU's."""
+    if not columns.unknown:
+        return ()
+    shown = ", ".join(f"{category} ({count})" for category, count in columns.unknown.most_common(3))
+    taken = "are taken for what the device ran" if columns.gpu is columns.streamed else "are left out"
+    return (f"events of unknown categories that state a stream {taken}: {shown}",)
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:

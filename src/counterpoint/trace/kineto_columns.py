@@ -17,26 +17,20 @@ from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Intern
 
-_ON_GPU, _IGNORED = -1, -2
+_ON_GPU, _IGNORED, _UNKNOWN = -1, -2, -3
 _GPU = {"kernel", "concurrent_kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset", "mtia_ccp_events"}
 _HOST = {
     "cpu_op": HostKind.OP,
     "operator": HostKind.OP,
-    "cuda_runtime": HostKind.RUNTIME,
-    "cuda_driver": HostKind.RUNTIME,
-    "hip_runtime": HostKind.RUNTIME,
     "runtime": HostKind.RUNTIME,
     "driver": HostKind.RUNTIME,
-    "mtia_runtime": HostKind.RUNTIME,
-    "xpu_runtime": HostKind.RUNTIME,
-    "xpu_driver": HostKind.RUNTIME,
-    "privateuse1_runtime": HostKind.RUNTIME,
-    "privateuse1_driver": HostKind.RUNTIME,
     "overhead": HostKind.RUNTIME,
     "user_annotation": HostKind.ANNOTATION,
     "python_function": HostKind.PYTHON,
     "cuda_sync": HostKind.SYNC,
 }
+_CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
+_REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # what other events say, too
 _RAW = msgspec.Raw(b"")
 _PARAM_COMMS = "record_param_comms"
 _LAST_US = 9.2e15  # the year 2261, the most that 63 bits of ns hold
@@ -108,11 +102,17 @@ class EventStart(msgspec.Struct, gc=False):
 
 
 class Categories(dict[str | None, int]):
-    """Maps the category of an event, as spelled in the file, to its HostKind, or to _ON_GPU or _IGNORED."""
+    """Maps an event's category, as spelled in the file, to its HostKind, or to _ON_GPU, _IGNORED or _UNKNOWN."""
 
     def __missing__(self, category: str | None) -> int:
         name = (category or "").lower()
-        self[category] = kind = _ON_GPU if name in _GPU else int(_HOST.get(name, _IGNORED))
+        if name in _GPU:
+            kind = _ON_GPU
+        elif name.endswith(_CALLS):
+            kind = int(HostKind.RUNTIME)
+        else:
+            kind = int(_HOST.get(name, _IGNORED if name in _REPEATED else _UNKNOWN))
+        self[category] = kind
         return kind
 
 
@@ -140,6 +140,8 @@ class Columns:
     lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
+    streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories that state a stream
+    unknown: Counter[str] = field(default_factory=Counter)  # number of these, by category
     infos: list[CollectiveInfo] = field(default_factory=list)
     count: int = 0
     base_us: int | None = None  # origin of `start`: the first event's start in whole µs
@@ -188,7 +190,7 @@ class Columns:
         }
         moved["block"] = moved["grid"]
         before, shift = len(self.infos), float((later.base_us or 0) - (self.base_us or 0))
-        for mine, theirs in ((self.gpu, later.gpu), (self.host, later.host)):
+        for mine, theirs in ((self.gpu, later.gpu), (self.host, later.host), (self.streamed, later.streamed)):
             for name, parts in theirs.items():
                 for part in parts:
                     if name in moved:
@@ -201,6 +203,7 @@ class Columns:
         self.infos += later.infos
         self.count += later.count
         self.odd += later.odd
+        self.unknown += later.unknown
         self.comm_rank = later.comm_rank if self.comm_rank is None else self.comm_rank
 
 
@@ -268,11 +271,17 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     ts = _exact_starts(run, columns.base_us) if columns.inexact else ts - columns.base_us
     kinds = columns.categories
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
-    for rows, into in ((np.flatnonzero(kind == _ON_GPU), _absorb_gpu), (np.flatnonzero(kind >= 0), _absorb_host)):
+    unknown = [i for i in np.flatnonzero(kind == _UNKNOWN).tolist() if (a := timed[i].args) and a.stream is not None]
+    columns.unknown.update(str(timed[i].cat)[:40] for i in unknown)
+    for rows, absorbed, into in (
+        (np.flatnonzero(kind == _ON_GPU), _absorb_gpu, columns.gpu),
+        (np.flatnonzero(kind >= 0), _absorb_host, columns.host),
+        (np.array(unknown, np.int64), _absorb_gpu, columns.streamed),
+    ):
         if len(rows) == len(timed):
-            into(columns, timed, ts, dur, kind)
+            absorbed(columns, into, timed, ts, dur, kind)
         elif len(rows):
-            into(columns, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
+            absorbed(columns, into, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:
@@ -281,11 +290,13 @@ def _exact_starts(run: bytes, base_us: int) -> Any:
     return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
 
 
-def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, kind: Any) -> None:
+def _absorb_gpu(
+    columns: Columns, into: dict[str, list[Any]], events: list[KinetoEvent], ts: Any, dur: Any, kind: Any
+) -> None:
     args = [e.args or _NO_ARGS for e in events]
     grids, names = columns.grids, columns.names
     _put(
-        columns.gpu,
+        into,
         start=ts,
         dur=dur,
         name=np.array([names[e.name or ""] for e in events], np.int32),
@@ -306,7 +317,9 @@ def _absorb_gpu(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, 
     )
 
 
-def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any, kind: Any) -> None:
+def _absorb_host(
+    columns: Columns, into: dict[str, list[Any]], events: list[KinetoEvent], ts: Any, dur: Any, kind: Any
+) -> None:
     names, shapes = columns.names, columns.shapes
     external, correlation, stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(5))
     shape = np.full(len(events), -1, np.int32)
@@ -322,7 +335,7 @@ def _absorb_host(columns: Columns, events: list[KinetoEvent], ts: Any, dur: Any,
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
     name = np.array([names[e.name or ""] for e in events], np.int32)
     _put(
-        columns.host,
+        into,
         start=ts,
         dur=dur,
         kind=kind.astype(np.uint8),

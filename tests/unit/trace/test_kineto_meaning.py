@@ -301,3 +301,31 @@ def test_merged_processes_on_one_gpu_are_said_to_be_several(read_all: Any) -> No
     (both,) = merged(read_all, 0, 0)
     assert (both.processes, len(both.gpu)) == (2, 10)
     assert "2 processes (pid 900, 901) that cannot be told apart" in str(both.notes)
+
+
+def of_gaudi() -> list[kt.Event]:
+    """Operations of a device in a category of its own, which state stream and launch."""
+    events = [e for n in range(3) for e in kt.launched("mme", 100.0 + 100 * n, 50.0, correlation=n)]
+    names = {"kernel": "hpu_op", "cuda_runtime": "hpu_runtime"}
+    return [e | {"cat": names[e["cat"]]} for e in events]
+
+
+def test_unknown_categories_with_a_stream_are_the_device_where_nothing_else_is(read: Any) -> None:
+    """The device ran, whatever the profiler calls that: it is not a job of the CPU."""
+    timeline = read(of_gaudi())
+    assert (timeline.device.recorded, timeline.device.from_host) == (True, False)
+    assert timeline.gpu.launch_start.tolist() == [0.0, 100.0, 200.0]
+    assert "unknown categories that state a stream are taken for what the device ran: hpu_op (3)" in str(timeline.notes)
+
+
+def test_unknown_categories_beside_kernels_are_left_out_with_a_note(read: Any) -> None:
+    """They may repeat what the kernels say."""
+    timeline = read(kt.launched("k", 100.0, 50.0, correlation=9) + of_gaudi())
+    assert len(timeline.gpu) == 1
+    assert "left out: hpu_op (3)" in str(timeline.notes)
+
+
+def test_ranges_of_the_gpu_are_no_unknown_category(read: Any) -> None:
+    """Annotations are shown on the GPU, too."""
+    shown = kt.event("gpu_user_annotation", "step", 100.0, 50.0, stream=7, device=0)
+    assert read([*kt.launched("k", 100.0, 50.0, correlation=9), shown]).notes == ()
