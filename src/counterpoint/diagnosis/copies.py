@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity
+from counterpoint.diagnosis.idle import ADVICE
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, severity_of
-from counterpoint.trace.timeline import Kind
+from counterpoint.trace.timeline import MIGRATION, Kind
 
 _WORTH = 0.03  # of a step
 _NEARLY = 0.9  # of what something takes; if it costs less, both are said
@@ -29,7 +30,7 @@ class _Copies:
     """Sums the copies of one direction and kind of host memory, over all steps and ranks."""
 
     way: str
-    memory: str  # pageable | pinned | ""
+    memory: str  # pageable | pinned | unified | ""
     exposed_us: float
     hidden_us: float
     count: int
@@ -53,7 +54,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
     parts = []
     for k in kinds[:3]:
         rate = f" at {k.gb_per_s:.1f} GB/s" if k.gb_per_s is not None else ""
-        memory = f" ({k.memory} host memory)" if k.memory else ""
+        memory = f" ({k.memory} {'memory' if k.memory == 'unified' else 'host memory'})" if k.memory else ""
         parts.append(
             f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "
             f"{_copies(k.count / (steps * ranks))}{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
@@ -67,7 +68,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
             title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
             "beside it",
             evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_less(job, cost, exposed)}",
-            advice=_advise(kinds),
+            advice=_advise(kinds, job.uses_torch),
         )
     ]
 
@@ -119,20 +120,34 @@ def _label(name: str) -> tuple[str, str]:
         return "memset", ""
     found = _WAY.search(name)
     way = _SPELT.get(found.group(0).lower(), found.group(0)) if found else "other"
-    memory = "pageable" if "Pageable" in name else "pinned" if "Pinned" in name else ""
+    memory = (
+        "unified"
+        if name.startswith(MIGRATION)
+        else "pageable"
+        if "Pageable" in name
+        else "pinned"
+        if "Pinned" in name
+        else ""
+    )
     return way, memory if way in ("HtoD", "DtoH") else ""
 
 
-def _advise(kinds: list[_Copies]) -> str:
+def _advise(kinds: list[_Copies], torch: bool) -> str:
     """Return advice on the most exposed copies; compare pageable with pinned rates only if the trace has both."""
     worst = kinds[0]
+    if worst.memory == "unified":
+        return ADVICE["page_migration"]
     if worst.memory == "pageable":
         pinned = next((k for k in kinds if k.way == worst.way and k.memory == "pinned" and k.gb_per_s), None)
         seen = f" (pinned copies of this job reach {pinned.gb_per_s:.1f} GB/s)" if pinned else ""
+        if not torch:
+            return f"copy from and to pinned memory{seen}: cudaHostAlloc or cudaHostRegister, and cudaMemcpyAsync"
         return (
             f"copy from and to pinned memory{seen}: DataLoader(pin_memory=True) or tensor.pin_memory(), and "
             ".to(device, non_blocking=True)"
         )
+    if worst.way in ("HtoD", "DtoH") and not torch:
+        return "copy on a stream of its own by cudaMemcpyAsync, beside kernels that do not need it, and wait by events"
     if worst.way == "HtoD":
         return (
             "copy ahead on a stream of its own: the next batch while this one computes "
@@ -143,6 +158,8 @@ def _advise(kinds: list[_Copies]) -> str:
             "copy back on a stream of its own into pinned memory with non_blocking=True, and wait for it only where "
             "the host needs the values; offload less if the link is the limit"
         )
-    if worst.way == "memset":
+    if worst.way == "memset" and torch:
         return "allocate with torch.empty where everything is overwritten, and zero_grad(set_to_none=True)"
+    if not torch:
+        return "leave out copies and memsets of what a kernel could write at once"
     return "avoid the copy: .contiguous(), .clone() and torch.cat on large tensors; write into the final buffer instead"

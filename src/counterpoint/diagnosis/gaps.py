@@ -20,6 +20,7 @@ from counterpoint.trace.timeline import (
     F64,
     I32,
     I64,
+    MIGRATION,
     U8,
     Bools,
     GpuOps,
@@ -46,6 +47,7 @@ CATEGORIES = (
     "unrecorded",  # the host launched nothing, and no range of any thread says what it did
     "nothing_recorded",  # before the first event of the trace or after its last
     "earlier_work",  # the first operation of its stream, launched long ago, waits: for work that was not recorded
+    "page_migration",  # between migrations of unified memory: no call launches them, the host touches pages
     "other_gpu",  # another GPU of the same process works: no gap of all its GPUs
 )
 _NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
@@ -54,6 +56,7 @@ QUEUED, BETWEEN = _NUMBER["queued"], _NUMBER["between_kernels"]
 SYNCHRONISE, COPY, START_UP = _NUMBER["synchronise"], _NUMBER["copy"], _NUMBER["start_up"]
 ALLOCATOR, NO_LAUNCH, UNRECORDED = _NUMBER["allocator"], _NUMBER["no_launch_recorded"], _NUMBER["unrecorded"]
 NOTHING, EARLIER_WORK = _NUMBER["nothing_recorded"], _NUMBER["earlier_work"]
+PAGES = _NUMBER["page_migration"]
 NOT_RECORDED = ("unrecorded", "no_launch_recorded", "nothing_recorded")  # the trace does not hold the cause
 
 STALL_US = 500.0  # a host that launches nothing for longer stalls; for a shorter time, it is slow
@@ -475,6 +478,8 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
         pieces.category[waited], pieces.row[waited] = SYNCHRONISE, by[gap[waited]]
         blind = (pieces.category == UNRECORDED) & ~waits.known[gap]
         pieces.category[blind] = NO_LAUNCH
+        moves = np.array([name.startswith(MIGRATION) for name in timeline.names] + [False], bool)
+        pieces.category[blind & moves[np.append(gpu.name, -1)[waits.op[gap]]]] = PAGES
     outside = (pieces.end <= threads.first) | (pieces.start >= threads.last)
     pieces.category[outside & np.isin(pieces.category, (UNRECORDED, NO_LAUNCH))] = NOTHING
     captured = _captures(timeline).covers((pieces.start + pieces.end) / 2)

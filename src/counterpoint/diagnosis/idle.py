@@ -41,6 +41,7 @@ _TITLE = {
     "no_launch_recorded": "The GPUs idle, and the trace does not hold the launches that would say why",
     "unrecorded": "The GPUs run dry while the host does something that was not recorded",
     "nothing_recorded": "Nothing was recorded, neither of host nor GPU, before the first event or after the last",
+    "page_migration": "The GPUs idle while the host touches unified memory, which moves page by page",
     "earlier_work": "The first operations wait for work launched before the recording, which it does not hold",
 }
 _KIND = {
@@ -76,8 +77,33 @@ ADVICE = {
     "garbage collection may be: " + _GC_ADVICE,
     "nothing_recorded": "record whole steps, and keep all events (a trace that was cut or sampled does not hold why); "
     "if the program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",
+    "page_migration": "move it at once, before it is used: cudaMemPrefetchAsync to cudaCpuDeviceId where the host is "
+    "next, to the GPU where a kernel does; or copy by cudaMemcpyAsync between pinned and device memory instead",
     "earlier_work": "leave this time out of account: the GPU was probably busy. Synchronise before the recording "
     "begins, or record further steps: torch.profiler.schedule(wait=, warmup=, active=)",
+}
+CUDA_ADVICE = {  # of programs without torch
+    "operation": "find why that takes so long (a first call loads kernels, allocating and registering memory is slow), "
+    "and do it ahead, or in another thread",
+    "launch": "fewer, larger launches: CUDA graphs where they repeat, larger batches, fewer small kernels (fuse them)",
+    "allocator": "allocate before the loop and use it again, or take cudaMallocAsync with a pool that keeps memory",
+    "late_input": "read ahead in threads of their own into pinned memory (cudaHostAlloc), and copy by cudaMemcpyAsync",
+    "synchronise": "take cudaDeviceSynchronize, cudaStreamSynchronize and blocking copies out of the loop, or wait "
+    "only where the host needs the result",
+    "copy": "copy from and to pinned memory (cudaHostAlloc, cudaHostRegister) by cudaMemcpyAsync: from pageable memory "
+    "the host itself copies, and waits",
+    "start_up": "it happens once: warm up, and record what follows (cudaProfilerStart() with nsys profile "
+    "--capture-range=cudaProfilerApi)",
+    "profiler": "it is not in an unprofiled run; trace less: nsys profile --trace=cuda,nvtx --sample=none",
+    "queued": "see what its stream waits for: cudaStreamWaitEvent, the default stream, a collective of another rank, "
+    "or work that this trace does not hold",
+    "between_kernels": "fewer, larger kernels (fuse them); CUDA graphs shorten each pause",
+    "no_launch_recorded": "record the host too: nsys profile --trace=cuda,nvtx,osrt; keep all events",
+    "unrecorded": "record what the host does: nsys profile --trace=cuda,nvtx,osrt, with NVTX ranges around parts of "
+    "the program",
+    "nothing_recorded": "record all of what is asked about, and the host too: nsys profile --trace=cuda,nvtx,osrt",
+    "earlier_work": "leave this time out of account: the GPU was probably busy. Call cudaDeviceSynchronize() before "
+    "the recording begins",
 }
 _OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
     r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##|^torch/"
@@ -333,6 +359,8 @@ def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
 
 def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
     """Return advice on a cause of idle time; name the optimizer only if it is not fused and launches many kernels."""
+    if not job.uses_torch:
+        return CUDA_ADVICE.get(cause.category) or ADVICE[cause.category]
     advice = ADVICE[cause.category]
     if cause.category == "operation" and cause.operations:
         return advise_operation(cause.operations[0].name, advice)

@@ -5,6 +5,7 @@ Ranks that cannot belong to one run are refused, in checks before and after thei
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
 _HARDLY = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
+_TORCH = re.compile(r"\b(at|c10|c10d|aten|torch|autograd)::|^triton_|^nvjet|\.py\(|^nn\.Module|ProfilerStep|torch")
 _FEW = 4  # with fewer collectives the checks do not judge
 
 
@@ -84,6 +86,11 @@ class TracedJob:
     def alone(self) -> bool:
         """Return whether one process with several GPUs is the whole job: there is no other rank to wait for."""
         return self.world_size == 1 and len(gpus_of(self.digests[0])) > 1
+
+    @property
+    def uses_torch(self) -> bool:
+        """Return whether the program is, or may be, one of PyTorch: Nsight records others as well."""
+        return any(d.format != "nsys" or any(map(_TORCH.search, d.names)) for d in self.digests)
 
     @property
     def islands(self) -> I64:

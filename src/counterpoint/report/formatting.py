@@ -60,6 +60,7 @@ IDLE_CAUSES = {
     "unrecorded": "host, not recorded",
     "nothing_recorded": "before or after all events",
     "earlier_work": "behind work not recorded",
+    "page_migration": "unified memory, page by page",
     "other_gpu": "another GPU of the process works",
 }
 MAX_IDLE_CAUSES = 6

@@ -22,6 +22,7 @@ from counterpoint.trace.timeline import (
     F64,
     I32,
     I64,
+    MIGRATION,
     U8,
     CollectiveInfo,
     Device,
@@ -39,6 +40,7 @@ _COPY = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "D
          11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
 _MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static", 6: "Managed Static"}
 _SIDES = {"H": "Unknown", "D": "Device", "A": "Array", "P": "Device"}  # used if the export does not name the memory
+_MIGRATIONS = (11, 12, 13)  # of unified memory, page by page; no call launches them
 _GRAPH = "CUDA graph"  # with --cuda-graph-trace=graph, all kernels of a graph launch are one span
 _PID_BITS = 24  # globalTid = globalPid | tid
 
@@ -154,6 +156,8 @@ def _copy_name(kind: int, source: int, target: int) -> str:
     way = _COPY.get(kind)
     if way is None:
         return "Memcpy Unknown (Unknown -> Unknown)"
+    if kind in _MIGRATIONS:
+        return f"{MIGRATION} {way}"
     return f"Memcpy {way} ({_MEMORY.get(source, _SIDES[way[0]])} -> {_MEMORY.get(target, _SIDES[way[-1]])})"
 
 

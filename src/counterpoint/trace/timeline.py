@@ -21,6 +21,7 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
+MIGRATION = "Unified Memory memcpy"  # begins the name of a copy that moves pages of unified memory
 DEVICE_BITS = 32  # above which `stream` has the number of the GPU, where one process drives several
 ROUNDED_US = 1.0  # old traces have whole µs: what follows an operation may seem to begin this much before its end
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.diagnosis.digest import digest
 from counterpoint.errors import BadTrace
 from counterpoint.trace.nsys import read_nsys
 from counterpoint.trace.timeline import Device, HostKind, Kind, Timeline
@@ -405,6 +407,34 @@ def _edit(path: Path, *statements: str) -> Path:
         for statement in statements:
             db.execute(statement)
     return path
+
+
+def test_migrations_of_unified_memory_are_the_cause_and_no_torch_is_advised(tmp_path: Path) -> None:
+    """After a kernel, the host touches pages: no launch, but the trace holds why, and the program is none of torch."""
+    export = NsysExport()
+    export.kernel("stencil(float*)", 50_000, 90_000, launch=(20_000, 30_000))
+    for n in range(50):
+        at = 100_000 + 300_000 * n
+        export.add(MEMCPY, start=at, end=at + 20_000, copyKind=12, correlationId=0, globalPid=pid(1), bytes=4096)
+    d = diagnose_digests([digest(_one(tmp_path, export))], ["x"]).diagnosis
+    assert d.idle is not None
+    assert d.idle.causes[0].category == "page_migration"
+    assert d.idle.causes[0].us == pytest.approx(49 * 280, rel=0.01)
+    assert d.idle.explained_us == pytest.approx(d.idle.idle_us)
+    assert "cudaMemPrefetchAsync" in d.findings[0].advice
+    assert "torch" not in str([f.advice for f in d.findings])
+
+
+@pytest.mark.parametrize(("kernel", "torch"), [("stencil(float*)", False), ("void at::native::fill<4>", True)])
+def test_advice_fits_programs_without_torch(tmp_path: Path, kernel: str, torch: bool) -> None:
+    """The host does something for 100 ms that was not recorded."""
+    export = NsysExport()
+    export.kernel(kernel, 50_000, 90_000, launch=(20_000, 30_000))
+    export.kernel(kernel, 100_050_000, 100_090_000, launch=(100_020_000, 100_030_000))
+    d = diagnose_digests([digest(_one(tmp_path, export))], ["x"]).diagnosis
+    assert d.findings[0].kind == "host_stall"
+    assert ("torch.profiler" in d.findings[0].advice) == torch
+    assert ("nsys profile" in d.findings[0].advice) != torch
 
 
 @pytest.mark.parametrize("table", [KERNEL, RUNTIME, NVTX])
