@@ -30,6 +30,7 @@ from counterpoint.diagnosis.imbalance import (
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.launch_order import Blocked
 from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, NO_SUSPECTED_WAITING
+from counterpoint.diagnosis.slow_links import find_slow_links
 from counterpoint.diagnosis.stack import TracedStack
 from counterpoint.diagnosis.unrecorded import Unrecorded
 from counterpoint.diagnosis.zero_sm import fsdp2_copies
@@ -140,6 +141,7 @@ def find_findings(
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
         *find_pipeline_bubbles(job, w, busy, collectives, step),
         *imbalance,
+        *find_slow_links(job, w, collectives, saved, step, stack),
         *_exposed(job, account, w, unrecorded, kinds, saved, step, stack, no_sm),
     ]
     return tuple(sorted((f for f in found if f.cost_us >= _LEAST_US), key=lambda f: -f.cost_us))
