@@ -251,7 +251,7 @@ class _Layer:
 
     start: F64
     end: F64
-    row: I64
+    row: I32 | I64
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
