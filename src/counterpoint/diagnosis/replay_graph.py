@@ -215,8 +215,8 @@ def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -
     enter = np.concatenate((job.on_job_clock(c, waits.start), launch[full]))
     leave = np.concatenate((job.on_job_clock(c, waits.end), launch[full] + call[full]))
     start = np.fmin(begin, np.nanmin(launch)) if np.isfinite(launch).any() else begin
-    inside = (enter >= start) & (leave <= finish)
-    enter, leave = enter[inside], leave[inside]
+    inside = (enter >= start) & (leave <= finish + ROUNDED_US)
+    enter, leave = enter[inside], np.minimum(leave[inside], finish)
     order = np.argsort(leave, kind="stable")
     enter, leave = enter[order], leave[order]
     awaited = _awaited(enter, leave, launch, end)

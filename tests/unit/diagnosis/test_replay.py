@@ -178,6 +178,12 @@ def test_host_that_waits_for_the_gpu_returns_earlier(name: str, expected: float)
     assert step_us(replay(job(SYNCHRONISED)), name) == pytest.approx(expected)
 
 
+def test_host_that_waits_for_the_end_of_the_step_returns_earlier_too() -> None:
+    """Its call seems to return 0.2 µs after the step, as clocks are rounded; it waited all the same."""
+    last = rank(comm("all_reduce", 10, 210, launch=0), host("cudaStreamSynchronize", 20, 215), steps=[(0, 214.8)])
+    assert step_us(replay(job(last)), "communication free") == pytest.approx(20, abs=10)
+
+
 def test_launch_that_met_a_full_queue_returns_earlier() -> None:
     """It returned 2 µs after the long kernel; if that takes 500 instead of 1000 µs, all that follows is 500 earlier."""
     full = rank(
