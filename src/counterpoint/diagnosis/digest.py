@@ -58,7 +58,7 @@ def digest(timeline: Timeline) -> RankDigest:
     ranges = NamedRanges.of(timeline)
     in_gaps, of_ops = ranges.gaps(gaps), ranges.compute()
     named = (gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
-    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, *named)))
+    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
     facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
@@ -76,6 +76,7 @@ def digest(timeline: Timeline) -> RankDigest:
             inside=renumber[gaps.inside],
             operations=replace(gaps.operations, name=renumber[gaps.operations.name]),
             functions=replace(gaps.functions, name=renumber[gaps.functions.name]),
+            pauses=replace(gaps.pauses, operation=renumber[gaps.pauses.operation]),
         ),
         waits=_waits(timeline),
         flops=_matmul_flops(timeline),

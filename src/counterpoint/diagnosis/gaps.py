@@ -104,6 +104,22 @@ class NamedShares:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pauses:
+    """Holds when a rank's host launched nothing for `STALL_US` or longer, and did not wait for its GPU; columns.
+
+    A pause has one row for each host range that is innermost in part of it. Where the GPU had finished everything
+    before the host went on, an unrecorded pause may have been a wait for it: only the time after that counts.
+    """
+
+    number: I32  # of the pause
+    start: F64
+    end: F64
+    time: F64  # of that, µs in which the GPU neither computed nor copied
+    category: U8  # into CATEGORIES
+    operation: I32  # the host range; -1: not recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
     """Holds all times [start, end) in which no GPU operation runs, and their causes; columns of one length.
 
@@ -121,6 +137,7 @@ class Gaps:
     host_us: F64  # for how long no thread launched anything, until the gap's next launch
     operations: NamedShares  # innermost host ranges; of causes after a launch: the next GPU operation
     functions: NamedShares  # the Python functions, or ranges, around those
+    pauses: Pauses  # of the host, also where the GPU does not idle, but waits for another rank
 
     def __len__(self) -> int:
         return len(self.start)
@@ -136,7 +153,8 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
     start, end, op = _idle(timeline, steps)
     own = np.array([_category(n) for n in timeline.names], np.uint8)
     waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
-    threads = _Threads.of(timeline, own, start, waits.held)
+    paused = _paused(timeline, steps)
+    threads = _Threads.of(timeline, own, Intervals.union(start, waits.held) | Intervals.union(*paused[:2]))
     parts = [_queued(timeline.gpu, waits, start, end)]
     known = np.where(np.isin(waits.thread, threads.order), waits.thread, -1)
     for thread in np.unique(known).tolist():
@@ -146,7 +164,7 @@ def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
     _judge(timeline, threads, waits, pieces, start, end)
     host_us = np.minimum(waits.since_launch + waits.call_us, waits.held - start)
     named = _named(timeline, threads, known, pieces, op, Intervals.union(steps.start, steps.end))
-    return _table(timeline, threads, pieces, start, end, op, host_us, *named)
+    return _table(timeline, threads, pieces, start, end, op, host_us, *named, _pauses(timeline, threads, *paused))
 
 
 def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
@@ -308,10 +326,9 @@ class _Threads:
     last: float  # ... when the last one ended; steps and ranges around everything do not count
 
     @classmethod
-    def of(cls, timeline: Timeline, own: U8, start: F64, end: F64) -> _Threads:
+    def of(cls, timeline: Timeline, own: U8, idle: Intervals) -> _Threads:
         host, gpu = timeline.host, timeline.gpu
         frames = np.array([host_names.says(n, _FRAME) for n in timeline.names], bool)
-        idle = Intervals.union(start, end)
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
         if len(host):
             use &= ~frames[host.name] & (idle.within(host.start, host.end) > 0)
@@ -541,7 +558,7 @@ def _named(
 
 def _table(
     timeline: Timeline, threads: _Threads, pieces: _Pieces, start: F64, end: F64, op: I64, host_us: F64,
-    operations: NamedShares, functions: NamedShares,
+    operations: NamedShares, functions: NamedShares, pauses: Pauses,
 ) -> Gaps:  # fmt: skip
     """Sum the pieces of each gap and cause into one row, named after the host range with the most time."""
     name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
@@ -553,7 +570,7 @@ def _table(
     if not len(firsts):
         none, no = np.empty(0), np.empty(0, np.int32)
         return Gaps(start=none, end=none, time=none, category=np.empty(0, np.uint8), operation=no, inside=no,
-                    host_us=none, operations=operations, functions=functions)  # fmt: skip
+                    host_us=none, operations=operations, functions=functions, pauses=pauses)  # fmt: skip
     key, row, part = key[firsts], row[firsts], np.add.reduceat(time, firsts)
     best = np.lexsort((part, row >= 0, key))  # pieces with a host range win over those without
     causes = np.flatnonzero(np.concatenate((key[1:] != key[:-1], [True])))
@@ -568,5 +585,42 @@ def _table(
     return Gaps(
         start=start[gap[order]], end=end[gap[order]], time=whole[order], category=category[order],
         operation=operation[order], inside=names[around[order]], host_us=host_us[gap[order]],
-        operations=operations, functions=functions,
+        operations=operations, functions=functions, pauses=pauses,
+    )  # fmt: skip
+
+
+def _paused(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I32, F64]:
+    """Return start, end and thread of each time without launches, and when the GPU was done with all before it."""
+    gpu = timeline.gpu
+    rows = np.flatnonzero(np.isfinite(gpu.launch_start))
+    rows = rows[np.argsort(gpu.launch_start[rows], kind="stable")]
+    if not len(rows) or timeline.device.from_host:
+        return np.empty(0), np.empty(0), np.empty(0, np.int32), np.empty(0)
+    low, high = float(steps.start.min()), float(steps.end.max())
+    start = np.maximum(np.concatenate(([low], np.maximum.accumulate(gpu.launch_end[rows]))), low)
+    end = np.minimum(np.append(gpu.launch_start[rows], high), high)
+    done = np.concatenate(([low], np.maximum.accumulate(gpu.end[rows])))
+    thread = np.append(gpu.launch_thread[rows], gpu.launch_thread[rows[-1]])
+    long = end - start >= STALL_US
+    return start[long], end[long], thread[long], done[long]
+
+
+def _pauses(timeline: Timeline, threads: _Threads, start: F64, end: F64, thread: I32, done: F64) -> Pauses:
+    gpu, names = timeline.gpu, np.append(timeline.host.name, -1)
+    known = np.where(np.isin(thread, threads.order), thread, -1)
+    none = np.empty(0, np.int64)
+    parts = [_Pieces(none, np.empty(0), np.empty(0), np.empty(0, np.uint8), none)]
+    for each in np.unique(known).tolist():
+        own = np.flatnonzero(known == each)
+        parts.append(threads.seen(each, own, start[own], end[own]))
+    found = _Pieces.joined(parts)
+    unsure = (found.category == UNRECORDED) & (done < end)[found.gap]
+    begins = np.where(unsure, np.maximum(found.start, done[found.gap]), found.start)
+    rows = np.flatnonzero((found.end > begins) & (found.category != SYNCHRONISE))
+    works = Intervals.union(gpu.start[gpu.kind != Kind.COMM], gpu.end[gpu.kind != Kind.COMM])
+    begins, ends = begins[rows], found.end[rows]
+    return Pauses(
+        number=found.gap[rows].astype(np.int32), start=begins, end=ends,
+        time=ends - begins - works.within(begins, ends), category=found.category[rows],
+        operation=names[found.row[rows]].astype(np.int32),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import CATEGORIES, NOT_RECORDED, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.job import TracedJob, ranks_in_words
 from counterpoint.diagnosis.places import PHASES, module_of
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
@@ -25,6 +25,8 @@ _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single
 _LONG_US = 5000.0  # evidence counts a pause of a host from this on
 _NAMED = 5
 _NAMED_WORTH = 0.01  # of a cause: evidence leaves out names with less
+_ALIKE = 0.5  # of what the host that pauses most pauses: such hosts are named, ...
+_NEARLY = 0.9  # ... if they are not all, and have this share of what all pause
 _PART = 0.1  # of a cause: phases and modules with less are not told in words
 _TITLE = {
     "operation": "The GPUs run dry while the host is in long operations",
@@ -236,17 +238,77 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
     return len(start) / job.num_steps, float(between.mean()) if len(between) else np.nan, mean
 
 
-def _pauses(job: TracedJob, column: int) -> F64:
-    """Return the µs of every pause of a rank's host in which it neither launches nor waits, and nothing is computed.
+def _long_pauses(job: TracedJob, column: int) -> F64:
+    """Return the µs of every pause of a rank's host that takes more than `_LONG_US` of the steps."""
+    us = np.bincount(job.digests[column].gaps.pauses.number, _time_paused(job, column))
+    return np.asarray(us[us >= _LONG_US])
 
-    Only pauses of more than `_LONG_US` count. The GPU idles meanwhile, or waits in a collective for another rank.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """Says how long hosts pause in a step for one cause, while their GPUs idle or wait for another rank (µs).
+
+    `shared_us` is what the step loses by that beyond the idle time of the mean GPU.
     """
-    start, end = _launches(job, column)
-    low = np.concatenate((job.step_start[:1, column], np.maximum.accumulate(end)))[:-1] if len(start) else start
-    high, waits = np.maximum(low, start), job.digests[column].waits
-    waiting = Intervals.union(job.on_job_clock(column, waits.start), job.on_job_clock(column, waits.end))
-    paused = high - low - (job.busy(column, Kind.COMPUTE, Kind.MEMCPY) | waiting).within(low, high)
-    return np.asarray(paused[paused >= _LONG_US])
+
+    us: float  # sum over ranks
+    shared_us: float
+    columns: tuple[int, ...]  # of the ranks whose hosts pause, if not of all
+    operations: tuple[HostTime, ...]
+
+
+def _time_paused(job: TracedJob, column: int) -> F64:
+    """Return how many µs of each row of a rank's `Pauses` lie in the steps."""
+    pauses = job.digests[column].gaps.pauses
+    start, end = job.on_job_clock(column, pauses.start), job.on_job_clock(column, pauses.end)
+    inside = Intervals.union(job.step_start[:, column], job.step_end[:, column]).within(start, end)
+    return np.asarray(pauses.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
+
+
+def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> float:
+    """Return for how many µs of a step at least one of these ranks' hosts pauses for one cause."""
+    found = Intervals.union(np.empty(0), np.empty(0))
+    for c in columns:
+        pauses = job.digests[c].gaps.pauses
+        rows = pauses.category == category
+        at = job.on_job_clock(c, pauses.start[rows]), job.on_job_clock(c, pauses.end[rows])
+        found |= Intervals.union(*at) & Intervals.union(job.step_start[:, c], job.step_end[:, c])
+    return float((found.end - found.start).sum()) / job.num_steps
+
+
+def _share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us: float) -> dict[str, _Held]:
+    """Return what all ranks' stalls cost beyond own idle time, shared by how long the hosts pause for each cause.
+
+    No cause costs more in all than the time in which some host pauses for it.
+    """
+    time = {c: _time_paused(job, c) / job.num_steps for c in columns}
+    by_rank = np.array([np.bincount(job.digests[c].gaps.pauses.category, time[c], len(CATEGORIES)) for c in columns])
+    beyond, most_us, cost = np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES)), np.zeros(len(CATEGORIES))
+    for each in map(CATEGORIES.index, _STALLS):
+        idle_us = own.get(CATEGORIES[each], 0.0)
+        beyond[each] = max(float(by_rank[:, each].sum()) - idle_us, 0.0)
+        most_us[each] = min(beyond[each], max(_some_host_pauses(job, columns, each) - idle_us, 0.0))
+    for _ in _STALLS:  # what one cause cannot have cost goes to the others
+        weight = np.where(cost < most_us, beyond, 0.0)
+        cost = np.minimum(cost + max(left_us - cost.sum(), 0.0) * weight / max(float(weight.sum()), 1e-9), most_us)
+    found = {}
+    for each in np.flatnonzero(cost > 0).tolist():
+        most = np.flatnonzero(by_rank[:, each] >= _ALIKE * by_rank[:, each].max())
+        names: dict[str, float] = defaultdict(float)
+        for c in columns:
+            pauses, digest = job.digests[c].gaps.pauses, job.digests[c]
+            rows = np.flatnonzero((pauses.category == each) & (pauses.operation >= 0))
+            total = np.bincount(pauses.operation[rows], time[c][rows])
+            for name in np.flatnonzero(total > 0).tolist():
+                names[digest.names[name]] += float(total[name])
+        told = len(most) < len(columns) and by_rank[most, each].sum() >= _NEARLY * by_rank[:, each].sum()
+        found[CATEGORIES[each]] = _Held(
+            us=float(by_rank[:, each].sum()),
+            shared_us=float(cost[each]),
+            columns=tuple(columns[i] for i in most.tolist()) if told else (),
+            operations=_most(names, 1.0),
+        )
+    return found
 
 
 def find_idle(
@@ -254,18 +316,20 @@ def find_idle(
 ) -> list[Finding]:
     """Return findings on why GPUs idle, over the ranks that are not in `late`; costs are time per step.
 
-    Where ranks stall in turn, each stall makes the other ranks wait in collectives. The cost is then what the replay
-    without stalls saves beyond that without late ranks, if that is more than the ranks' own idle time.
+    Where ranks stall in turn, each stall makes the other ranks wait in collectives. What the replay without stalls
+    saves beyond that without late ranks, if it is more than the ranks' own idle time, is shared out among the pauses.
     """
     columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
     summary = summarise_idle(job, idle, columns)
-    stalled = sum(c.us for c in summary.causes if c.category in _STALLS)
+    own = {c.category: c.us for c in summary.causes}
     whole = saved.get("no stall on any rank", 0.0)
-    factor = 1.0
-    if stalled > 0 and len(job.ranks) > 1:
-        factor = max((whole - (saved.get("no straggler", 0.0) if late else 0.0)) / stalled, 1.0)
-    cost = {c.category: c.us * (factor if c.category in _STALLS else 1.0) for c in summary.causes}
+    left = whole - (saved.get("no straggler", 0.0) if late else 0.0) - sum(own.get(name, 0.0) for name in _STALLS)
+    held = _share_out(job, columns, own, left) if left > 0 and len(job.joined) else {}  # else nobody waits
     causes = [c for c in summary.causes if c.category != "other_gpu"]  # `find_turns` tells of it
+    causes += [IdleCause(category=name, us=0.0, count=0.0, longest_us=0.0, operations=(), functions=())
+               for name in held if name not in own]  # fmt: skip
+    cost = {c.category: c.us + (held[c.category].shared_us if c.category in held else 0.0) for c in causes}
+    causes.sort(key=lambda c: -cost[c.category])
     worth = [c for c in causes if cost[c.category] >= _WORTH * step]
     if job.digests[0].device.from_host and summary.idle_us < _MUCH * step:
         return []
@@ -277,25 +341,37 @@ def find_idle(
             kind=_KIND.get(cause.category, "host_stall"),
             cost_us=cost[cause.category],
             severity=severity_of(cost[cause.category], step),
-            title=_title(job, cause),
-            evidence=_evidence(job, columns, cause, summary, step)
-            + (_stalls_of_all(job, whole if factor > 1.0 else 0.0) if cause is stall and len(job.ranks) > 1 else ""),
-            advice=_advise(job, columns, cause),
+            title=_title(job, cause, held.get(cause.category)),
+            evidence=_evidence(job, columns, cause, summary, step, held.get(cause.category))
+            + (_stalls_of_all(job, whole if held else 0.0) if cause is stall and len(job.ranks) > 1 else ""),
+            advice=_advise(job, columns, cause, held.get(cause.category)),
+            rank=_only_rank(job, held.get(cause.category)),
         )
         for cause in worth
     ]
 
 
-def _title(job: TracedJob, cause: IdleCause) -> str:
+def _only_rank(job: TracedJob, held: _Held | None) -> int | None:
+    return job.ranks[held.columns[0]] if held is not None and len(held.columns) == 1 else None
+
+
+def _title(job: TracedJob, cause: IdleCause, held: _Held | None) -> str:
     title = _TITLE[cause.category]
-    if cause.category == "operation" and cause.operations and cause.operations[0].us >= 0.5 * cause.us:
-        title = f"The GPUs run dry while the host is in {short_name(cause.operations[0].name)}"
+    named, us = (held.operations, held.us) if held else (cause.operations, cause.us)
+    if cause.category == "operation" and named and named[0].us >= 0.5 * us:
+        title = f"The GPUs run dry while the host is in {short_name(named[0].name)}"
     if job.digests[0].device.from_host:
         title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
-    return title
+    return f"{title}, on {_whose(job, held)}" if held and held.columns else title
 
 
-def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float) -> str:
+def _whose(job: TracedJob, held: _Held) -> str:
+    return ranks_in_words(tuple(job.ranks[c] for c in held.columns))
+
+
+def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float, held: _Held | None) -> str:
+    if held and cause.us < _NAMED_WORTH * held.shared_us:
+        return _pausing(job, columns, held)
     mean = f"mean of {len(columns)} ranks, " if len(columns) > 1 else ""
     share = f"{cause.us / step:.0%} of it" if step > 0 else "all of it"
     what = "nothing runs for" if job.digests[0].device.from_host else "the GPU idles"
@@ -315,7 +391,19 @@ def _evidence(job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, 
     for what, known in (("in ", cause.phases), ("in module ", cause.modules[:3])):
         if part := [p for p in known if p.us >= _PART * cause.us]:
             text += "; " + what + ", ".join(f"{short_name(p.name)} {_ms(p.us)} ms" for p in part)
-    return text
+    return f"{text}; {_pausing(job, columns, held)}" if held else text
+
+
+def _pausing(job: TracedJob, columns: list[int], held: _Held) -> str:
+    """Say for how long hosts pause for one cause, and in what, while their GPUs idle or wait for another rank."""
+    ranks = len(held.columns or columns)
+    whose = f"the host{'s' * (ranks > 1)} of {_whose(job, held)}" if held.columns else "hosts"
+    verb = "pauses" if whose.startswith("the host ") else "pause"
+    mean = f" (mean of {ranks} ranks)" if ranks > 1 else ""
+    named = [f"{short_name(o.name)} {_ms(o.us / ranks)} ms" for o in held.operations
+             if o.us >= _NAMED_WORTH * held.us]  # fmt: skip
+    where = f", in {', '.join(named)}" if named else ""
+    return f"{whose} {verb} for {_ms(held.us / ranks)} ms {job.each} for this{mean}{where}"
 
 
 def _pace(job: TracedJob, idle: Idle) -> str:
@@ -344,7 +432,7 @@ def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
     text = ""
     if saved_us > 0 and not job.islands.any():
         text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"
-    pauses = [_pauses(job, c) for c in range(len(job.ranks))]
+    pauses = [_long_pauses(job, c) for c in range(len(job.ranks))]
     count = [len(p) for p in pauses]
     if not min(count):
         return text
@@ -357,13 +445,14 @@ def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
     )
 
 
-def _advise(job: TracedJob, columns: list[int], cause: IdleCause) -> str:
+def _advise(job: TracedJob, columns: list[int], cause: IdleCause, held: _Held | None) -> str:
     """Return advice on a cause of idle time; name the optimizer only if it is not fused and launches many kernels."""
     if not job.uses_torch:
         return CUDA_ADVICE.get(cause.category) or ADVICE[cause.category]
     advice = ADVICE[cause.category]
-    if cause.category == "operation" and cause.operations:
-        return advise_operation(cause.operations[0].name, advice)
+    named = held.operations if held else cause.operations
+    if cause.category == "operation" and named:
+        return advise_operation(named[0].name, advice)
     if job.digests[0].device.from_host and cause.category in ("launch", "between_kernels"):
         return "fewer, larger operations: torch.compile, larger batches"
     if job.digests[0].device.from_host and cause.category == "unrecorded":

@@ -147,7 +147,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     if missing:
         late = "it is late" if len(missing) == 1 else "one of them is late"
         late = f": where {late}, waiting for it cannot be told from moving bytes" if len(joined) else ""
-        notes.append(f"no trace of {_in_words(missing)} (of {world} ranks){late}")
+        notes.append(f"no trace of {ranks_in_words(missing)} (of {world} ranks){late}")
     _check_collectives(digests, joined)
     clocks = _clocks(joined, ranks, notes)
     zero, names, start, end = _steps(digests, clocks, base, notes)
@@ -201,7 +201,7 @@ def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
 
 
-def _in_words(ranks: tuple[int, ...]) -> str:
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
     """Return ranks, ascending, as a reader counts them: `ranks 0-3, 5, 8-15`, the first runs of many."""
     at = np.array(ranks)
     first = np.flatnonzero(np.diff(at, prepend=at[0] - 2) > 1)
