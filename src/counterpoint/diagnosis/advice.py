@@ -11,7 +11,7 @@ from counterpoint.diagnosis.imbalance import ADVICE_ON_EXPERTS, EXPERTS
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay import ZERO_SM
 from counterpoint.diagnosis.stack import TracedStack
-from counterpoint.records.diagnosis import Account, KernelComparison, Replay, Straggler
+from counterpoint.records.diagnosis import Account, KernelComparison, Replay, Straggler, ranks_in_words
 
 _NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
 _OVERLAP = "counterpoint.overlap(model) after fully_shard (for shards within one host"
@@ -22,7 +22,8 @@ _ZERO_CTA = (
 
 
 def advise_straggler(s: Straggler, stack: TracedStack) -> str:
-    """Say what to change about one late rank."""
+    """Say what to change about one late rank, or several that are late together."""
+    whose = ranks_in_words(s.ranks)
     if s.cause == "late_input":
         return ADVICE["late_input"]
     if s.detail == EXPERTS:
@@ -38,19 +39,24 @@ def advise_straggler(s: Straggler, stack: TracedStack) -> str:
         look = "amd-smi metric (clocks, temperature, errors), " if stack.vendor == "amd" else ""
         where = "machine" if stack.vendor == "cpu" else "GPU"
         return (
-            f"look at the {where} of rank {s.rank}: {look}throttling, other processes on it; drain the node if it "
-            "stays slow"
+            f"look at the {where} of {whose}: {look}throttling, other processes on it; drain the node if it stays slow"
         )
     if s.cause == "slow_kernels":
         return (
-            f"look at the GPU of rank {s.rank}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
+            f"look at the GPU of {whose}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
             "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
+        )
+    if s.detail == "launch":
+        return (
+            f"look at the CPUs of the host of {whose}, which launches more slowly than others: clocks "
+            f"and power limits, CPU limits of the container, NUMA binding, other processes. Else {ADVICE['launch']}"
         )
     if s.cause == "host_stall":
         if s.detail is None:
             return ADVICE["unrecorded"]
         return ADVICE.get(s.detail) or advise_operation(
-            s.detail, f"take {s.detail} out of the step of rank {s.rank}: do it ahead, or in a worker process"
+            s.detail,
+            f"take {s.detail} out of the step of {whose}: do it ahead, or in a worker process",
         )
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
 

@@ -275,7 +275,7 @@ def _replay(
     hosts_known: bool,
 ) -> Replay | None:
     """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
-    late = {job.ranks.index(s.rank) for s in stragglers}
+    late = {job.ranks.index(rank) for s in stragglers for rank in s.ranks}
     healthy = sorted((c for c in range(len(job.ranks)) if c not in late), key=lambda c: per_rank[c].compute_us)
     typical = {column: healthy[len(healthy) // 2] for column in late} if healthy else {}
     held = [np.zeros(len(d.gpu), bool) for d in job.digests]

@@ -44,6 +44,7 @@ from counterpoint.records.diagnosis import (
     RankAccount,
     Replay,
     Straggler,
+    ranks_in_words,
     severity_of,
 )
 from counterpoint.trace.timeline import Bools
@@ -77,6 +78,8 @@ _CAUSE_TITLE = {
     "late_input": "its input is late",
     "unknown": "cause not found",
 }
+_OF_SEVERAL = (("its host stalls", "their hosts stall"), ("its host launches", "their hosts launch"), ("its", "their"),
+               ("it has", "they have"))  # fmt: skip
 _KERNEL_TITLE = {
     "tail_effect": "Tail effect: {kernels} in need of an extra wave beside communication",
     "sm_contention": "{kernels} slowed by the SMs that communication takes",
@@ -135,7 +138,7 @@ def find_findings(
         *_slow_kernels(job, kernels, saved, step, stack, no_sm),
         *_launch_order(job, blocked, saved, step, stack, no_sm),
         *_fsdp2_copies(job, saved, step, no_sm),
-        *find_idle(job, idle, {s.rank for s in stragglers}, saved, step),
+        *find_idle(job, idle, {rank for s in stragglers for rank in s.ranks}, saved, step),
         *find_copies(job, busy, saved, step),
         *find_turns(job, per_rank, per_gpu),
         *_suspected_waits(job, unrecorded, w, collectives, saved, step),
@@ -163,9 +166,11 @@ def _stragglers(
                 kind="straggler",
                 cost_us=cost,
                 severity=severity_of(cost, step),
-                title=f"Rank {s.rank} makes the others wait: {_CAUSE_TITLE[s.cause]}",
-                evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {job.each}; it arrived last "
-                f"{_count(s.times_last, 'time')}{_in_all(job)}; {s.evidence}",
+                title=_straggler_title(s),
+                evidence=f"the others stood still for {s.delay_us / steps / 1e3:.2f} ms {job.each}; "
+                f"{'one of them' if s.with_ranks else 'it'} arrived last {_count(s.times_last, 'time')}{_in_all(job)}; "
+                + (f"of rank {s.rank}: " if s.with_ranks else "")
+                + s.evidence,
                 advice=advise_straggler(s, stack),
                 rank=s.rank,
                 start_us=s.start_us,
@@ -173,6 +178,15 @@ def _stragglers(
             )
         )
     return out
+
+
+def _straggler_title(s: Straggler) -> str:
+    cause = "its host launches slowly" if s.detail == "launch" else _CAUSE_TITLE[s.cause]
+    if not s.with_ranks:
+        return f"Rank {s.rank} makes the others wait: {cause}"
+    for one, several in _OF_SEVERAL:
+        cause = cause.replace(one, several)
+    return f"{ranks_in_words(s.ranks).capitalize()} make the others wait: {cause}"
 
 
 def _slow_kernels(

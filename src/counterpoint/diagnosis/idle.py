@@ -14,9 +14,9 @@ import numpy as np
 
 from counterpoint.diagnosis.gaps import CATEGORIES, NOT_RECORDED, STALL_US
 from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.diagnosis.job import TracedJob, ranks_in_words
+from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.places import PHASES, module_of
-from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, severity_of
+from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, ranks_in_words, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
 _STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")

@@ -15,11 +15,10 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
-from counterpoint.records.diagnosis import WHOLE_TRACE
+from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
 
-_RUNS_SHOWN = 8  # of ranks without a trace
 _RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
@@ -199,16 +198,6 @@ def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
             else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
         )
     return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
-
-
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Return ranks, ascending, as a reader counts them: `ranks 0-3, 5, 8-15`, the first runs of many."""
-    at = np.array(ranks)
-    first = np.flatnonzero(np.diff(at, prepend=at[0] - 2) > 1)
-    last = np.append(first[1:], len(at)) - 1
-    runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(at[first].tolist(), at[last].tolist(), strict=True)]
-    shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _world_size(digests: list[RankDigest]) -> int:

@@ -255,7 +255,7 @@ def _no_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> Repl
 
 
 def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int], hosts: Sequence[I64]) -> ReplayGraph:
-    duration, after_host = graph.duration.copy(), graph.after_host.copy()
+    duration, after_host, lag = graph.duration.copy(), graph.after_host.copy(), graph.lag.copy()
     saved = np.zeros(len(graph.row))
     for late, stand_in in typical.items():
         own, theirs = hosts[late], hosts[stand_in]
@@ -266,12 +266,13 @@ def _no_straggler(graph: ReplayGraph, typical: Mapping[int, int], hosts: Sequenc
         duration[own[local]] = _stand_in(
             duration[own[local]], stretch[local], graph.duration[theirs[their_local]], their_stretch[their_local]
         )
+        lag[own] = _stand_in(lag[own], stretch, graph.lag[theirs], their_stretch)
     after_host += since_host(graph, hosts, saved)
     for late, stand_in in typical.items():
         own, theirs = hosts[late], hosts[stand_in]
         if (root := graph.row[own] < 0).any():
             after_host[own[root][0]] = graph.after_host[theirs[graph.row[theirs] < 0][0]]
-    return changed(graph, duration=duration, after_host=after_host)
+    return changed(graph, duration=duration, after_host=after_host, lag=lag)
 
 
 def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:

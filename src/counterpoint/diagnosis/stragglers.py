@@ -8,6 +8,9 @@ time of this late rank r in those steps differs from that of the typical other r
 The largest term tells where the cause lies: idle time in its host, compute time in its kernels. Whole steps are
 compared, not single collectives: one stall in the forward pass leaves a rank behind in every collective of the backward
 pass. A rank that itself waits longer, in another group, only passes on the delay of a rank in that group.
+
+Ranks that are late together (those of a slow host, say) come last by turns, and none of them alone costs anything: they
+are one straggler, which the ranks that wait for them are compared with.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ _ENOUGH = 0.3  # of the delay: a difference of less is not its cause
 _ONE_KERNEL = 0.8  # of what a rank computes longer that comes from kernels of one name, while the others, ...
 _OTHER_KERNELS = 0.2  # ... of at least this share of its compute, ...
 _AS_FAST = 0.1  # ... are slower by no more than this share of the slowness of that one
+_TOGETHER = 0.25  # of what the first rank waits: who comes so shortly before the last is as late as that one, ...
+_MOSTLY = 0.75  # ... if it does in collectives with this share of all such waiting
+_AS_MUCH = 0.5  # of what the latest rank has more of than others: one that has less has another cause
 _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
 
 
@@ -77,15 +83,17 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
     return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
 
 
-def _stood_still_per_step(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int) -> F64:
-    """Return the delay in µs that one rank caused in each step: no more than any other rank stood still for it.
+def _stood_still_per_step(
+    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
+) -> F64:
+    """Return the delay in µs that a late rank caused in each step: no more than any rank not `late` stood still for it.
 
     It may come last in a chain of collectives of different groups, in which different ranks wait.
     """
     own = delays.collective[delays.column == column]
     most = np.zeros(len(job.step_names))
     for c, rank in enumerate(busy):
-        rows = own[np.isfinite(w.arrival[own, c])] if c != column else own[:0]
+        rows = own[np.isfinite(w.arrival[own, c])] if c not in late else own[:0]
         for step in np.unique(w.step[rows]).tolist():
             most[step] = max(most[step], _stood_still(w, rank, c, rows[w.step[rows] == step]))
     return np.minimum(_felt_per_step(job, w, delays, column), most)
@@ -100,30 +108,67 @@ def _stood_still(w: Waits, busy: Activity, column: int, rows: I64) -> float:
 
 def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays) -> tuple[Straggler, ...]:
     """Return the ranks whose delays stand out, worst first; none on a healthy job."""
-    ranks = len(job.ranks)
-    if ranks < 2 or not len(delays.column):
+    if len(job.ranks) < 2 or not len(delays.column):
         return ()
+    together = _late_together(job, w, delays)
+    if len(together) > 1:
+        found = _find(job, busy, w, _as_one(w, delays, together), together)
+        if any(s.with_ranks for s in found):
+            return found
+    return _find(job, busy, w, delays, together[:0])
+
+
+def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
+    """Return the columns of ranks that are late together, the one that the others wait for longest first."""
+    came = w.arrival[delays.collective]
+    there = np.isfinite(came)
+    longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
+    as_late = there & (np.nanmax(came, axis=1)[:, None] - came <= _TOGETHER * longest[:, None])
+    waited = (there * longest[:, None]).sum(axis=0)
+    share = np.divide((as_late * longest[:, None]).sum(axis=0), waited, out=np.zeros(len(waited)), where=waited > 0)
+    found = np.flatnonzero(share >= _MOSTLY)
+    if 2 * len(found) > len(job.ranks):
+        return found[:0]
+    felt = np.bincount(delays.column, weights=delays.felt_us, minlength=len(job.ranks))
+    return found[np.argsort(-felt[found], kind="stable")].astype(np.int64)
+
+
+def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
+    """Return the delays with those of all `late` ranks as the first one's, felt by the other ranks."""
+    own = np.flatnonzero(np.isin(delays.column, late))
+    others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
+    alone = np.isfinite(others).any(axis=1)
+    column, felt = delays.column.copy(), delays.felt_us.copy()
+    column[own], felt[own] = late[0], 0.0
+    felt[own[alone]] = np.nanmedian(others[alone], axis=1)
+    return Delays(collective=delays.collective, column=column, felt_us=felt)
+
+
+def _find(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, together: I64) -> tuple[Straggler, ...]:
+    ranks = len(job.ranks)
     total: F64 = np.bincount(delays.column, weights=delays.felt_us, minlength=ranks).astype(np.float64)
     last = np.bincount(delays.column, minlength=ranks)  # number of collectives that each rank entered last
     found = []
     for column in np.argsort(-total).tolist():
-        if not _stands_out(job, delays, column, total, _felt_per_step(job, w, delays, column)):
+        late = together if column in together[:1] else np.array([column])
+        if not _stands_out(job, delays, late, total, _felt_per_step(job, w, delays, column)):
             continue
-        per_step = _stood_still_per_step(job, busy, w, delays, column)
+        per_step = _stood_still_per_step(job, busy, w, delays, column, late)
         total[column] = per_step.sum()
-        if not _stands_out(job, delays, column, total, per_step):
+        if not _stands_out(job, delays, late, total, per_step):
             continue
-        straggler = _explain(job, busy, w, delays, column, per_step, int(last[column]))
+        straggler = _explain(job, busy, w, delays, late, per_step, int(last[column]))
         if straggler is not None:
             found.append(straggler)
     return tuple(sorted(found, key=lambda s: -s.delay_us))
 
 
-def _stands_out(job: TracedJob, delays: Delays, column: int, total: F64, per_step: F64) -> bool:
+def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step: F64) -> bool:
+    column = int(late[0])
     duration = (job.step_end - job.step_start).mean(axis=1)
     share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
     enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
-    typical = float(np.median(np.delete(total, column)))
+    typical = float(np.median(np.delete(total, late)))
     outstanding = total[column] > min(_OUTSTANDING * typical, typical + _OUTSTANDING_SHARE * duration.sum())
     return bool(enough and outstanding)
 
@@ -139,12 +184,14 @@ class _Excess:
 
 
 def _explain(
-    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, per_step: F64, times_last: int
+    job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, late: I64, per_step: F64, times_last: int
 ) -> Straggler | None:
+    column = int(late[0])
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
     felt = float(per_step.sum())
     steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
-    excess = _excess(job, busy, w, column, steps)
+    spent = _spent_by_all(job, busy, w, steps)
+    excess = _excess(spent, column, late)
     shown = float(per_step[steps].sum())
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
@@ -160,7 +207,7 @@ def _explain(
     elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
         found = _copy_cause(excess.memcpy, shown)
     else:
-        found = _compute_cause(_compare_kernels(job, column, steps), excess.compute, shown)
+        found = _compute_cause(_compare_kernels(job, column, late, steps), excess.compute, shown)
     duration = float((job.step_end - job.step_start).mean(axis=1).sum())
     if found.cause == "unknown" and felt < _WORTH_UNEXPLAINED * duration:
         return None
@@ -170,6 +217,7 @@ def _explain(
     longest = f"; they waited longest in {comm.op[row]} #{job.joined.index[worst]}{where}" if where else ""
     return Straggler(
         rank=job.ranks[column],
+        with_ranks=tuple(sorted(job.ranks[c] for c in late[1:].tolist() if _alike(_excess(spent, c, late), excess))),
         delay_us=felt,
         times_last=times_last,
         cause=found.cause,
@@ -196,14 +244,23 @@ def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I
     return _stood_still(w, busy[column], column, np.array(elsewhere, np.int64))
 
 
-def _excess(job: TracedJob, busy: list[Activity], w: Waits, column: int, steps: I64) -> _Excess:
-    """Return the time of the rank minus the median of the other ranks, per kind of activity, over these steps."""
+def _excess(spent: F64, column: int, late: I64) -> _Excess:
+    """Return the time of a rank minus the median of the ranks that are not late, per kind of activity."""
+    compute, memcpy, comm, idle = (spent[column] - np.median(np.delete(spent, late, axis=0), axis=0)).tolist()
+    return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
+
+
+def _alike(one: _Excess, latest: _Excess) -> bool:
+    """Return whether a rank that is late has more of the same as the latest one: idle time, compute or copies."""
+    kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
+    return bool(getattr(one, kind) >= _AS_MUCH * getattr(latest, kind))
+
+
+def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
+    """Return what `_spent` tells of every rank in these steps: [R, 4]."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
-    spent = np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
-    beyond = spent[column] - np.median(np.delete(spent, column, axis=0), axis=0)
-    compute, memcpy, comm, idle = beyond.tolist()
-    return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
+    return np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
 
 
 def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
@@ -337,10 +394,10 @@ class _KernelDifference:
     module: str | None
 
 
-def _compare_kernels(job: TracedJob, column: int, steps: I64) -> _KernelDifference:
-    """Compare a rank's compute kernels in some steps with those of the typical other rank (median kernel time)."""
+def _compare_kernels(job: TracedJob, column: int, late: I64, steps: I64) -> _KernelDifference:
+    """Compare a rank's compute kernels in some steps with those of the typical rank in time (median kernel time)."""
     mine = _signatures(job, column, steps)
-    others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c != column}
+    others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c not in late}
     by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
     peer = by_time[(len(by_time) - 1) // 2]
     theirs = others_of[peer]

@@ -13,11 +13,21 @@ from counterpoint.records import Record
 
 SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
+_RUNS_SHOWN = 8  # of ranks in a sentence
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
 Cause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """Return ranks, ascending, as a reader counts them: `ranks 0-3, 5, 8-15`, the first runs of many."""
+    starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
+    ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
+    runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
+    shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def severity_of(cost_us: float, step_us: float) -> Severity:
@@ -150,6 +160,12 @@ class Straggler(Record, frozen=True, kw_only=True):
     end_us: float | None = None
     phase: str | None = None  # forward | backward | optimizer: where it loses the time
     module: str | None = None  # or layer
+    with_ranks: tuple[int, ...] = ()  # others that are as late for the same cause; all but evidence is of them together
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the rank and those that are late with it, ascending."""
+        return tuple(sorted((self.rank, *self.with_ranks)))
 
 
 class KernelComparison(Record, frozen=True, kw_only=True):

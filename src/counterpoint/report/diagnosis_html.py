@@ -60,7 +60,7 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
 def _context(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the values that the template formats and shows; sums over steps become means per step."""
     steps = say.steps_in(diagnosis)
-    late = {straggler.rank for straggler in diagnosis.stragglers}
+    late = {rank for straggler in diagnosis.stragglers for rank in straggler.ranks}
     bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS, late)
     slowed = sorted((k for k in diagnosis.kernels if k.cause != "none"), key=lambda kernel: -kernel.cost_us)
     collectives = say.by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
@@ -101,7 +101,7 @@ def _rank_map(diagnosis: Diagnosis) -> list[list[RankCell]]:
         return []
     steps = say.steps_in(diagnosis)
     waits = {a.rank: say.budget(a)["wait"] / steps / 1e3 for a in diagnosis.per_rank}
-    late = {s.rank: s.delay_us / steps / 1e3 for s in diagnosis.stragglers}
+    late = {rank: s.delay_us / steps / 1e3 for s in diagnosis.stragglers for rank in s.ranks}
     longest = max(waits.values()) or 1.0
     every = sorted({*waits, *late})
     rows: dict[int, list[RankCell]] = {}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay
+from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay, ranks_in_words
 from counterpoint.report import formatting as say
 
 MAX_FINDINGS = 3  # in short
@@ -102,7 +102,7 @@ def _bar(parts: dict[str, float], longest_us: float) -> Text:
 def _budget(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.per_rank:
         return
-    late = {straggler.rank for straggler in diagnosis.stragglers}
+    late = {rank for straggler in diagnosis.stragglers for rank in straggler.ranks}
     say.heading(console, "Where the time goes", "ms per step, mean" if diagnosis.has_steps else "ms, the whole trace")
     shown, steps = say.worst_ranks(diagnosis.per_rank, MAX_RANKS, late), say.steps_in(diagnosis)
     longest = max(account.duration_us for account in shown)
@@ -193,7 +193,7 @@ def _stragglers(diagnosis: Diagnosis, console: Console) -> None:
         detail = f" ({straggler.detail})" if straggler.detail else ""
         cause = say.CAUSES[straggler.cause] + detail
         delay = f"{say.milliseconds(straggler.delay_us / steps)} ms late, last {straggler.times_last} times: "
-        console.print(Text.assemble((f"rank {straggler.rank}  ", "bold"), delay, say.text(cause, "bold")))
+        console.print(Text.assemble((f"{ranks_in_words(straggler.ranks)}  ", "bold"), delay, say.text(cause, "bold")))
         _below(console, straggler.evidence, say.QUIET)
     if len(diagnosis.stragglers) > MAX_STRAGGLERS:
         console.print(f"   and {len(diagnosis.stragglers) - MAX_STRAGGLERS} more")

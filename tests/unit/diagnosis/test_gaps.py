@@ -438,6 +438,30 @@ def test_what_only_the_late_rank_stalls_for_is_its_own() -> None:
     assert [(f.kind, f.rank) for f in d.findings if f.kind in ("host_stall", "straggler")] == [("straggler", 1)]
 
 
+def test_hosts_that_launch_slowly_on_half_the_ranks_are_told_with_what_all_lose() -> None:
+    """Ranks 4-7 launch a kernel every 100 µs, the others every 10 µs, well ahead; then all reduce and wait."""
+    parts: list[list[Op | Host]] = [[] for _ in range(8)]
+    steps, length, kernels = [], 4800.0, 40
+    for i in range(3):
+        at = length * i
+        steps.append((at, at + length))
+        for r, own in enumerate(parts):
+            apart = 100.0 if r >= 4 else 10.0
+            for k in range(kernels):
+                launch = at + 10 + k * apart
+                begins = max(launch + 10, at + 20 + k * 50.0)
+                own.append(op("matmul", begins, begins + 50, launch=launch, call_us=4))
+            arrives = begins + 50 + r
+            own.append(comm("all_reduce", arrives, at + length - 100, launch=launch + 6, call_us=4))
+            own.append(host("cudaStreamSynchronize", launch + 12, at + length - 95))
+    d = diagnosed(*[rank(*own, steps=steps) for own in parts])
+    worst = d.findings[0]
+    assert worst.title == "Ranks 4-7 make the others wait: their hosts launch slowly"
+    assert worst.cost_us == pytest.approx((kernels - 1) * 50.0, rel=0.05)
+    assert "CPUs of the host of ranks 4-7" in worst.advice
+    assert all(f.kind != "host_bound" for f in d.findings)
+
+
 def copies(name: str, us: float) -> Diagnosis:
     """Three steps of a copy and a kernel that needs it, all launched ahead."""
     parts, every = [], us + 500

@@ -131,6 +131,24 @@ def test_two_ranks_that_take_turns() -> None:
     assert two_ranks_in_turn(300.0, 250.0) == []
 
 
+@pytest.mark.parametrize(("late", "expected"), [((4, 5, 6, 7), 4), ((1, 6), 2), ((3,), 1)])
+def test_ranks_that_are_late_together_are_one_straggler(late: tuple[int, ...], expected: int) -> None:
+    """Each of them comes last in one of the collectives, by a few µs; without one of them the others would."""
+    parts: list[list[Op | Host]] = [[] for _ in range(8)]
+    for i in range(len(late)):
+        at = 2000.0 * i
+        for r, own in enumerate(parts):
+            behind = 800.0 + 20.0 * (late.index(r) == i) if r in late else 0.0
+            own += [op("matmul", at + 10 + behind, at + 110 + behind, launch=at + behind)]
+            own += [reduce(at + 110 + behind, at + 1500, members="[0, 1, 2, 3, 4, 5, 6, 7]", launch=at + behind + 5)]
+            if behind:
+                own.append(host("tokenizer.encode", at + 1, at + behind - 5, HostKind.ANNOTATION))
+    (found,) = stragglers(job(*[rank(*own) for own in parts]))
+    assert (found.ranks, len(found.ranks)) == (late, expected)
+    assert (found.cause, found.detail, found.times_last) == ("host_stall", "tokenizer.encode", len(late))
+    assert found.delay_us == pytest.approx(810.0 * len(late), rel=0.02)
+
+
 def test_equal_ranks() -> None:
     """Nobody is late."""
     assert blamed(*[worker(200, until=400) for _ in range(4)]) == []
