@@ -21,6 +21,7 @@ from counterpoint.trace.timeline import (
     I32,
     I64,
     MIGRATION,
+    ROUNDED_US,
     U8,
     Bools,
     GpuOps,
@@ -66,6 +67,7 @@ _SOON_US = 20.0  # an operation that waits for nothing begins this soon after it
 _EARLIER_US = 1000.0  # the GPU runs nothing for longer, though an operation is queued, only if work is not recorded
 _SHORT_US = 100.0  # a shorter gap gets one cause, that of its middle
 _BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
+_TOUCHING = 4  # ranges that may begin where one ends, each around the next
 _DEEPEST = 512  # levels of nesting; deeper ranges count as part of the range around them
 _THREADS = 64  # threads that are analysed: those that launch most, then those with most ranges
 _PATTERNS = (
@@ -433,10 +435,10 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
     """
     host = timeline.host
     library = np.array([host_names.says(n, _LIBRARY) for n in timeline.names], bool)
-    category, parent, end = np.zeros(len(host), np.uint8), np.full(len(host), -1), host.end.copy()
+    category, parent = np.zeros(len(host), np.uint8), np.full(len(host), -1)
     inside = np.full(len(host), -1)
     if not len(rows):
-        return parent, category, inside, end
+        return parent, category, inside, host.end
     category[rows] = own[host.name[rows]]
     quick = (category == COPY) & (host.end - host.start < _BLOCKING_COPY_US)
     category[quick] = OPERATION
@@ -444,11 +446,14 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
     order = rows[np.argsort(host.thread[rows], kind="stable")]
     depth = np.empty(len(order), np.int64)
     edges = np.flatnonzero(np.concatenate(([True], np.diff(host.thread[order]) != 0, [True])))
+    ends = host.end.copy()
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         own_rows = order[low:high]
+        ends[own_rows] = _apart(host.start[own_rows], host.end[own_rows])
         depth[low:high] = np.arange(high - low) - np.searchsorted(
-            np.sort(host.end[own_rows]), host.start[own_rows], side="right"
+            np.sort(ends[own_rows]), host.start[own_rows], side="right"
         )
+    end = ends.copy()
     parent[order[depth >= _DEEPEST]] = -2
     by_depth = np.argsort(depth, kind="stable")
     levels = np.searchsorted(depth[by_depth], np.arange(min(int(depth.max()) + 1, _DEEPEST) + 1))
@@ -456,15 +461,33 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
         here, above = by_depth[levels[level] : levels[level + 1]], by_depth[levels[level - 1] : levels[level]]
         around = order[above[np.searchsorted(above, here) - 1]]
         row = order[here]
-        while (past := (around >= 0) & (host.end[np.maximum(around, 0)] < host.end[row])).any():  # overlap, not nested:
+        while (past := (around >= 0) & (ends[np.maximum(around, 0)] + ROUNDED_US < ends[row])).any():  # not nested:
             np.minimum.at(end, around[past], host.start[row[past]])  # the earlier range is cut where the later begins
             around[past] = parent[around[past]]
         parent[row] = around
         row, around = row[around >= 0], around[around >= 0]
+        end[row] = np.minimum(end[row], end[around])
+        ends[row] = np.minimum(ends[row], ends[around])
         category[row] = np.where(category[row] == OPERATION, category[around], category[row])
         inside[row] = np.where(function[around] | (inside[around] < 0) | ~function[inside[around]], around,
                                inside[around])  # fmt: skip
     return parent, category, inside, end
+
+
+def _apart(start: F64, end: F64) -> F64:
+    """Return the ends of ranges of one thread, sorted by start, so that ranges which touch do not overlap.
+
+    A range that ends after another has begun, which goes on for longer, is cut where that begins. It is left as it is
+    where it seems to go on by a rounding only: it may be around the other.
+    """
+    found, last = end.copy(), np.searchsorted(start, end, side="left") - 1
+    for before in range(_TOUCHING):
+        other = np.maximum(last - before, 0)
+        beyond = end[other] - end
+        touches = (beyond > ROUNDED_US) | (beyond > 0) & (end - start[other] <= ROUNDED_US)
+        cut = touches & (other > np.arange(len(start)))
+        found[cut] = np.minimum(found, start[other])[cut]
+    return found
 
 
 def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pieces, start: F64, end: F64) -> None:

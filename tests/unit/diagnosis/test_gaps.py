@@ -99,6 +99,16 @@ def test_ranges_that_overlap_by_a_rounding_are_not_nested() -> None:
     }
 
 
+@pytest.mark.parametrize("overlap", [-0.2, 0.0, 0.001, 0.2, 2.0])
+def test_a_range_that_touches_the_one_before_keeps_its_children(overlap: float) -> None:
+    """The loader begins as the synchronisation ends, and the dataset's own function right within it."""
+    waits = host("cudaStreamSynchronize", 20, 150.0 + overlap)
+    loader = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 150.0, 5000.0, ANNOTATION)
+    found = stalled(waits, loader, host("dataset.py(20): __getitem__", 150.0 + max(overlap, 0.0), 5000.001, PYTHON))
+    assert found["late_input"] == pytest.approx(4850.0, abs=3.0)
+    assert "operation" not in found
+
+
 def test_two_causes_share_a_gap() -> None:
     """3000 µs in the allocator, 1500 in the tokenizer."""
     found = stalled(host("cudaFree", 150, 3150), host("tokenizer.encode", 3200, 4700, PYTHON))
