@@ -33,6 +33,8 @@ class _Copies:
     memory: str  # pageable | pinned | unified | ""
     exposed_us: float
     hidden_us: float
+    crossed_us: float  # beside copies of another direction
+    aside: bool  # most of them run on streams that compute nothing
     count: int
     gb_per_s: float | None
 
@@ -46,8 +48,10 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
     launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
-    cost = min(saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, step)
-    if min(cost, exposed) < _WORTH * step:
+    cost = min(
+        saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, exposed
+    )  # idle time is not theirs
+    if cost < _WORTH * step:
         return []
     kinds = _kinds(job, busy)
     scale = 1.0 / (steps * ranks * 1e3)
@@ -58,6 +62,7 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
         parts.append(
             f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "
             f"{_copies(k.count / (steps * ranks))}{rate}, {k.hidden_us * scale:.2f} ms of it beside other work"
+            + (f", {k.crossed_us * scale:.2f} ms beside copies another way" if k.crossed_us * scale >= 0.005 else "")
         )
     between = " between host and GPU" if kinds[0].way in ("HtoD", "DtoH") else ""
     return [
@@ -97,20 +102,26 @@ def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:
         rows = np.flatnonzero(inside)
         which = number[d.gpu.name[rows]]
         others = busy[c].compute | busy[c].comm
+        computing = np.unique(d.gpu.stream[d.gpu.kind == Kind.COMPUTE])
         for at in np.unique(which).tolist():
             own = rows[which == at]
             time = Intervals.union(job.op_start[c][own], job.op_end[c][own])
             hidden = float(others.within(time.start, time.end).sum())
             sized = own[d.gpu.bytes[own] > 0]
-            total = sums.setdefault(kinds[at], [0.0] * 5)
+            other = rows[np.array([way != kinds[at][0] for way, _ in kinds])[which]]
+            crossed = Intervals.union(job.op_start[c][other], job.op_end[c][other]) & time
+            aside = own[~np.isin(d.gpu.stream[own], computing)]
+            total = sums.setdefault(kinds[at], [0.0] * 7)
             whole = float((time.end - time.start).sum())
             values = (whole - hidden, hidden, len(own), float(d.gpu.bytes[sized].sum()),
-                      float((d.gpu.end - d.gpu.start)[sized].sum()))  # fmt: skip
+                      float((d.gpu.end - d.gpu.start)[sized].sum()), float((crossed.end - crossed.start).sum()),
+                      float((d.gpu.end - d.gpu.start)[aside].sum()) if len(computing) else 0.0)  # fmt: skip
             sums[kinds[at]] = [a + b for a, b in zip(total, values, strict=True)]
     found = [
-        _Copies(way=way, memory=memory, exposed_us=exposed, hidden_us=hidden, count=int(count),
+        _Copies(way=way, memory=memory, exposed_us=exposed, hidden_us=hidden, crossed_us=crossed,
+                aside=aside > 0.5 * (exposed + hidden), count=int(count),
                 gb_per_s=size / time / 1e3 if time > 0 and way != "memset" else None)
-        for (way, memory), (exposed, hidden, count, size, time) in sums.items()
+        for (way, memory), (exposed, hidden, count, size, time, crossed, aside) in sums.items()
     ]  # fmt: skip
     return sorted(found, key=lambda k: -k.exposed_us)
 
@@ -145,6 +156,12 @@ def _advise(kinds: list[_Copies], torch: bool) -> str:
         return (
             f"copy from and to pinned memory{seen}: DataLoader(pin_memory=True) or tensor.pin_memory(), and "
             ".to(device, non_blocking=True)"
+        )
+    if worst.way in ("HtoD", "DtoH") and worst.aside:
+        rate = f", at {worst.gb_per_s:.1f} GB/s" if worst.gb_per_s is not None else ""
+        return (
+            "copy fewer bytes (offload less, a smaller dtype), or begin earlier: the copies run on a stream of their "
+            f"own already{rate}. Where the link is slower than others like it, bind the process to the GPU's NUMA node"
         )
     if worst.way in ("HtoD", "DtoH") and not torch:
         return "copy on a stream of its own by cudaMemcpyAsync, beside kernels that do not need it, and wait by events"

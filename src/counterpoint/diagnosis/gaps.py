@@ -493,8 +493,9 @@ def _apart(start: F64, end: F64) -> F64:
 def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pieces, start: F64, end: F64) -> None:
     """Refine the categories of `pieces` in place: tell slow launches, stalls, start-up and synchronisation apart."""
     gpu, host, gap = timeline.gpu, timeline.host, pieces.gap
-    kernels = gpu.launch_start[(gpu.kind != Kind.MEMCPY) & np.isfinite(gpu.launch_start)]
-    first = float(kernels.min(initial=np.inf))
+    launched = np.isfinite(gpu.launch_start)
+    kernels = launched & (gpu.kind != Kind.MEMCPY)
+    first = float(gpu.launch_start[kernels if kernels.any() else launched].min(initial=np.inf))
     row = np.maximum(pieces.row, 0)
     call = (pieces.row >= 0) & (host.kind[row] == HostKind.RUNTIME) if len(host) else np.zeros(len(gap), bool)
     long = call & (host.end[row] - host.start[row] >= STALL_US) if len(host) else call
@@ -505,13 +506,14 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
     fresh[np.unique(gpu.name, return_index=True)[1]] = True
     loads = long & (pieces.category == OPERATION) & fresh[waits.op[gap]] & (waits.call_us[gap] >= STALL_US)
     pieces.category[loads] = START_UP
-    stalls = np.maximum(waits.since_launch, np.maximum(waits.call_us, waits.held - start)) >= STALL_US
+    since_launch = np.where(waits.known, np.maximum(waits.since_launch, waits.call_us), 0.0)
+    stalls = np.maximum(since_launch, waits.held - start) >= STALL_US
     generic = np.isin(pieces.category, (OPERATION, UNRECORDED))
     slow = generic & ~stalls[gap]
     if timeline.device.from_host:  # operations run on the host, so there are no launches
         pieces.category[slow] = OPERATION
     else:
-        pieces.category[slow & waits.known[gap]] = LAUNCH
+        pieces.category[slow & (waits.known[gap] | (pieces.category == OPERATION))] = LAUNCH
         after, by = _after_waiting(timeline, waits, start)
         after &= end - start < _HIDDEN_US
         waited = np.isin(pieces.category, (LAUNCH, UNRECORDED)) & after[gap]

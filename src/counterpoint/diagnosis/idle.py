@@ -19,7 +19,7 @@ from counterpoint.diagnosis.places import PHASES, module_of
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, RankAccount, ranks_in_words, severity_of
 from counterpoint.trace.timeline import F64, I64, Kind
 
-_STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "copy", "start_up", "profiler")
+_STALLS = ("operation", "unrecorded", "allocator", "garbage_collection", "late_input", "start_up", "profiler")
 _WORTH = 0.03  # of a step: a cause that costs less is no finding ...
 _MUCH = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches _WORTH
 _LONG_US = 5000.0  # evidence counts a pause of a host from this on
@@ -108,9 +108,15 @@ CUDA_ADVICE = {  # of programs without torch
     "the recording begins",
 }
 _OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
-    r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##|^torch/"
+    r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##"
+    r"|^torch/(?!serialization|storage|package|hub|multiprocessing|utils/data|distributed/checkpoint)"
     r"|^(cuda|hip|cu)[A-Z]|Torch-Compiled|TorchDynamo|CompiledF|record_param_comms|torchinductor|eval_with_key",
     re.I,
+)
+_SAVES = re.compile(r"torch/(serialization|distributed/checkpoint)|torch\.save|(save|write|dump)_checkpoint", re.I)
+_MAKES = re.compile(
+    r"^aten::(rand|randn|randint|randperm|normal_?|uniform_?|random_|bernoulli_?|exponential_|full|fill_|zeros|zero_"
+    r"|ones|arange|linspace)$"
 )
 _NAMED_IS = {  # what the names in the evidence are
     "queued": "what then ran", "between_kernels": "what then ran", "earlier_work": "what then ran",
@@ -466,7 +472,15 @@ def _advise(job: TracedJob, columns: list[int], cause: IdleCause, held: _Held | 
 
 
 def advise_operation(name: str, otherwise: str) -> str:
-    """Say what to do about a long host operation that is the step's own work, and cannot be moved out of it."""
+    """Say what to do about a long host operation: one that saves, makes a tensor or is the step's own; or any other."""
+    if _SAVES.search(name):
+        return (
+            "save in the background: torch.distributed.checkpoint.async_save, or a thread that writes a copy in memory"
+        )
+    if _MAKES.search(name):
+        return (
+            "the host computes for so long in it only if its tensor is on the CPU: make it on the GPU (device='cuda')"
+        )
     if not _OF_THE_STEP.search(name):
         return otherwise
     return (

@@ -15,7 +15,8 @@ explains; only where that is too little (a trace without launches, say) such wai
   kernel is not slowed in turn.
 - hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that no
   event, stream or other operation was seen to hold still follows what had ended when it began.
-- no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`.
+- no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`; calls
+  of copies, which return when the host has copied, are none.
 - no copies: copies between host and GPU, and the calls that start them, take no time.
 - no FSDP2 copies: copies between parameters and the buffers of FSDP2's collectives take no time.
 - zero-SM collectives: copy engines move what NCCL's kernels move (`zero_sm.py`).
@@ -106,7 +107,7 @@ def replay(
     if blocked is not None and any(b.any() for b in blocked):
         what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
     if hosts_known:
-        what_if |= _of_hosts(graph, ends, hosts)
+        what_if |= _of_hosts(graph, job, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
     what_if |= _without_sms(graph, job, stack, alone_us, blocked, hosts)
@@ -182,13 +183,14 @@ def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayG
     )
 
 
-def _of_hosts(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
+def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
     """Return the graph with hosts that do less, by name; none if no launch is recorded."""
     if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
         return {}
     found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
-    if (graph.host_gap >= STALL_US).any():
-        found["no stall on any rank"] = _no_stall(graph, hosts)
+    stalling = graph.host_gap - _in_copies(graph, job, hosts)
+    if (stalling >= STALL_US).any():
+        found["no stall on any rank"] = _no_stall(graph, stalling, hosts)
     return found
 
 
@@ -230,27 +232,31 @@ def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
     return np.where(fits.any(axis=1), candidate[np.arange(len(nodes)), fits.argmax(axis=1)], 0)
 
 
-def _no_stall(graph: ReplayGraph, hosts: Sequence[I64]) -> ReplayGraph:
+def _no_stall(graph: ReplayGraph, stalling: F64, hosts: Sequence[I64]) -> ReplayGraph:
     saved = np.zeros(len(graph.row))
     for own in hosts:
         gap = graph.host_gap[own]
         usual = gap[(gap > 0) & (gap < STALL_US)]
         pace = float(np.median(usual)) if len(usual) else 0.0
-        saved[own] = np.where(gap >= STALL_US, pace - gap, 0.0)
+        saved[own] = np.where(stalling[own] >= STALL_US, pace - stalling[own], 0.0)
     return changed(graph, after_host=graph.after_host + since_host(graph, hosts, saved))
 
 
-def _no_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> ReplayGraph:
-    copies = graph.kind == Kind.MEMCPY
+def _in_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> F64:
+    """Return which part of each node's `host_gap` the host spent in the call of the copy before it."""
     call = of_operations(graph, [d.gpu.launch_end - d.gpu.launch_start for d in job.digests], 0.0)
     calling = np.zeros(len(graph.row))
     for own in hosts:
-        before = np.concatenate(([0.0], np.where(copies[own], call[own], 0.0)[:-1]))  # part of the next host_gap
-        calling[own] = np.minimum(before, np.maximum(graph.host_gap[own], 0.0))
+        copying = np.where(graph.kind[own] == Kind.MEMCPY, call[own], 0.0)
+        calling[own] = np.minimum(np.concatenate(([0.0], copying[:-1])), np.maximum(graph.host_gap[own], 0.0))
+    return calling
+
+
+def _no_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> ReplayGraph:
     return changed(
         graph,
-        after_host=graph.after_host - since_host(graph, hosts, calling),
-        duration=np.where(copies, 0.0, graph.duration),
+        after_host=graph.after_host - since_host(graph, hosts, _in_copies(graph, job, hosts)),
+        duration=np.where(graph.kind == Kind.MEMCPY, 0.0, graph.duration),
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.idle import advise_operation
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
@@ -480,6 +481,68 @@ def copies(name: str, us: float) -> Diagnosis:
         parts += [op(name, at, at + us, kind=Kind.MEMCPY, launch=i * 20.0 + 1, bytes=1 << 20)]
         parts += [op("matmul", at + us, at + us + 500, launch=i * 20.0 + 8)]
     return diagnosed(rank(*parts, steps=[(i * 20.0, i * 20.0 + 20) for i in range(3)]))
+
+
+def test_copies_cost_no_more_than_they_take() -> None:
+    """The host is in the call for 3 ms, the copy takes 1: the time in which the GPU idles has a finding of its own."""
+    first = op("Memcpy HtoD (Pageable -> Device)", 10, 1010, kind=Kind.MEMCPY, launch=0, call_us=3000, bytes=1 << 20)
+    d = diagnosed(rank(first, op("matmul", 3040, 4040, launch=3030), steps=[(0, 4045)]))
+    assert finding(d, "copies").cost_us == pytest.approx(1000, abs=1)
+    assert sum(f.cost_us for f in d.findings) <= d.totals.duration_us
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_copies_on_a_stream_of_their_own_are_not_told_to_use_one(aside: bool) -> None:
+    stream = 41 if aside else 7
+    parts = [op("Memcpy HtoD (Pinned -> Device)", 10 + 3000 * i, 2010 + 3000 * i, kind=Kind.MEMCPY, launch=5.0 * i,
+                stream=stream, bytes=1 << 20) for i in range(3)]  # fmt: skip
+    parts += [op("matmul", 2010 + 3000 * i, 3010 + 3000 * i, launch=5.0 * i + 2) for i in range(3)]
+    found = finding(diagnosed(rank(*parts)), "copies")
+    assert ("run on a stream of their own already" in found.advice) == aside
+    assert ("copy ahead on a stream of its own" in found.advice) != aside
+
+
+def test_copies_both_ways_at_once_say_so() -> None:
+    """No compute runs beside them, but each runs beside the other for 700 µs."""
+    up = op("Memcpy HtoD (Pinned -> Device)", 10, 1010, kind=Kind.MEMCPY, launch=0.0, bytes=1 << 20)
+    down = op("Memcpy DtoH (Device -> Pinned)", 310, 1310, kind=Kind.MEMCPY, launch=5.0, stream=9, bytes=1 << 20)
+    found = finding(diagnosed(rank(up, down)), "copies")
+    assert found.evidence.count("0.70 ms beside copies another way") == 2
+
+
+def test_a_job_without_kernels_does_not_start_up_all_the_time() -> None:
+    """The host is in a call for 600 µs before each copy."""
+    copies_only: list[Op | Host] = []
+    for i in range(3):
+        at = 1000.0 * i
+        copies_only.append(op("Memcpy HtoD (Pageable -> Device)", at + 610, at + 900, kind=Kind.MEMCPY, launch=at,
+                              call_us=605))  # fmt: skip
+        copies_only.append(host("cudaMemcpyAsync", at, at + 605))
+    assert "start_up" not in causes(*copies_only)
+
+
+def test_short_gaps_without_recorded_launches_are_no_long_operations() -> None:
+    """As of a trace without correlations: in each gap of 30 µs the host is in an operation."""
+    parts: list[Op | Host] = []
+    for i in range(20):
+        parts += [op("matmul", 40.0 * i, 40.0 * i + 10, launch=NAN), host("aten::mm", 40.0 * i + 11, 40.0 * i + 39, OP)]
+    assert set(causes(*parts)) <= {"launch", "no_launch_recorded", "unrecorded"}
+    assert causes(*parts)["launch"] > 500
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("torch/serialization.py(964): _save", "async_save"),
+        ("aten::normal_", "on the GPU"),
+        ("torch/utils/data/dataset.py(300): __getitem__", "otherwise"),
+        ("torch/nn/modules/module.py(1773): _call_impl", "a part of the step itself"),
+        ("torch/utils/checkpoint.py(250): checkpoint", "a part of the step itself"),
+        ("aten::mm", "a part of the step itself"),
+    ],
+)
+def test_what_is_advised_on_a_long_operation(name: str, said: str) -> None:
+    assert said in advise_operation(name, "otherwise")
 
 
 def test_pageable_copies_are_a_finding() -> None:

@@ -225,6 +225,17 @@ def test_no_stall_goes_on_at_the_usual_pace() -> None:
     assert step_us(replay(job(stalled)), "no stall on any rank") == pytest.approx(170)
 
 
+def test_a_call_that_copies_is_no_stall() -> None:
+    """From pageable memory the host copies itself, and returns long after the GPU has the last part."""
+    copied = rank(
+        op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0, call_us=3000),
+        op("matmul", 3040, 3140, launch=3030),
+    )
+    played = replay(job(copied))
+    assert played is not None
+    assert "no stall on any rank" not in {w.name for w in played.what_if}
+
+
 def test_no_copies_free_the_host_that_they_blocked() -> None:
     """The copy and its call take 400 µs: the kernel is launched 20 µs after the copy's call began."""
     blocked = rank(
