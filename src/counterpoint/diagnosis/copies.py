@@ -15,7 +15,7 @@ from counterpoint.records.diagnosis import Finding, severity_of
 from counterpoint.trace.timeline import MIGRATION, Kind
 
 _WORTH = 0.03  # of a step
-_NEARLY = 0.9  # of what something takes; if it costs less, both are said
+_NEARLY = 0.9  # of what something takes; if it costs less than this share, or that much more, both are said
 _LAUNCHED = 0.9  # of the operations: if fewer have a recorded launch, the replay cannot change host times
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
 _SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
@@ -42,16 +42,15 @@ class _Copies:
 def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], step: float) -> list[Finding]:
     """Return a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
     steps, ranks = job.num_steps, len(job.ranks)
-    exposed = 0.0
+    exposed = whole = 0.0
     for c, rank in enumerate(busy):
+        whole += float(rank.memcpy.within(job.step_start[:, c], job.step_end[:, c]).sum()) / (steps * ranks)
         alone = (rank.any.within(job.step_start[:, c], job.step_end[:, c])
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
     launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
-    cost = min(
-        saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, exposed
-    )  # idle time is not theirs
-    if cost < _WORTH * step:
+    cost = min(saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, whole)  # idle time counts apart
+    if min(cost, exposed) < _WORTH * step:
         return []
     kinds = _kinds(job, busy)
     scale = 1.0 / (steps * ranks * 1e3)
@@ -72,17 +71,19 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
             severity=severity_of(cost, step),
             title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
             "beside it",
-            evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_less(job, cost, exposed)}",
+            evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_otherwise(job, cost, exposed)}",
             advice=_advise(kinds, job.uses_torch),
         )
     ]
 
 
-def saves_less(job: TracedJob, cost: float, exposed: float) -> str:
-    """Say that a step without something would be shorter by less than that thing takes; empty if it would not."""
+def saves_otherwise(job: TracedJob, cost: float, exposed: float) -> str:
+    """Say that a step without something would be shorter by less or more than it is exposed; empty if by as much."""
+    what = "a step" if job.has_steps else "the recording"
+    if cost * _NEARLY > exposed:
+        return f"; without it {what} would take {cost / 1e3:.2f} ms less, for other work waits for it"
     if cost >= _NEARLY * exposed:
         return ""
-    what = "a step" if job.has_steps else "the recording"
     return f"; without it {what} would take only {cost / 1e3:.2f} ms less, for it waits for something else meanwhile"
 
 

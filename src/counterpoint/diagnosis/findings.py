@@ -18,7 +18,7 @@ from counterpoint.diagnosis.advice import (
     advise_straggler,
     no_sm_collectives,
 )
-from counterpoint.diagnosis.copies import find_copies, saves_less
+from counterpoint.diagnosis.copies import find_copies, saves_otherwise
 from counterpoint.diagnosis.gpus import find_turns
 from counterpoint.diagnosis.idle import RankIdle, find_idle, short_name
 from counterpoint.diagnosis.imbalance import (
@@ -388,7 +388,7 @@ def _exposed(
             "communication with no compute beside it",
             evidence=f"exposed {job.each_rank}: {parts or 'unknown operations'}; "
             + _say_waiting(account, unrecorded, inside, len(job.step_names), untold=untold, stages=stages)
-            + saves_less(job, cost, account.exposed_comm_us / job.num_steps),
+            + saves_otherwise(job, cost, account.exposed_comm_us / job.num_steps),
             advice=_RECORD_COMPUTE
             if account.compute_us < _HARDLY * account.duration_us
             else _RECORD_ALL
@@ -455,7 +455,7 @@ def verdict(job: TracedJob, account: Account, findings: tuple[Finding, ...], rep
     worst = causes[0] if causes else findings[0]
     said = f" ({_cost(worst)} {job.each})"
     if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
-        said = f"; at most {_cost(worst)} of it can be saved"
+        said = f"; at most {_cost(worst)} {'of it ' if worst.kind == 'exposed_comm' else ''}can be saved"
     if worst is not findings[0]:
         said += f"; {_HEALTHY_TOO[findings[0].kind]} costs {_cost(findings[0])}"
     return f"{head} Dearest cause: {worst.title[0].lower() + worst.title[1:]}{said}."

@@ -506,7 +506,8 @@ def _judge(timeline: Timeline, threads: _Threads, waits: _Launches, pieces: _Pie
     fresh[np.unique(gpu.name, return_index=True)[1]] = True
     loads = long & (pieces.category == OPERATION) & fresh[waits.op[gap]] & (waits.call_us[gap] >= STALL_US)
     pieces.category[loads] = START_UP
-    since_launch = np.where(waits.known, np.maximum(waits.since_launch, waits.call_us), 0.0)
+    told = waits.known | timeline.device.from_host
+    since_launch = np.where(told, np.maximum(waits.since_launch, waits.call_us), 0.0)
     stalls = np.maximum(since_launch, waits.held - start) >= STALL_US
     generic = np.isin(pieces.category, (OPERATION, UNRECORDED))
     slow = generic & ~stalls[gap]

@@ -510,6 +510,21 @@ def test_copies_both_ways_at_once_say_so() -> None:
     assert found.evidence.count("0.70 ms beside copies another way") == 2
 
 
+def test_copies_that_other_work_waits_for_cost_more_than_they_run_alone() -> None:
+    """Two of three copies run beside a kernel, but each matmul needs one: without them it takes 2 ms less, not 1."""
+    parts: list[Op | Host] = [op("other", 10, 3010, launch=0.0, stream=11)]
+    for i in range(3):
+        at, called = 2000.0 * i, 20.0 * i + 5
+        parts.append(op("Memcpy HtoD (Pinned -> Device)", at + 10, at + 1010, kind=Kind.MEMCPY, launch=called,
+                        stream=9, call_us=1, bytes=1 << 20))  # fmt: skip
+        parts.append(host("cudaStreamWaitEvent", called + 2, called + 3))
+        parts.append(op("matmul", at + 1010, at + 2010, launch=called + 4, call_us=1))
+    found = finding(diagnosed(rank(*parts, steps=[(0, 6010)])), "copies")
+    assert "(1.00 ms)" in found.title
+    assert found.cost_us == pytest.approx(2000.0, rel=0.02)
+    assert "would take 2.00 ms less, for other work waits for it" in found.evidence
+
+
 def test_a_job_without_kernels_does_not_start_up_all_the_time() -> None:
     """The host is in a call for 600 µs before each copy."""
     copies_only: list[Op | Host] = []
@@ -595,7 +610,7 @@ def test_what_copies_take_and_what_they_cost_are_both_said() -> None:
     assert found.title.startswith("40% of the step (0.40 ms) is copying")
     assert found.cost_us == pytest.approx(100, abs=15)
     assert "would take only 0.10 ms less" in found.evidence
-    assert d.verdict.endswith("; at most 0.10 ms of it can be saved.")
+    assert d.verdict.endswith("; at most 0.10 ms can be saved.")
 
 
 def test_a_step_of_no_length_is_diagnosed() -> None:
