@@ -115,9 +115,9 @@ def test_a_digest_survives_the_way() -> None:
     back = unpack_digest(pack_digest(digest), "there")
     assert (back.rank, back.names, back.job) == (digest.rank, digest.names, digest.job)
     tables = [(getattr(digest, name), getattr(back, name)) for name in ("gpu", "comm", "steps", "gaps", "waits")]
-    tables += [(getattr(digest.gaps, name), getattr(back.gaps, name)) for name in ("operations", "functions")]
+    tables += [(getattr(digest.gaps, name), getattr(back.gaps, name)) for name in ("operations", "functions", "pauses")]
     for table, other in tables:
-        for name in set(table.__dataclass_fields__) - {"operations", "functions"}:
+        for name in set(table.__dataclass_fields__) - {"operations", "functions", "pauses"}:
             sent, got = getattr(table, name), getattr(other, name)
             np.testing.assert_array_equal(np.asarray(got, object), np.asarray(sent, object))
 
