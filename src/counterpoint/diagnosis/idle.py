@@ -330,7 +330,8 @@ def find_idle(
     own = {c.category: c.us for c in summary.causes}
     whole = saved.get("no stall on any rank", 0.0)
     left = whole - (saved.get("no straggler", 0.0) if late else 0.0) - sum(own.get(name, 0.0) for name in _STALLS)
-    held = _share_out(job, columns, own, left) if left > 0 and len(job.joined) else {}  # else nobody waits
+    together = bool(((job.joined.row >= 0).sum(axis=1) > 1).any())  # else no rank waits for another
+    held = _share_out(job, columns, own, left) if left > 0 and together else {}
     causes = [c for c in summary.causes if c.category != "other_gpu"]  # `find_turns` tells of it
     causes += [IdleCause(category=name, us=0.0, count=0.0, longest_us=0.0, operations=(), functions=())
                for name in held if name not in own]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -441,6 +442,18 @@ def test_a_rank_that_is_second_latest_is_named() -> None:
     found = finding(d, "host_stall")
     assert found.title == "The GPUs run dry while the host is in tokenizer.encode, on rank 2"
     assert "the host of rank 2 pauses for 4.00 ms a step for this, in tokenizer.encode" in found.evidence
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_ranks_that_no_collective_joins_do_not_wait_for_one_another(alone: bool) -> None:
+    """One rank of a job, or two without collectives: a stall costs what the GPU idles, mean over ranks."""
+    late, other = late_by(4000.0, 0.0)
+    apart = [replace(r, ops=tuple(o for o in r.ops if o.info is None)) for r in (late, other)]
+    d = diagnosed(*([late] if alone else apart))
+    stalls = [f for f in d.findings if f.kind == "host_stall"]
+    assert d.idle is not None
+    assert 0.0 < sum(f.cost_us for f in stalls) <= d.idle.idle_us * 1.001
+    assert not any("the others wait" in f.evidence for f in stalls)
 
 
 def test_what_only_the_late_rank_stalls_for_is_its_own() -> None:
