@@ -80,7 +80,8 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
         )
         first = f"use {no_sm}; or " * stack.overlaps
         return f"{first}limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
-    return f"use {no_sm}, for only {spare} CTAs fit without an extra wave; or {limit}"
+    fit = f"only {spare} CTAs fit" if spare else "no CTA fits"
+    return f"use {no_sm}; or {limit}. Without an extra wave {fit} beside it"
 
 
 def no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None) -> str:
