@@ -11,14 +11,13 @@ import numpy as np
 from counterpoint.diagnosis.accounts import Waits
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.stack import TracedStack
-from counterpoint.records.diagnosis import Collective, Finding, severity_of
+from counterpoint.records.diagnosis import Collective, Finding, ranks_in_words, severity_of
 from counterpoint.trace.timeline import F64, I64
 
 _SLOWER = 1.5  # times what the median other group needs for the same
 _GROUPS = 3  # that are compared, at least: of two it is not known which one is unusual
 _CALLS = 3  # of each
 _WORTH = 0.02  # of a step
-_SHOWN = 8  # ranks of a group
 _SURE = ("seq", "comms_id")  # how sends and receives must be joined: they are not in one order on all ranks
 _LOOK = {"nvidia": "nvidia-smi topo -m, nvidia-smi nvlink --status; ", "amd": "amd-smi topology, amd-smi xgmi; "}
 
@@ -69,9 +68,9 @@ def find_slow_links(
     if not by_cost or cost < _WORTH * step:
         return []
     most = max(lost[by_cost[0]], key=lambda found: found[0])[1]
-    whose, worst = _in_words(most.ranks), int(most.rows[moving[most.rows].argmax()])
+    whose, worst = ranks_in_words(most.ranks), int(most.rows[moving[most.rows].argmax()])
     look = _LOOK.get(stack.vendor or "", "")
-    more = "; ".join(_in_words(ranks) for ranks in by_cost[1:3] if costs[ranks] >= _WORTH * step)
+    more = "; ".join(ranks_in_words(ranks) for ranks in by_cost[1:3] if costs[ranks] >= _WORTH * step)
     return [
         Finding(
             kind="slow_link",
@@ -106,9 +105,3 @@ def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> 
             if took[ranks] >= _SLOWER * usual > 0:
                 rows = np.array(groups[ranks], np.int64)
                 yield _Slow(ranks=ranks, op=op, size=size, took=took[ranks], usual=usual, rows=rows)
-
-
-def _in_words(ranks: tuple[int, ...]) -> str:
-    if len(ranks) == 2:
-        return f"ranks {ranks[0]} and {ranks[1]}"
-    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{' …' if len(ranks) > _SHOWN else ''}"

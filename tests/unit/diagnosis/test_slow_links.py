@@ -47,7 +47,7 @@ def test_the_slow_pair_is_named() -> None:
     (found,) = slow_links({pair: 1400.0 if pair == (4, 5) else 250.0 for pair in PAIRS})
     assert found.cost_us == pytest.approx(CALLS * 1150)
     assert found.rank == 4
-    assert "link between ranks 4 and 5 is slow: all_gather takes 5.6 x" in found.title
+    assert "link between ranks 4-5 is slow: all_gather takes 5.6 x" in found.title
     assert "takes 1.40 ms after the last rank has arrived, where other groups of 2 ranks need 0.25 ms" in found.evidence
 
 
