@@ -28,7 +28,8 @@ from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay_graph import ReplayGraph, of_operations, since_host
 from counterpoint.diagnosis.simulation import simulate
-from counterpoint.machine.profile import Profile, profile_of
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile, own_profile, shipped_profile
 from counterpoint.pair.together import REDUCTIONS, disturbance
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
@@ -63,7 +64,7 @@ def zero_sm(
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
     """
-    profile = profile_of(job.digests[0].device.name)
+    profile = _profile(job.digests[0].device.name)
     if not profile.is_of_this_chip:
         return None
     transfer, sums = _transfers(graph, job, profile, fsdp2=fsdp2)
@@ -90,6 +91,14 @@ def zero_sm(
     for _ in range(_ROUNDS):
         changed = replace(changed, duration=_beside(changed, simulate(changed), duration, lost))
     return changed
+
+
+def _profile(gpu: str | None) -> Profile:
+    """Return the user's own profile of this GPU, else the shipped one: traces may be of another GPU than the user's."""
+    try:
+        return own_profile(gpu) or shipped_profile(gpu)
+    except Misconfigured:
+        return shipped_profile(gpu)
 
 
 def fsdp2_copies(digest: RankDigest) -> Bools:

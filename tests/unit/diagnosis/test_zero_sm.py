@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.replay import NO_FSDP2_COPIES, ZERO_SM, replay
 from counterpoint.diagnosis.stack import traced_stack
+from counterpoint.machine import profile
 from counterpoint.machine.profile import default_profile
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import CollectiveInfo, Device
@@ -108,6 +110,14 @@ def test_nothing_is_promised_where_nothing_is_known(collective_op: Op, device: s
     """What NCCL moves faster, GPUs without measured rates, and other vendors."""
     one = rank(op("matmul", 10, 200, launch=0.0), collective_op, device=Device(name=device, num_sms=132))
     assert ZERO_SM not in played(one)
+
+
+def test_a_profile_of_another_gpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever diagnoses has a machine of their own."""
+    one = rank(op("matmul", 10, 200, launch=0.0), collective("all_gather", 200, 1800))
+    plain = played(one)
+    monkeypatch.setenv("COUNTERPOINT_PROFILE", str(Path(profile.__file__).parent / "profiles" / "a100.json"))
+    assert played(one) == plain
 
 
 def test_a_collective_of_unknown_size_stays_with_nccl() -> None:
