@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import link_gb_per_s
-from counterpoint.machine.profile import own_profile
+from counterpoint.machine.profile import own_profile_of_traces
 
 
 def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | None:
@@ -16,10 +15,7 @@ def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | No
     device = job.digests[0].device
     if any(d.device.name != device.name for d in job.digests) or not _on_one_host(job, members):
         return None
-    try:
-        own = own_profile(device.name) if device.name else None
-    except Misconfigured:  # of another GPU than the traces, or no profile: nothing measured is known of these
-        own = None
+    own = own_profile_of_traces(device.name) if device.name else None
     return own.rates.link_gb_per_s if own else link_gb_per_s(device.name)
 
 

@@ -33,11 +33,14 @@ from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.replay_graph import (
     LOOK_BACK,
+    SOON_US,
     ReplayGraph,
     build_graph,
     by_host,
+    not_held,
     of_operations,
     since_host,
+    without_contention,
 )
 from counterpoint.diagnosis.simulation import simulate, simulate_all
 from counterpoint.diagnosis.stack import TracedStack
@@ -46,7 +49,6 @@ from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
-_SOON_US = 20.0  # an operation that nothing holds has begun by then
 _WORTH = 0.01  # of the time replayed: copies that take less are not left out
 NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
 NO_FSDP2_COPIES = "no FSDP2 copies"
@@ -95,7 +97,7 @@ def replay(
     if typical:
         what_if["no straggler"] = _no_straggler(graph, typical, hosts)
     if alone_us is not None:
-        what_if["no contention"] = _no_contention(graph, alone_us)
+        what_if["no contention"] = without_contention(graph, alone_us)
     late = _suspected(graph, suspected_us) if suspected_us is not None else np.zeros(len(graph.row))
     if late.any():
         what_if[NO_SUSPECTED_WAITING] = changed(
@@ -105,7 +107,7 @@ def replay(
         what_if["communication twice as fast"] = _communication(graph, 0.5, late)
         what_if["communication free"] = _communication(graph, 0.0, late)
     if blocked is not None and any(b.any() for b in blocked):
-        what_if["launch order fixed"] = _launch_order_fixed(graph, blocked)
+        what_if["launch order fixed"] = not_held(graph, of_operations(graph, blocked, False))
     if hosts_known:
         what_if |= _of_hosts(graph, job, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us.max():
@@ -136,9 +138,13 @@ def _without_sms(
     found: dict[str, ReplayGraph] = {}
     if stack is None or not stack.nvidia_nccl:
         return found
-    if stack.fsdp2 and any(fsdp2_copies(d).any() for d in job.digests):
-        found[NO_FSDP2_COPIES] = without_fsdp2_copies(graph, job, hosts)
-    moved = zero_sm(graph, job, hosts, fsdp2=stack.fsdp2, alone_us=alone_us, blocked=blocked)
+    copies = None
+    if stack.fsdp2:
+        by_rank = [fsdp2_copies(d) for d in job.digests]
+        copies = of_operations(graph, by_rank, False)
+        if any(rows.any() for rows in by_rank):
+            found[NO_FSDP2_COPIES] = without_fsdp2_copies(graph, copies, hosts)
+    moved = zero_sm(graph, job, hosts, copies=copies, alone_us=alone_us, blocked=blocked)
     return found if moved is None else found | {ZERO_SM: moved}
 
 
@@ -149,9 +155,9 @@ def _step_us(graph: ReplayGraph, ends: F64) -> float:
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph with unexplained waits cut to `_SOON_US`: operations wait only for what the graph has."""
+    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only for what the graph has."""
     follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
-    return changed(graph, lag=np.where(follows, np.minimum(graph.lag, _SOON_US), graph.lag))
+    return changed(graph, lag=np.where(follows, np.minimum(graph.lag, SOON_US), graph.lag))
 
 
 def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGraph:
@@ -167,20 +173,6 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
 def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
     waiting: F64 = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
     return waiting
-
-
-def _no_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
-    alone = of_operations(graph, alone_us, np.nan)
-    return changed(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
-
-
-def _launch_order_fixed(graph: ReplayGraph, blocked: Sequence[Bools]) -> ReplayGraph:
-    held = of_operations(graph, blocked, False)
-    return changed(
-        graph,
-        seen=np.where(held, 0, graph.seen),
-        lag=np.where(held, np.minimum(graph.lag, _SOON_US), graph.lag),
-    )
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:

@@ -36,6 +36,7 @@ _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
 _RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
 _BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
 _APART_US = 1.0  # between steps: a longer time belongs to none of them
+SOON_US = 20.0  # an operation that nothing holds has begun by then
 LOOK_BACK = 16  # number of ends that are examined for each begin
 
 
@@ -125,6 +126,18 @@ def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any
     ops = graph.row >= 0
     found[ops] = np.concatenate(values)[first[graph.column[ops]] + graph.row[ops]]
     return found
+
+
+def without_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
+    """Return the graph in which operations take the time that they take alone, where that is known."""
+    alone = of_operations(graph, alone_us, np.nan)
+    return replace(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
+
+
+def not_held(graph: ReplayGraph, held: Bools) -> ReplayGraph:
+    """Return the graph in which the nodes `held` do not wait for a kernel that holds every SM."""
+    lag = np.where(held, np.minimum(graph.lag, SOON_US), graph.lag)
+    return replace(graph, seen=np.where(held, 0, graph.seen), lag=lag)
 
 
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:

@@ -26,10 +26,9 @@ from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay_graph import ReplayGraph, of_operations, since_host
+from counterpoint.diagnosis.replay_graph import ReplayGraph, not_held, of_operations, since_host, without_contention
 from counterpoint.diagnosis.simulation import simulate
-from counterpoint.errors import Misconfigured
-from counterpoint.machine.profile import Profile, own_profile, shipped_profile
+from counterpoint.machine.profile import Profile, own_profile_of_traces, shipped_profile
 from counterpoint.pair.together import REDUCTIONS, disturbance
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
@@ -39,7 +38,6 @@ _COPY = re.compile(  # FSDP2's, in and out of the buffers of its collectives; a 
 _FSDP2 = ("all_gather", "reduce_scatter")
 _ON_ONE_HOST = 8  # GPUs: more ranks are taken to be on several
 _ROUNDS = 3  # of a replay, and of what runs beside what in it
-_SOON_US = 20.0
 _SUMS = 2.0  # kernels that add up gradients while others hold SMs, over their bytes at `memory_gb_per_s`: 2 x H200
 
 
@@ -48,7 +46,7 @@ def zero_sm(
     job: TracedJob,
     hosts: Sequence[I64],
     *,
-    fsdp2: bool,
+    copies: Bools | None = None,
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
 ) -> ReplayGraph | None:
@@ -60,45 +58,35 @@ def zero_sm(
         graph: the replayed steps.
         job: ranks on one clock.
         hosts: each rank's nodes in host order.
-        fsdp2: whether the collectives are FSDP2's.
+        copies: per node, whether it is a copy of FSDP2 (`fsdp2_copies`); None: the collectives are not FSDP2's.
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
     """
-    profile = _profile(job.digests[0].device.name)
+    gpu = job.digests[0].device.name
+    profile = own_profile_of_traces(gpu) or shipped_profile(gpu)
     if not profile.is_of_this_chip:
         return None
-    transfer, sums = _transfers(graph, job, profile, fsdp2=fsdp2)
+    transfer, sums = _transfers(graph, job, profile, fsdp2=copies is not None)
     moved = np.isfinite(transfer)
     if not moved.any():
         return None
-    duration, held = _without_nccl(graph, moved, profile), np.zeros(len(graph.row), bool)
+    changed = replace(graph, duration=_without_nccl(graph, moved, profile))
     if alone_us is not None:
-        alone = of_operations(graph, alone_us, np.nan)
-        duration = np.where(np.isfinite(alone), alone, duration)
+        changed = without_contention(changed, alone_us)
     if blocked is not None:
-        held = of_operations(graph, blocked, False) & moved
+        changed = not_held(changed, of_operations(graph, blocked, False) & moved)
     changed = replace(
-        graph,
-        duration=np.where(moved, transfer, duration),
+        changed,
+        duration=np.where(moved, transfer, changed.duration),
         transfer=np.where(moved, transfer, graph.transfer),
-        seen=np.where(held, 0, graph.seen),
-        lag=np.where(held, np.minimum(graph.lag, _SOON_US), graph.lag),
     )
-    if fsdp2:
-        changed = without_fsdp2_copies(changed, job, hosts)
+    if copies is not None:
+        changed = without_fsdp2_copies(changed, copies, hosts)
     duration = changed.duration
     lost = 1.0 - disturbance("zero_sm", profile).compute_kept + sums / transfer
     for _ in range(_ROUNDS):
         changed = replace(changed, duration=_beside(changed, simulate(changed), duration, lost))
     return changed
-
-
-def _profile(gpu: str | None) -> Profile:
-    """Return the user's own profile of this GPU, else the shipped one: traces may be of another GPU than the user's."""
-    try:
-        return own_profile(gpu) or shipped_profile(gpu)
-    except Misconfigured:
-        return shipped_profile(gpu)
 
 
 def fsdp2_copies(digest: RankDigest) -> Bools:
@@ -107,14 +95,13 @@ def fsdp2_copies(digest: RankDigest) -> Bools:
     return copies[digest.gpu.name] & (digest.gpu.kind != Kind.COMM) if len(copies) else np.zeros(0, bool)
 
 
-def without_fsdp2_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph in which FSDP2's copies, and launching them, take no time."""
-    vanished = of_operations(graph, [fsdp2_copies(d) for d in job.digests], False)
-    launching = since_host(graph, hosts, np.where(vanished, graph.host_gap, 0.0))
+def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]) -> ReplayGraph:
+    """Return the graph in which the nodes `copies`, and launching them, take no time."""
+    launching = since_host(graph, hosts, np.where(copies, graph.host_gap, 0.0))
     return replace(
         graph,
-        duration=np.where(vanished, 0.0, graph.duration),
-        lag=np.where(vanished, 0.0, graph.lag),
+        duration=np.where(copies, 0.0, graph.duration),
+        lag=np.where(copies, 0.0, graph.lag),
         after_host=graph.after_host - launching,
     )
 

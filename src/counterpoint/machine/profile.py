@@ -208,6 +208,14 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
     return found
 
 
+def own_profile_of_traces(gpu: str | None) -> Profile | None:
+    """Return what `own_profile` does, and None for a file of another GPU: traces may be from another machine."""
+    try:
+        return own_profile(gpu)
+    except Misconfigured:
+        return None
+
+
 def shipped_profile(gpu: str | None) -> Profile:
     """Return the shipped profile of a GPU; what was not measured on it comes from the closest one, else from H200."""
     key = "this device" if gpu is None else _key(gpu)
