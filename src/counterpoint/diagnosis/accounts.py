@@ -111,7 +111,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
     Where several run at the same time, compute waits for the one whose end it follows soonest. One that ends while
     compute runs holds up nothing.
     """
-    steps = Intervals.union(job.step_start[:, column], job.step_end[:, column])
+    steps = job.steps_of(column)
     comm = busy.comm & steps
     both = comm & busy.compute
     starts = np.append(busy.compute.start, np.inf)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity
-from counterpoint.diagnosis.idle import ADVICE
+from counterpoint.diagnosis.advice import ADVICE
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.records.diagnosis import Finding, severity_of

@@ -114,6 +114,10 @@ class TracedJob:
         """Return when at least one operation of these kinds runs on a rank."""
         return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
 
+    def steps_of(self, column: int) -> Intervals:
+        """Return when a rank was in a step."""
+        return Intervals.union(self.step_start[:, column], self.step_end[:, column])
+
     def in_steps(self, column: int, steps: I64) -> Bools:
         """Return a mask of a rank's GPU operations that start inside these steps (ascending)."""
         start, end = self.step_start[steps, column], self.step_end[steps, column]

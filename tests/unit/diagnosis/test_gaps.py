@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from counterpoint.diagnosis.advice import advise_operation
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.gaps import CATEGORIES
-from counterpoint.diagnosis.idle import advise_operation
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
