@@ -27,12 +27,13 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "measurement": {"collectives", "controls", "machine", "pair"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
+    "torch_backend": {"parallel"},
     "report": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
 NO_TORCH = {"errors", "records", "trace", "diagnosis", "report", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
-GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel"}
+GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend"}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 

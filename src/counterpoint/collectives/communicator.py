@@ -165,6 +165,10 @@ class Communicator:
         tensor: Tensor = pool.empty(*shape, dtype=dtype)
         return tensor
 
+    def is_symmetric(self, tensor: Tensor) -> bool:
+        """Return whether a contiguous tensor lies in this rank's symmetric memory, so that peers write it in place."""
+        return self._transport.locate(tensor) is not None
+
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Record that `stream` uses a tensor of `empty`, or a view of it, outside of calls; GPUs only.
 

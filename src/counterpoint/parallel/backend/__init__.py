@@ -1,0 +1,7 @@
+"""Be a backend of torch.distributed; users import `counterpoint.torch_backend`, which registers it.
+
+- `group.py`: the process group: which calls a `Communicator` takes, and that all others go to torch's own backends.
+- `inner.py`: the group of torch's own backends inside of it.
+- `work.py`: torch's `Work` of the calls that a communicator took.
+- `report.py`: which calls went which way, and why.
+"""

@@ -1,0 +1,358 @@
+"""Be a torch process group: large collectives through a `Communicator`, the others through NCCL (gloo on CPUs).
+
+What decides is equal on all ranks: operation, size, dtype and reduction of a call. The communicator is made at the
+first call that it takes. Where the ranks cannot share memory, torch's own backends make all calls, and the report says
+why.
+
+No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
+gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.connect import device_profile
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.submit.fallback import Fallback
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.backend.report import BackendReport, CallCounts
+from counterpoint.parallel.backend.work import StartedWork
+
+NAME = "counterpoint"
+c10d: Any = _distributed_c10d  # its stubs lack half of it
+_CHANNEL = 0  # of all collectives: torch's groups run theirs in order
+_REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(CommunicatorOptions):
+    """Holds options of the backend `counterpoint`, given as `pg_options`, besides those of its communicator.
+
+    Args:
+        nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
+    """
+
+    nccl: Any = None
+
+    @property
+    def _timeout(self) -> timedelta:
+        """Return the timeout, which torch's meshes read here."""
+        return timedelta(seconds=self.timeout_s)
+
+
+def _left_to_torch(name: str) -> Any:
+    """Return a method that makes the same call of the inner group, and is not counted."""
+
+    def call(self: CounterpointGroup, *args: Any, **keywords: Any) -> Any:
+        return getattr(self.inner.group, name)(*args, **keywords)
+
+    call.__name__, call.__doc__ = name, f"Do `ProcessGroup.{name}` by the inner group."
+    return call
+
+
+class CounterpointGroup(dist.ProcessGroup):
+    """Is a process group whose large collectives take no SM.
+
+    Args:
+        options: what torch hands to a backend: store, rank, size, timeout and ranks.
+        backend_options: the `pg_options` of the call that makes the group; None: the defaults.
+
+    Raises:
+        Misconfigured: `backend_options` are those of another backend.
+    """
+
+    def __init__(self, options: Any, backend_options: BackendOptions | CommunicatorOptions | None) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        if not isinstance(backend_options, CommunicatorOptions | None):
+            raise Misconfigured(
+                f"pg_options of type {type(backend_options).__name__}: give counterpoint.torch_backend.BackendOptions "
+                "(its `nccl` holds those of NCCL), or none"
+            )
+        self._options = backend_options or BackendOptions()
+        self.inner = InnerGroup(options, getattr(self._options, "nccl", None))
+        for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
+            self._register_backend(torch.device(device), kind, backend)
+        self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
+        self._size: int = options.group_size
+        self.counts = CallCounts()
+        self._communicator: Communicator | None = None
+        self._crossovers: dict[str, int] | None = None
+        self._why_not = None if self._size > 1 else "one rank"
+        self._coalescing = False
+        self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return NAME
+
+    def report(self) -> BackendReport:
+        """Return which calls went which way, and why."""
+        return self.counts.report()
+
+    def communicator(self, device: torch.device) -> Communicator | None:
+        """Return the communicator, made at the first call, by all ranks together; None where they cannot have one."""
+        if self._communicator is None and self._why_not is None:
+            names = [field.name for field in fields(CommunicatorOptions) if field.name != "crossover_bytes"]
+            options = CommunicatorOptions(**{name: getattr(self._options, name) for name in names})
+            self.inner.register()
+            try:
+                self._communicator = Communicator(self.inner.group, device=device, options=options)
+            except Unsupported as error:
+                self._why_not = str(error)
+        return self._communicator
+
+    def close(self) -> None:
+        """Close the communicator; torch's own backends are not touched."""
+        communicator, self._communicator = self._communicator, None
+        self._why_not = "the group is shut down"
+        self._running.clear()
+        if communicator is not None:
+            communicator.close()
+        self.inner.unregister()
+
+    def shutdown(self) -> None:
+        """End the group, as `destroy_process_group` does."""
+        self.close()
+        self.inner.group.shutdown()
+
+    def abort(self) -> None:
+        """End the group without waiting for calls under way."""
+        self.close()
+        self.inner.group.abort()
+
+    # calls that a communicator may take
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Reduce a tensor over all ranks, in place."""
+        opts = opts or c10d.AllreduceOptions()
+        tensors = tensors if isinstance(tensors, list) else [tensors]
+        taken = self._take("all_reduce", tensors, tensors[0].nbytes, opts.reduceOp)
+        if taken is None:
+            return self.inner.group.allreduce(tensors, opts)
+        op, factor = _op_and_factor(opts.reduceOp)
+        return self._started(
+            opts,
+            tensors,
+            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Send the root's tensor to all ranks."""
+        opts = opts or c10d.BroadcastOptions()
+        tensors = tensors if isinstance(tensors, list) else [tensors]
+        taken = self._take("broadcast", tensors, tensors[0].nbytes)
+        if taken is None:
+            return self.inner.group.broadcast(tensors, opts)
+        root = opts.rootRank
+        return self._started(
+            opts, tensors, lambda async_op: taken.broadcast(tensors[0], root, channel=_CHANNEL, async_op=async_op)
+        )
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Gather every rank's tensor in one."""
+        opts = opts or c10d.AllgatherOptions()
+        taken = self._take("all_gather", [output], output.nbytes)
+        if taken is None:
+            return self.inner.group._allgather_base(output, input, opts)
+        return self._started(
+            opts, [output], lambda async_op: taken.all_gather(output, input, channel=_CHANNEL, async_op=async_op)
+        )
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Reduce a tensor over all ranks, a block on each."""
+        opts = opts or c10d.ReduceScatterOptions()
+        taken = self._take("reduce_scatter", [output], input.nbytes, opts.reduceOp)
+        if taken is None:
+            return self.inner.group._reduce_scatter_base(output, input, opts)
+        op, factor = _op_and_factor(opts.reduceOp)
+        return self._started(
+            opts,
+            [output],
+            lambda async_op: taken.reduce_scatter(
+                output, input, op, factor=factor, channel=_CHANNEL, async_op=async_op
+            ),
+        )
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """Send block r to rank r; with split sizes, which other ranks do not know, torch's own backend does it."""
+        opts = opts or c10d.AllToAllOptions()
+        if output_splits or input_splits:
+            self._left("all_to_all", input.nbytes, "split sizes")
+            taken = None
+        else:
+            taken = self._take("all_to_all", [output], output.nbytes)
+        if taken is None:
+            return self.inner.group.alltoall_base(output, input, output_splits, input_splits, opts)
+        return self._started(
+            opts, [output], lambda async_op: taken.all_to_all(output, input, channel=_CHANNEL, async_op=async_op)
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Do `_allgather_base`, by its name since torch 2.13."""
+        return self._allgather_base(output, input, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Do `_reduce_scatter_base`, by its name since torch 2.13."""
+        return self._reduce_scatter_base(output, input, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """Do `alltoall_base`, by its name since torch 2.13."""
+        return self.alltoall_base(output, input, output_splits, input_splits, opts)
+
+    # calls that it leaves to torch
+
+    allgather = _left_to_torch("allgather")
+    allgather_coalesced = _left_to_torch("allgather_coalesced")
+    allgather_into_tensor_coalesced = _left_to_torch("allgather_into_tensor_coalesced")
+    all_gather_single_coalesced = _left_to_torch("all_gather_single_coalesced")
+    allreduce_coalesced = _left_to_torch("allreduce_coalesced")
+    alltoall = _left_to_torch("alltoall")
+    barrier = _left_to_torch("barrier")
+    gather = _left_to_torch("gather")
+    monitored_barrier = _left_to_torch("monitored_barrier")
+    recv = _left_to_torch("recv")
+    recv_anysource = _left_to_torch("recv_anysource")
+    reduce = _left_to_torch("reduce")
+    reduce_scatter = _left_to_torch("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _left_to_torch("reduce_scatter_tensor_coalesced")
+    reduce_scatter_single_coalesced = _left_to_torch("reduce_scatter_single_coalesced")
+    scatter = _left_to_torch("scatter")
+    send = _left_to_torch("send")
+    set_timeout = _left_to_torch("set_timeout")
+    split_group = _left_to_torch("split_group")
+    merge_remote_group = _left_to_torch("merge_remote_group")
+    get_group_store = _left_to_torch("get_group_store")
+    _set_sequence_number_for_group = _left_to_torch("_set_sequence_number_for_group")
+    _get_sequence_number_for_group = _left_to_torch("_get_sequence_number_for_group")
+    _enable_collectives_timing = _left_to_torch("_enable_collectives_timing")
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin a batch of calls, all of which go to torch: `_end_coalescing` returns one work for all."""
+        self._coalescing = True
+        self.inner.group._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """End the batch that `_start_coalescing` began, and return its work."""
+        self._coalescing = False
+        return self.inner.group._end_coalescing(device)
+
+    # what decides
+
+    def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any = None) -> Communicator | None:
+        """Return the communicator if it takes this call; None if torch makes it. Count the call."""
+        why = self._why_torch(operation, outputs, num_bytes, op)
+        if why is not None:
+            self._left(operation, num_bytes, why)
+            return None
+        communicator = self._communicator
+        assert communicator is not None
+        place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
+        self.counts.add(operation, num_bytes, "zero_sm", place)
+        return communicator
+
+    def _left(self, operation: str, num_bytes: int, why: str) -> None:
+        """Count a call that torch makes."""
+        self.counts.add(operation, num_bytes, "torch", why)
+
+    def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
+        if self._why_not is not None:
+            return self._why_not
+        output = outputs[0]
+        if output.device.type != self._device_type:
+            return f"tensors on {output.device.type}"
+        crossovers = self._crossovers
+        if crossovers is None:
+            crossovers = self._crossovers = self._measured(output.device)
+        if num_bytes < crossovers[operation]:
+            return "below the crossover"
+        if self._coalescing:
+            return "coalesced"
+        if len(outputs) > 1:
+            return "several tensors"
+        if op is not None and not _reduces(op, output.dtype):
+            return "a reduction that only torch has"
+        if not output.is_contiguous() or output.layout is not torch.strided:
+            return "not contiguous"
+        if self._communicator is None:
+            self.communicator(output.device)
+        return self._why_not
+
+    def _measured(self, device: torch.device) -> dict[str, int]:
+        """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it."""
+        self.inner.register()
+        profile = device_profile(self.inner.group, device, self._options.profile)
+        found = Fallback(self.inner.group, self._options.crossover_bytes, profile).crossover_bytes
+        return {name: max(size, 1) for name, size in found.items()}
+
+    def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
+        """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
+        work = start(opts.asyncOp)
+        started = StartedWork([] if work is None else [work], outputs)
+        running = self._running
+        while running and (running[0].was_waited_for or running[0].is_completed()):
+            running.popleft()
+        if work is not None:
+            running.append(started)
+        return started
+
+
+def report(group: Any = None) -> BackendReport:
+    """Return which calls of a group went which way, and why.
+
+    Args:
+        group: a group of backend `counterpoint`; None: the default one.
+
+    Raises:
+        Misconfigured: the group is of another backend.
+    """
+    return group_of_backend(group).report()
+
+
+def group_of_backend(group: Any = None) -> CounterpointGroup:
+    """Return `group` (None: the default one); raise `Misconfigured` if it is of another backend."""
+    group = group if group is not None else dist.group.WORLD
+    if not isinstance(group, CounterpointGroup):
+        raise Misconfigured(
+            f"a group of backend {dist.get_backend(group)}: make it with backend={NAME!r} after importing "
+            "counterpoint.torch_backend"
+        )
+    return group
+
+
+def register() -> None:
+    """Register the backend; twice is once."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, CounterpointGroup, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _op_and_factor(op: Any) -> tuple[str, float]:
+    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM."""
+    kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    return kind.name.lower(), 1.0 if factor is None else float(factor)
+
+
+def _reduces(op: Any, dtype: torch.dtype) -> bool:
+    """Return whether a communicator has this reduction."""
+    name = op.__getstate__()[0].name
+    if name == "PREMUL_SUM":
+        return dtype in _FLOATS and isinstance(op.__getstate__()[1], float)
+    return name in _REDUCTIONS and (dtype in _FLOATS or (dtype in _INTEGERS and name != "AVG"))

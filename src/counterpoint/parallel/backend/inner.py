@@ -1,0 +1,88 @@
+"""Make a process group of torch's own backends: NCCL for CUDA tensors, gloo for those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+c10d: Any = _distributed_c10d  # its stubs lack half of it
+_WORLD: Any = distributed_c10d._world
+
+
+class InnerGroup:
+    """Holds a process group of torch's own backends, which torch knows by name once `register` was called.
+
+    Args:
+        options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
+        nccl: options of NCCL; None: its defaults.
+        name: names this group within the one that `options` describe.
+        ranks: ranks of it, as ranks of the group that `options` describe; None: all.
+    """
+
+    def __init__(self, options: Any, nccl: Any = None, *, name: str = "torch", ranks: list[int] | None = None) -> None:
+        everyone = list(range(options.group_size)) if ranks is None else ranks
+        rank, size = everyone.index(options.group_rank), len(everyone)
+        known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
+        self._global_ranks = [known[one] if known else one for one in everyone]
+        self.name: Any = f"{options.group_id}:{name}"
+        self._store = c10d.PrefixStore(f"{name}/", options.store)
+        self.group: Any = dist.ProcessGroup(self._store, rank, size)
+        self.backends = self._backends(options, nccl, rank, size)
+        for device, (kind, backend) in self.backends.items():
+            self.group._register_backend(torch.device(device), kind, backend)
+        self.group._set_default_backend(next(iter(self.backends.values()))[0])
+        self.group._set_group_name(self.name)
+        self._is_registered = False
+
+    def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
+        """Return the backend and its kind for each type of device, the default one first."""
+        found: dict[str, tuple[Any, Any]] = {}
+        kinds = dist.ProcessGroup.BackendType
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl = nccl or dist.ProcessGroupNCCL.Options()
+            nccl._timeout = options.timeout
+            nccl.global_ranks_in_group = self._global_ranks
+            nccl.group_name = self.name
+            store = c10d.PrefixStore("nccl/", self._store)
+            found["cuda"] = kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, nccl)
+        store = c10d.PrefixStore("gloo/", self._store)
+        found["cpu"] = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+        for _, backend in found.values():
+            backend._set_sequence_number_for_group()
+        return found
+
+    def register(self) -> None:
+        """Enter the group in torch's tables, where symmetric memory and calls of `torch.distributed` look for it."""
+        if self._is_registered:
+            return
+        self._is_registered = True
+        _WORLD.pg_map[self.group] = ("undefined", self._store)
+        _WORLD.pg_names[self.group] = self.name
+        _WORLD.pg_group_ranks[self.group] = {one: number for number, one in enumerate(self._global_ranks)}
+        kinds = {device: kind.name.lower() for device, (kind, _) in self.backends.items()}
+        config = ",".join(f"{device}:{kind}" for device, kind in kinds.items())
+        _WORLD.pg_backend_config[self.group] = config
+        _WORLD.pg_to_tag[self.group] = None
+        c10d._register_process_group(self.name, self.group)
+
+    def unregister(self) -> None:
+        """Take the group out of torch's tables again, unless torch has emptied them."""
+        if not self._is_registered:
+            return
+        self._is_registered = False
+        known = self.group in _WORLD.pg_map
+        for table in (
+            _WORLD.pg_map,
+            _WORLD.pg_names,
+            _WORLD.pg_group_ranks,
+            _WORLD.pg_backend_config,
+            _WORLD.pg_to_tag,
+        ):
+            table.pop(self.group, None)
+        if known:
+            c10d._unregister_process_group(self.name)

@@ -1,0 +1,103 @@
+"""Hand a call of a communicator to torch, as torch's `Work` and futures."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work as TorchWork
+
+from counterpoint.collectives.work import Work
+
+
+class StartedWork(TorchWork):
+    """Represents a call of a communicator as torch's `Work`.
+
+    Args:
+        works: the communicator's works; none if the call has ended, or runs on the current stream.
+        outputs: tensors that the call writes.
+    """
+
+    def __init__(self, works: list[Work], outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+        self._future: Any = None
+        self.was_waited_for = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for the call (on a CPU, this thread); raise its error."""
+        seconds = timeout.total_seconds() if timeout else None  # torch's default is zero, for none
+        for work in self._works:
+            work.wait(seconds or None)
+        self.was_waited_for = True
+        return True
+
+    def synchronize(self) -> None:
+        """Do as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Do as `wait`: on a GPU only the stream waits."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a future of the output tensors; on a GPU it completes at once, and its streams wait."""
+        if self._future is None:
+            on_gpu = any(tensor.is_cuda for tensor in self._outputs)
+            self._future = self._future_in_stream() if on_gpu else self._future_by_thread()
+        return self._future
+
+    def _future_in_stream(self) -> Any:
+        """Return a future completed under the stream that runs the call, whose events tell others when it has ended."""
+        device = self._outputs[0].device
+        future: Any = torch.futures.Future(devices=[device])
+        if len(self._works) == 1:
+            with torch.cuda.stream(_stream(self._works[0].ended.stream, device)):  # type: ignore[attr-defined]
+                future.set_result(self._outputs)
+            return future
+        for work in self._works:  # none: the current stream runs it
+            work.wait()
+        future.set_result(self._outputs)
+        return future
+
+    def _future_by_thread(self) -> Any:
+        future: Any = torch.futures.Future()
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self._outputs)
+
+        if self.is_completed():
+            wait()
+        else:
+            threading.Thread(target=wait, name="counterpoint-future", daemon=True).start()
+        return future
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device)

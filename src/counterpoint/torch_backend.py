@@ -1,0 +1,13 @@
+"""Register backend `counterpoint` with torch.distributed; import it for that.
+
+import counterpoint.torch_backend
+torch.distributed.init_process_group("counterpoint")
+...
+print(counterpoint.torch_backend.report())
+"""
+
+from counterpoint.parallel.backend.group import BackendOptions, register, report
+from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
+
+__all__ = ["BackendOptions", "BackendReport", "RoutedCalls", "report"]
+register()

@@ -1,0 +1,62 @@
+"""Backend `counterpoint` under torch's own calls, beside gloo."""
+
+from __future__ import annotations
+
+import pytest
+from tests.dist import torch_backend_programs as programs
+from tests.support.ranks import Ranks
+
+
+def test_random_calls_are_those_of_gloo(four_ranks: Ranks) -> None:
+    """Every bit of integers in any dtype; most calls are taken, those with split sizes and lists are not."""
+    for count, taken in four_ranks.run(programs.random_calls, 5, 120):
+        assert 0.5 * count < taken < 0.95 * count
+
+
+def test_every_other_call_works(three_ranks: Ranks) -> None:
+    three_ranks.run(programs.other_calls)
+
+
+def test_futures_complete_and_chain(two_ranks: Ranks) -> None:
+    assert two_ranks.run(programs.futures) == [[1.0, 1.0]] * 2
+
+
+def test_functional_collectives_eager_and_in_a_full_graph(two_ranks: Ranks) -> None:
+    assert two_ranks.run(programs.functional_calls) == [(True, 2)] * 2
+
+
+def test_ddp_trains_as_with_gloo(two_ranks: Ranks) -> None:
+    """Sums of two have one order: losses and parameters are equal bit by bit."""
+    for ours, gloo, taken in two_ranks.run(programs.ddp_losses):
+        assert ours == gloo
+        assert taken >= 4
+
+
+def test_tensor_parallel_on_an_axis_of_its_own(four_ranks: Ranks) -> None:
+    """`backend_override` of a mesh puts one axis on the backend."""
+    for ours, gloo, taken in four_ranks.run(programs.tensor_parallel):
+        assert ours == gloo
+        assert taken > 0
+
+
+def test_pipeline_of_stages(two_ranks: Ranks) -> None:
+    losses = two_ranks.run(programs.pipeline)
+    assert losses[0] is None
+    assert losses[1] is not None
+
+
+def test_groups_that_are_destroyed_leave_no_thread(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(programs.made_and_destroyed, 10)) <= 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("other options", "Misconfigured: pg_options of type _Options: give counterpoint.torch_backend.BackendOptions"),
+        ("other group", "Misconfigured: a group of backend gloo: make it with backend='counterpoint'"),
+        ("none taken", "NoEffect: backend counterpoint had no effect: asked for calls by copy engines, saw 1 all_reduce below 1 MiB"),
+    ],
+)
+def test_what_cannot_work_says_so(two_ranks: Ranks, what: str, message: str) -> None:
+    for said in two_ranks.run(programs.refused, what):
+        assert message in said
