@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import counterpoint
-from counterpoint.report.diagnosis_html import write_html
+from counterpoint.rendering.diagnosis_html import write_html
 from tests.support.chromium import Chromium
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,9 +25,9 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "programs and proofs": (PROGRAMS, ("torch", "numpy")),
     "overlap": ("import counterpoint.parallel.overlap", ("torch",)),
     "a bad suite": (REFUSED, ("torch",)),
-    "the report on a terminal": ("import counterpoint.report.diagnosis_terminal", ("polars",)),
-    "the report as a page": ("import counterpoint.report.diagnosis_html", ("polars",)),
-    "the report for Perfetto": ("import counterpoint.report.diagnosis_perfetto", ("polars",)),
+    "the report on a terminal": ("import counterpoint.rendering.diagnosis_terminal", ("polars",)),
+    "the report as a page": ("import counterpoint.rendering.diagnosis_html", ("polars",)),
+    "the report for Perfetto": ("import counterpoint.rendering.diagnosis_perfetto", ("polars",)),
     "the process beside a training": ("import counterpoint.monitoring.beside", ("torch", "polars", "plotly")),
     "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }

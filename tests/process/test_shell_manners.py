@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.report.files import is_stream
+from counterpoint.rendering.files import is_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = str(ROOT / "samples" / "tail-effect")

@@ -28,10 +28,10 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
     "torch_backend": {"parallel"},
-    "report": set(),
+    "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
-NO_TORCH = {"errors", "records", "trace", "diagnosis", "report", "plan", "machine", "pair", *FREE}
+NO_TORCH = {"errors", "records", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend"}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
@@ -139,9 +139,9 @@ def test_a_class_name_is_used_once() -> None:
     ("where", "source", "expected"),
     [
         ("trace/x.py", "from counterpoint.diagnosis import accounts", "trace -> diagnosis"),
-        ("trace/x.py", "from counterpoint import report", "trace -> report"),
+        ("trace/x.py", "from counterpoint import rendering", "trace -> rendering"),
         ("trace/x.py", "from ..cli import main", "trace -> cli"),
-        ("report/html.py", "import counterpoint.diagnosis.waits", "report -> diagnosis"),
+        ("rendering/html.py", "import counterpoint.diagnosis.waits", "rendering -> diagnosis"),
         ("records.py", "from counterpoint.errors import BadTrace", "records -> errors"),
         ("diagnosis/x.py", "def late():\n    import torch", "diagnosis imports torch"),
         ("cli.py", "from torch.cuda import Stream", "cli imports torch"),

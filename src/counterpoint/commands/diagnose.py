@@ -111,7 +111,7 @@ def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, 
     from rich.console import Console
 
     from counterpoint.diagnosis.api import diagnose_trend
-    from counterpoint.report.comparison_terminal import render_trend
+    from counterpoint.rendering.comparison_terminal import render_trend
 
     with progress(quiet, "looking for traces") as tell:
         found = diagnose_trend(traces, engine=engine, limits=limits, progress=tell)
@@ -123,12 +123,12 @@ def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
     if out is not None:
-        from counterpoint.report.diagnosis_html import write_html
+        from counterpoint.rendering.diagnosis_html import write_html
 
         with writing(out):
             write_html(out, result.diagnosis, result.lanes)
     if perfetto is not None:
-        from counterpoint.report.diagnosis_perfetto import write_perfetto
+        from counterpoint.rendering.diagnosis_perfetto import write_perfetto
 
         with writing(perfetto):
             write_perfetto(perfetto, result.diagnosis, result.stream_lanes)
@@ -145,7 +145,7 @@ def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet:
     from rich.console import Console
 
     from counterpoint.diagnosis.hang import diagnose_hang
-    from counterpoint.report.hang_terminal import render_hang
+    from counterpoint.rendering.hang_terminal import render_hang
 
     hang = diagnose_hang(dumps)
     if json is not None:
@@ -166,8 +166,8 @@ def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[in
 def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
     from rich.console import Console
 
-    from counterpoint.report.comparison_terminal import render_comparison
-    from counterpoint.report.diagnosis_terminal import render
+    from counterpoint.rendering.comparison_terminal import render_comparison
+    from counterpoint.rendering.diagnosis_terminal import render
 
     console = Console(soft_wrap=False)
     if compared is None or verbose:

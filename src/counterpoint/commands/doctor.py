@@ -41,7 +41,7 @@ def doctor(
     if not quiet and json != "-":
         from rich.console import Console
 
-        from counterpoint.report.doctor_terminal import render_checkup
+        from counterpoint.rendering.doctor_terminal import render_checkup
 
         render_checkup(checkup, Console(soft_wrap=False))
     raise typer.Exit(exit_code(checkup.checks, strict=strict))

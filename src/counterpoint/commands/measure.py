@@ -14,7 +14,7 @@ import typer
 
 from counterpoint.commands.terminal import ReaderGone, check_outputs, json_file, progress, write_json, writing
 from counterpoint.errors import CounterpointError, Misconfigured
-from counterpoint.report.files import is_stream, replacing
+from counterpoint.rendering.files import is_stream, replacing
 
 if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
@@ -142,12 +142,12 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
         with writing(out), replacing(out) as file:
             file.write(text + b"\n")
     if table is not None:
-        from counterpoint.report.measurement_text import markdown
+        from counterpoint.rendering.measurement_text import markdown
 
         with writing(table), replacing(table) as file:
             file.write(markdown(measured).encode())
     if html is not None:
-        from counterpoint.report.measurement_html import write_overlap_plot
+        from counterpoint.rendering.measurement_html import write_overlap_plot
 
         with writing(html):
             write_overlap_plot(html, measured)
@@ -156,12 +156,12 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
 def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.report.measurement_text import summary
+    from counterpoint.rendering.measurement_text import summary
 
     if not quiet:
         from rich.console import Console
 
-        from counterpoint.report.measurement_text import render
+        from counterpoint.rendering.measurement_text import render
 
         console = Console(soft_wrap=False)
         console.width = max(console.width, NARROWEST if console.is_terminal else IN_A_FILE)

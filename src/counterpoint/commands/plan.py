@@ -168,7 +168,7 @@ class _Request:
         from msgspec.structs import replace
 
         from counterpoint.plan.answer import place_job
-        from counterpoint.report.files import replacing
+        from counterpoint.rendering.files import replacing
 
         placement, files = place_job(self.job, topology, hosts, name=name)
         if folder is not None:
@@ -180,7 +180,7 @@ class _Request:
 
 def _write(found: Prediction, html: Path | None, json: str | None, json_path: Path | None) -> None:
     if html is not None:
-        from counterpoint.report.plan_html import write_plan_page
+        from counterpoint.rendering.plan_html import write_plan_page
 
         with writing(html):
             write_plan_page(html, found)
@@ -190,7 +190,7 @@ def _write(found: Prediction, html: Path | None, json: str | None, json_path: Pa
         return
     from rich.console import Console
 
-    from counterpoint.report.plan_terminal import render_prediction
+    from counterpoint.rendering.plan_terminal import render_prediction
 
     console = Console(soft_wrap=False)
     console.width = max(console.width, MIN_WIDTH)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from counterpoint.errors import CounterpointError, Misconfigured
-from counterpoint.report.files import is_stream, replacing
+from counterpoint.rendering.files import is_stream, replacing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -14,7 +14,7 @@ from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagno
 from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Comparison
 from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause
-from counterpoint.report.comparison_terminal import render_comparison
+from counterpoint.rendering.comparison_terminal import render_comparison
 from tests.support import example_diagnosis as example
 
 changed = msgspec.structs.replace

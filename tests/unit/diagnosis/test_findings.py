@@ -14,7 +14,7 @@ from counterpoint.diagnosis.job import assemble
 from counterpoint.diagnosis.stack import traced_stack
 from counterpoint.diagnosis.unrecorded import find_unrecorded
 from counterpoint.records.diagnosis import Diagnosis, Finding
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 from counterpoint.trace.timeline import Device, Kind
 from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from counterpoint.diagnosis.api import diagnose_trend
 from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Trend
-from counterpoint.report.comparison_terminal import render_trend
+from counterpoint.rendering.comparison_terminal import render_trend
 
 SAMPLES = Path(__file__).resolve().parents[3] / "samples"
 RANKS = ("rank0.json.gz", "rank1.json.gz")

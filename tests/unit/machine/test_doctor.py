@@ -10,7 +10,7 @@ from rich.console import Console
 from counterpoint.machine.checkup import examine
 from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check, Checkup
-from counterpoint.report.doctor_terminal import render_checkup, verdict
+from counterpoint.rendering.doctor_terminal import render_checkup, verdict
 
 
 def printed(checkup: Checkup, width: int = 80) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from counterpoint.diagnosis.api import diagnose
 from counterpoint.errors import BadTrace, Unsupported
-from counterpoint.report.diagnosis_perfetto import write_perfetto
+from counterpoint.rendering.diagnosis_perfetto import write_perfetto
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from tests.support import kineto_trace as kt
 

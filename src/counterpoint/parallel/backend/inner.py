@@ -29,9 +29,9 @@ class InnerGroup:
         rank, size = everyone.index(options.group_rank), len(everyone)
         known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
         self._global_ranks = [known[one] if known else one for one in everyone]
-        self.name: Any = f"{options.group_id}:{name}"
+        self.name = f"{options.group_id}:{name}"
         self._store = c10d.PrefixStore(f"{name}/", options.store)
-        self.group: Any = dist.ProcessGroup(self._store, rank, size)
+        self.group = c10d.ProcessGroup(self._store, rank, size)
         self.backends = self._backends(options, nccl, rank, size)
         for device, (kind, backend) in self.backends.items():
             self.group._register_backend(torch.device(device), kind, backend)

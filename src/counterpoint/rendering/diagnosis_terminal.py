@@ -13,7 +13,7 @@ from rich.text import Text
 
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding, RankAccount, Replay, ranks_in_words
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 MAX_FINDINGS = 3  # in short
 SHORT_LINES = 2

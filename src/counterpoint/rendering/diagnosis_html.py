@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from counterpoint.records.diagnosis import Account, Diagnosis, TimelineLane
-from counterpoint.report import formatting as say
-from counterpoint.report.safe_html import clean, write_page
+from counterpoint.rendering import formatting as say
+from counterpoint.rendering.safe_html import clean, write_page
 
 MAX_RANKS = 32  # of the timeline
 MAX_SPANS = 40_000  # 0.6 MB of the page

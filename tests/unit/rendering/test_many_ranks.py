@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report.diagnosis_html import write_html
+from counterpoint.rendering.diagnosis_html import write_html
 from tests.support import example_diagnosis as example
 
 WORLD, LATE = example.MANY, example.LATE_OF_MANY

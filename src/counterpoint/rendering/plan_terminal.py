@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, SearchResult
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 BAR = 24  # characters
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from counterpoint.errors import printable
-from counterpoint.report.files import replacing
+from counterpoint.rendering.files import replacing
 
 if TYPE_CHECKING:
     import jinja2

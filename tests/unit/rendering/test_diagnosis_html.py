@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report.diagnosis_html import write_html
+from counterpoint.rendering.diagnosis_html import write_html
 from tests.support import example_diagnosis as example
 
 ATTRIBUTES_THAT_LOAD = {"src", "href", "srcset", "data", "poster", "action", "background"}

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 from tests.support import example_diagnosis as example
 
 

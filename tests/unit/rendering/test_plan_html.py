@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 
 from counterpoint.records.prediction import Prediction
-from counterpoint.report.plan_html import curves_figure, timeline_figure, write_plan_page
-from counterpoint.report.plan_terminal import headline, render_prediction
+from counterpoint.rendering.plan_html import curves_figure, timeline_figure, write_plan_page
+from counterpoint.rendering.plan_terminal import headline, render_prediction
 from tests.support import example_prediction as predicted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from counterpoint.report.measurement_html import figure, write_overlap_plot
+from counterpoint.rendering.measurement_html import figure, write_overlap_plot
 from tests.support import example_measurement as measured
 
 

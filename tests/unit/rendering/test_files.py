@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report.diagnosis_html import write_html
-from counterpoint.report.diagnosis_perfetto import write_perfetto
-from counterpoint.report.files import replacing
+from counterpoint.rendering.diagnosis_html import write_html
+from counterpoint.rendering.diagnosis_perfetto import write_perfetto
+from counterpoint.rendering.files import replacing
 
 
 class Broken(Exception):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.machine import Check, Checkup
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": say.QUIET}
 MARKS = {"problem": "✗", "warning": "!", "ok": "✓", "not_seen": "?"}

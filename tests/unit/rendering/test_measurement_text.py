@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
-from counterpoint.report.measurement_text import markdown, mean_hidden, mechanism_summaries, render, summary
+from counterpoint.rendering.measurement_text import markdown, mean_hidden, mechanism_summaries, render, summary
 from tests.support import example_measurement as measured
 
 

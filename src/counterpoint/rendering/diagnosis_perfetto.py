@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import OWN_MARK, Diagnosis, Finding, TimelineLane
-from counterpoint.report.files import replacing
+from counterpoint.rendering.files import replacing
 
 Event = dict[str, Any]
 F64 = npt.NDArray[np.float64]

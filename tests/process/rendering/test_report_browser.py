@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report.diagnosis_html import write_html
+from counterpoint.rendering.diagnosis_html import write_html
 from tests.support import example_diagnosis as example
 from tests.support.chromium import Chromium, Page
 

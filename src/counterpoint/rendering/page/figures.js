@@ -1,4 +1,4 @@
-// Draws the figures that the page carries (report/figures.py says what is in them). Nothing is computed here.
+// Draws the figures that the page carries (rendering/figures.py says what is in them). Nothing is computed here.
 
 (function figures() {
   const NEAR = 14; // pixels between the pointer and what it means

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 
 from counterpoint.records.measurement import Measurement, Row
-from counterpoint.report import formatting as say
-from counterpoint.report.figures import Axis, Figure, Look, Marks, Panel, Symbol
-from counterpoint.report.measurement_text import mechanism_summaries
-from counterpoint.report.safe_html import clean, write_page
+from counterpoint.rendering import formatting as say
+from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel, Symbol
+from counterpoint.rendering.measurement_text import mechanism_summaries
+from counterpoint.rendering.safe_html import clean, write_page
 
 ORDERS = {"compute_first": "compute first", "together": "together", "comm_first": "comm first"}
 COLOURS = 8  # --series-1 to --series-8 of page.css

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause, TimelineLane
-from counterpoint.report.diagnosis_terminal import render
+from counterpoint.rendering.diagnosis_terminal import render
 from tests.support import example_diagnosis as example
 from tests.support.job_builder import digested, op, rank
 

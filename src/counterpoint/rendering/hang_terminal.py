@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.hang import GroupState, Hang, RankState
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 MAX_GROUPS = 4
 MAX_RANKS = 32

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.report.plan_html import write_plan_page
+from counterpoint.rendering.plan_html import write_plan_page
 from tests.support import example_prediction as predicted
 from tests.support.chromium import Chromium
 

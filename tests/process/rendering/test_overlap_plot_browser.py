@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.report.measurement_html import write_overlap_plot
+from counterpoint.rendering.measurement_html import write_overlap_plot
 from tests.support import example_measurement as measured
 from tests.support.chromium import Chromium
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.comparison import Change, Comparison, KernelChange, Trend, TrendRow
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 MAX_ROWS = 8
 MAX_NAME = 44  # fits beside the figures in 80 columns

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
-from counterpoint.report import diagnosis_html
-from counterpoint.report.diagnosis_html import pack_timeline
+from counterpoint.rendering import diagnosis_html
+from counterpoint.rendering.diagnosis_html import pack_timeline
 from tests.support import example_diagnosis as example
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from counterpoint.records.prediction import Bar, Curve, Prediction
-from counterpoint.report import formatting as say
-from counterpoint.report.figures import Axis, Figure, Look, Marks, Panel
-from counterpoint.report.plan_terminal import headline
-from counterpoint.report.safe_html import clean, write_page
+from counterpoint.rendering import formatting as say
+from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
+from counterpoint.rendering.plan_terminal import headline
+from counterpoint.rendering.safe_html import clean, write_page
 
 LOOKS = {  # of a part: class of its bar
     "tensor": "transfer",

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from counterpoint.errors import printable
 from counterpoint.records.measurement import BlockRow, Measurement, Row
-from counterpoint.report import formatting as say
+from counterpoint.rendering import formatting as say
 
 SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
 MARKED = "red"
