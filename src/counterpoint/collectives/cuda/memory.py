@@ -158,7 +158,8 @@ class CudaMemory:
         """
         import torch
         from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed._symmetric_memory import rendezvous  # older versions register the group here
+        from torch.distributed._symmetric_memory import rendezvous
+        from torch.distributed.distributed_c10d import _get_process_group_name
 
         try:
             device = torch.device("cuda", self.device)
@@ -166,7 +167,8 @@ class CudaMemory:
             owner.zero_()
             torch.cuda.current_stream(device).synchronize()  # it is zero before any peer has it mapped
             with _environment():
-                handle = rendezvous(owner, self.group)
+                name: Any = _get_process_group_name(self.group)  # `group_name` asks a backend, which groups may share
+                handle = rendezvous(owner, name)
         except RuntimeError as error:
             raise Unsupported(
                 f"no {num_bytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks must "

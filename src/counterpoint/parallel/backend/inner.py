@@ -36,7 +36,6 @@ class InnerGroup:
         for device, (kind, backend) in self.backends.items():
             self.group._register_backend(torch.device(device), kind, backend)
         self.group._set_default_backend(next(iter(self.backends.values()))[0])
-        self.group._set_group_name(self.name)
         self._is_registered = False
 
     def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
