@@ -26,7 +26,9 @@ from llama import Llama, Shape, rotary_table
 
 __all__ = ["SHAPES", "Sharded", "Variant", "batch", "unsharded"]
 
-SHAPES = {  # one layer each; how many is an option
+SHAPES = {  # how many layers is an option
+    "1b": Shape(layers=16, hidden=2048, ffn=8192),
+    "3b": Shape(layers=28, hidden=3072, ffn=8192, heads=24),
     "8b": Shape(),
     "70b": Shape(hidden=8192, ffn=28672, heads=64, kv_heads=8),
     "tiny": Shape(hidden=64, ffn=128, heads=4, kv_heads=2, vocabulary=512),

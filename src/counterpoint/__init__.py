@@ -4,7 +4,7 @@
     >>> result = counterpoint.diagnose("traces/")
     >>> result.diagnosis.verdict
     >>> counterpoint.measure("quick").rows[0].hidden
-    >>> counterpoint.overlap(model)  # an FSDP2 model: its collectives then need no SMs
+    >>> counterpoint.overlap(model)  # an FSDP2 or DDP model: its collectives then need no SMs
     >>> with counterpoint.watch(every=500):  # diagnoses a training while it runs
     ...     train()
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from counterpoint.diagnosis.api import Result, diagnose
     from counterpoint.measurement.api import measure
     from counterpoint.monitoring.api import watch
+    from counterpoint.parallel import ddp
+    from counterpoint.parallel.backend.symmetric import symmetric_memory
     from counterpoint.parallel.overlap import overlap
     from counterpoint.records.measurement import Measurement
 
@@ -38,23 +40,29 @@ __all__ = [
     "Result",
     "Unsupported",
     "__version__",
+    "ddp",
     "diagnose",
     "measure",
     "overlap",
+    "symmetric_memory",
     "watch",
 ]
 
+_SUBMODULES = {"ddp": "counterpoint.parallel.ddp"}
 _MODULES = {
     "Measurement": "counterpoint.records.measurement",
     "Result": "counterpoint.diagnosis.api",
     "diagnose": "counterpoint.diagnosis.api",
     "measure": "counterpoint.measurement.api",
     "overlap": "counterpoint.parallel.overlap",
+    "symmetric_memory": "counterpoint.parallel.backend.symmetric",
     "watch": "counterpoint.monitoring.api",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(_SUBMODULES[name])
     if name not in _MODULES:
         raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

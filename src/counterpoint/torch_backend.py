@@ -8,6 +8,7 @@ print(counterpoint.torch_backend.report())
 
 from counterpoint.parallel.backend.group import BackendOptions, register, report
 from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
+from counterpoint.parallel.backend.symmetric import symmetric_memory
 
-__all__ = ["BackendOptions", "BackendReport", "RoutedCalls", "report"]
+__all__ = ["BackendOptions", "BackendReport", "RoutedCalls", "report", "symmetric_memory"]
 register()

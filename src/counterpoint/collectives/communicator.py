@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
@@ -168,6 +169,15 @@ class Communicator:
     def is_symmetric(self, tensor: Tensor) -> bool:
         """Return whether a contiguous tensor lies in this rank's symmetric memory, so that peers write it in place."""
         return self._transport.locate(tensor) is not None
+
+    def memory_pool(self) -> AbstractContextManager[None]:
+        """Return a context in which every CUDA tensor that torch makes in this thread lies in symmetric memory.
+
+        It is a memory pool of torch: memory of tensors that died serves later ones of the same context. All ranks enter
+        and leave it together, and make tensors of the same sizes in the same order inside: at the end they map the
+        pool's new segments, each of 2 MiB or more. `Unsupported` is raised on CPUs.
+        """
+        return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Record that `stream` uses a tensor of `empty`, or a view of it, outside of calls; GPUs only.

@@ -1,4 +1,4 @@
-"""Run FSDP2 with zero-SM collectives, by one line after `fully_shard`.
+"""Run FSDP2, or DDP (`ddp.py`), with zero-SM collectives, by one line after `fully_shard`.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
@@ -35,7 +35,9 @@ from counterpoint.parallel.fsdp.report import OverlappedModule, OverlapReport
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
+    from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
     from counterpoint.parallel.fsdp.hooks import Communicators
     from counterpoint.parallel.fsdp.slots import ModuleParameters
 
@@ -87,26 +89,53 @@ Options = OverlapOptions
 """The short name, for a call: `overlap(model, options=Options(prefetch=2))`."""
 
 
-def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overlap:
-    """Put zero-SM collectives under every FSDP2 module of `model`. All ranks call it, after the last `fully_shard`.
+@overload
+def overlap(  # type: ignore[overload-overlap]
+    model: DistributedDataParallel, *, options: DdpOptions | None = None
+) -> OverlappedDdp: ...
+
+
+@overload
+def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overlap: ...
+
+
+def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = None) -> Overlap | OverlappedDdp:
+    """Put zero-SM collectives under a model of FSDP2 or DDP. All ranks call it.
+
+    It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
+    right after that was made.
 
     Parameters may still be on the meta device. HSDP's all-reduce between replicas stays with torch, as does everything
     of modules that have one rank or are larger than `options.limit_bytes`: the report says so.
 
     Args:
-        model: `fully_shard` was called on it, or on parts of it.
-        options: None: the defaults.
+        model: `fully_shard` was called on it, or on parts of it; or a `DistributedDataParallel`.
+        options: `DdpOptions` for DDP; None: the defaults.
 
     Returns:
-        A handle that reports, and puts torch's collectives back. The model works without it: it need not be kept.
+        A handle that reports, and puts torch's collectives back: an `Overlap`, for DDP an `OverlappedDdp`. The model
+        works without it: it need not be kept.
 
     Raises:
-        Unsupported: one rank alone. As well CPU offload, ranks that cannot share memory, or a torch without the hooks;
-            and Misconfigured for no FSDP2 module, FSDP1, other collectives set before, or if it is called twice.
+        Unsupported: one rank alone. As well CPU offload, ranks that cannot share memory, or a torch without the hooks.
+        Misconfigured: no FSDP2 module, FSDP1, other collectives set before, a second call, or options of another kind.
     """
+    from torch.nn.parallel import DistributedDataParallel
+
+    from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
+
+    if isinstance(model, DistributedDataParallel):
+        if not isinstance(options, DdpOptions | None):
+            raise Misconfigured(f"options of type {type(options).__name__} for DDP: give counterpoint.ddp.DdpOptions")
+        return OverlappedDdp(model, options)
+    if not isinstance(options, OverlapOptions | None):
+        raise Misconfigured(f"options of type {type(options).__name__} for a model that is no DDP: give OverlapOptions")
+    return _overlap_fsdp2(model, options or OverlapOptions())
+
+
+def _overlap_fsdp2(model: nn.Module, options: OverlapOptions) -> Overlap:
     from counterpoint.parallel.fsdp.hooks import Communicators
 
-    options = options or OverlapOptions()
     modules = sharded_modules(model)
     torch_why = {module: _torch_why(module, options.limit_bytes) for module in modules}
     taken = [module for module in modules if not torch_why[module]]

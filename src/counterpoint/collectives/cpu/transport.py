@@ -5,6 +5,7 @@ A channel runs one call after another; channels run at the same time.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from counterpoint.collectives.cpu.channel import BeforeStep, Channel, CpuCall
@@ -20,7 +21,7 @@ from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, Unsupported
 
 CHUNK_BYTES = 1 << 16  # smaller chunks cost Python time for each; larger ones overlap sums with copies less
 
@@ -105,6 +106,10 @@ class CpuTransport:
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Refuse: a CPU has no streams."""
         raise Misconfigured("record_stream on a CPU: what uses a tensor there has ended when the tensor dies")
+
+    def memory_pool(self) -> AbstractContextManager[None]:
+        """Refuse: torch has memory pools on GPUs only."""
+        raise Unsupported("a memory pool on a CPU: torch has them on GPUs only; calls there copy from their landing")
 
     def close(self) -> None:
         """Fail the calls that still wait, then end threads and free memory; do nothing in a forked child."""

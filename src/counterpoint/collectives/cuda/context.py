@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,10 @@ class Growth:
         self.epoch = 0
         """Counts the regions made: after a new one an address may mean something else."""
 
-    def create(self, what: str, num_bytes: int) -> int:
+    def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
         """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
 
-        `what` says what the region is for, in the same words on all ranks.
+        `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`).
 
         Raises:
             Misconfigured: the current stream is in a graph capture.
@@ -62,7 +63,7 @@ class Growth:
         submission = Submission(text=text, channel=self._channel, line=self._memory.world_size)
         record = self._announcer.announce(submission, self._count)
         self._announcer.met(submission, self._count)
-        region = self._memory.create(num_bytes)
+        region = self._memory.create(num_bytes) if make is None else make()
         self.epoch += 1
         self._bytes += num_bytes
         record.step = record.steps

@@ -129,7 +129,10 @@ def _environment() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Region:
-    """Holds one allocation: this rank's tensor, torch's handle that keeps peers' memory mapped, each rank's address."""
+    """Holds one allocation: this rank's tensor, torch's handle that keeps peers' memory mapped, each rank's address.
+
+    A region of a memory pool has no tensor.
+    """
 
     owner: Any
     handle: Any
@@ -158,25 +161,47 @@ class CudaMemory:
         """
         import torch
         from torch._C._distributed_c10d import _SymmetricMemory
+
+        device = torch.device("cuda", self.device)
+        try:
+            owner = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        except RuntimeError as error:
+            raise Unsupported(f"no {num_bytes} bytes of symmetric memory: {error}") from error
+        owner.zero_()
+        torch.cuda.current_stream(device).synchronize()  # it is zero before any peer has it mapped
+        return self._map(owner, owner=owner)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Return the number of a new region, of memory that torch's symmetric allocator has given to a memory pool.
+
+        All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
+        reuses the memory for later tensors of that pool.
+
+        Raises:
+            Unsupported: torch could not exchange or map it.
+        """
+        import torch
+
+        view = torch.as_tensor(_Bytes(address, num_bytes, None), device=torch.device("cuda", self.device))
+        return self._map(view, owner=None)
+
+    def _map(self, tensor: Any, *, owner: Any) -> int:
+        """Let all ranks map the memory of this rank's `tensor`, and return the number of the region that it is."""
         from torch.distributed._symmetric_memory import rendezvous
         from torch.distributed.distributed_c10d import _get_process_group_name
 
+        name: Any = _get_process_group_name(self.group)  # `group_name` asks a backend, which groups may share
         try:
-            device = torch.device("cuda", self.device)
-            owner = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-            owner.zero_()
-            torch.cuda.current_stream(device).synchronize()  # it is zero before any peer has it mapped
             with _environment():
-                name: Any = _get_process_group_name(self.group)  # `group_name` asks a backend, which groups may share
-                handle = rendezvous(owner, name)
+                handle = rendezvous(tensor, name)
         except RuntimeError as error:
             raise Unsupported(
-                f"no {num_bytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks must "
-                f"be on one host, with peer access between their GPUs, and ask for the same size"
+                f"no {tensor.nbytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks "
+                "must be on one host, with peer access between their GPUs, and ask for the same size"
             ) from error
         region = next(number for number in range(len(self._regions) + 1) if number not in self._regions)
-        addresses = _addresses(tuple(handle.buffer_ptrs), self.rank, owner.data_ptr())
-        self._regions[region] = _Region(owner=owner, handle=handle, addresses=addresses, num_bytes=num_bytes)
+        addresses = _addresses(tuple(handle.buffer_ptrs), self.rank, tensor.data_ptr())
+        self._regions[region] = _Region(owner=owner, handle=handle, addresses=addresses, num_bytes=tensor.nbytes)
         return region
 
     def release(self, region: int) -> None:
@@ -222,7 +247,7 @@ class CudaMemory:
 class _Bytes:
     """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy."""
 
-    def __init__(self, address: int, num_bytes: int, region: _Region) -> None:
+    def __init__(self, address: int, num_bytes: int, region: _Region | None) -> None:
         self._region = region  # alive as long as a tensor is
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),

@@ -6,6 +6,8 @@ GPUs. A call runs on the caller's current stream, or with `async_op=True` on the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,8 @@ from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
-from counterpoint.collectives.cuda.memory import FlagLayout
+from counterpoint.collectives.cuda.memory import CudaMemory, FlagLayout
+from counterpoint.collectives.cuda.torch_pool import TorchPool
 from counterpoint.collectives.cuda.watch import Watch
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
@@ -81,6 +84,7 @@ class CudaTransport:
         if reserve:
             self.pool.reserve()
         gpu.synchronize()
+        self._torch_pool: TorchPool | None = None
         self.watch = Watch(self.context, [channel.under_way for channel in self.channels], self._side)
 
     @property
@@ -157,6 +161,16 @@ class CudaTransport:
         gpu, context = self.context.gpu, self.context
         handle = gpu.current_stream() if stream is None else int(stream.cuda_stream)
         context.order.used(at, handle, gpu.capture_of(context.events.handle(handle)))
+
+    @contextmanager
+    def memory_pool(self) -> Iterator[None]:
+        """Put tensors that this thread makes inside in symmetric memory; all ranks leave it together."""
+        if self._torch_pool is None:
+            memory = self.context.memory
+            assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
+            self._torch_pool = TorchPool(memory, self.context.growth)
+        with self._torch_pool.use():
+            yield
 
     def close(self) -> None:
         """Wait until the calls under way end or fail, then free streams and memory. Do nothing in a forked child."""

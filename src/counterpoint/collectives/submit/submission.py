@@ -8,6 +8,7 @@ A `Submission` holds a text that all ranks compare, the rank's program, and wher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -159,6 +160,9 @@ class Transport(Tuner, Protocol):
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Record that `stream` uses `tensor`: its memory is reused only after the work queued there when it dies."""
+
+    def memory_pool(self) -> AbstractContextManager[None]:
+        """Put tensors that torch makes in this thread inside in symmetric memory; `Unsupported` on CPUs."""
 
     def close(self) -> None:
         """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""

@@ -3,5 +3,6 @@
 - `group.py`: the process group: which calls a `Communicator` takes, and that all others go to torch's own backends.
 - `inner.py`: the group of torch's own backends inside of it.
 - `work.py`: torch's `Work` of the calls that a communicator took.
+- `symmetric.py`: tensors of unmodified code where peers can write them.
 - `report.py`: which calls went which way, and why.
 """

@@ -35,6 +35,7 @@ NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
+_BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
@@ -92,7 +93,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.counts = CallCounts()
         self._communicator: Communicator | None = None
         self._crossovers: dict[str, int] | None = None
-        self._why_not = None if self._size > 1 else "one rank"
+        self.why_not = None if self._size > 1 else "one rank"
         self._coalescing = False
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
@@ -104,22 +105,27 @@ class CounterpointGroup(dist.ProcessGroup):
         """Return which calls went which way, and why."""
         return self.counts.report()
 
-    def communicator(self, device: torch.device) -> Communicator | None:
-        """Return the communicator, made at the first call, by all ranks together; None where they cannot have one."""
-        if self._communicator is None and self._why_not is None:
+    def communicator(self, device: torch.device | None = None) -> Communicator | None:
+        """Return the communicator, made at the first call, by all ranks together; None where they cannot have one.
+
+        `device` None is the current GPU, or the CPU if there is none.
+        """
+        if self._communicator is None and self.why_not is None:
+            on_gpu = self._device_type == "cuda"
+            device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
             names = [field.name for field in fields(CommunicatorOptions) if field.name != "crossover_bytes"]
             options = CommunicatorOptions(**{name: getattr(self._options, name) for name in names})
             self.inner.register()
             try:
                 self._communicator = Communicator(self.inner.group, device=device, options=options)
             except Unsupported as error:
-                self._why_not = str(error)
+                self.why_not = str(error)
         return self._communicator
 
     def close(self) -> None:
         """Close the communicator; torch's own backends are not touched."""
         communicator, self._communicator = self._communicator, None
-        self._why_not = "the group is shut down"
+        self.why_not = "the group is shut down"
         self._running.clear()
         if communicator is not None:
             communicator.close()
@@ -274,15 +280,12 @@ class CounterpointGroup(dist.ProcessGroup):
         self.counts.add(operation, num_bytes, "torch", why)
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
-        if self._why_not is not None:
-            return self._why_not
+        if self.why_not is not None:
+            return self.why_not
         output = outputs[0]
         if output.device.type != self._device_type:
             return f"tensors on {output.device.type}"
-        crossovers = self._crossovers
-        if crossovers is None:
-            crossovers = self._crossovers = self._measured(output.device)
-        if num_bytes < crossovers[operation]:
+        if num_bytes < self._crossover(operation, output):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
@@ -294,7 +297,21 @@ class CounterpointGroup(dist.ProcessGroup):
             return "not contiguous"
         if self._communicator is None:
             self.communicator(output.device)
-        return self._why_not
+        return self.why_not
+
+    def _crossover(self, operation: str, output: Tensor) -> int:
+        """Return the size from which the communicator takes a call: as given, else as measured alone.
+
+        A flat tensor that is reduced in a backward pass is taken for a bucket of gradients (DDP, ZeRO), which runs
+        beside matmuls: there its own time matters less than the SMs that it would take from them.
+        """
+        if self._crossovers is None:
+            self._crossovers = self._measured(output.device)
+        measured = self._crossovers[operation]
+        given = operation in (self._options.crossover_bytes or {})
+        if given or output.dim() != 1 or operation not in ("all_reduce", "reduce_scatter"):
+            return measured
+        return min(measured, _BUCKET_BYTES) if _in_backward() else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it."""
@@ -342,6 +359,11 @@ def register() -> None:
     """Register the backend; twice is once."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, CounterpointGroup, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _op_and_factor(op: Any) -> tuple[str, float]:

@@ -1,0 +1,52 @@
+"""Put the tensors of unmodified code in symmetric memory, so that the backend's calls with them are in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from counterpoint.errors import Unsupported
+from counterpoint.parallel.backend.group import group_of_backend
+from counterpoint.parallel.ddp import SymmetricBuckets
+
+
+@contextmanager
+def symmetric_memory(group: Any = None) -> Iterator[None]:
+    """Let CUDA tensors that this thread makes inside lie where peers write them, so that calls with them are in place.
+
+        with counterpoint.symmetric_memory():
+            model = DistributedDataParallel(model)
+
+    `Communicator.memory_pool` says what it asks of the ranks. The buckets that DDP makes anew later lie there, too.
+
+    Args:
+        group: a group of backend `counterpoint`; None: the default one.
+
+    Raises:
+        Misconfigured: the group is of another backend.
+        Unsupported: there is no GPU, or the ranks cannot share memory.
+    """
+    lender = group_of_backend(group)
+    communicator = lender.communicator()
+    if communicator is None:
+        raise Unsupported(f"no symmetric memory for this group: {lender.why_not}")
+    models: list[DistributedDataParallel] = []
+
+    def seen(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(parent, DistributedDataParallel) and name == "module":
+            models.append(parent)
+
+    handle: Any = register_module_module_registration_hook(seen)
+    try:
+        with communicator.memory_pool():
+            yield
+    finally:
+        handle.remove()
+    for model in models:
+        if model.process_group is lender:
+            SymmetricBuckets(model, communicator)

@@ -1,0 +1,119 @@
+"""What ranks run to test DDP through a communicator, beside DDP's own all_reduce."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import counterpoint
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.ddp import DdpOptions, DdpReport, HookState, hook
+
+STEPS = 5
+
+
+class Branches(torch.nn.Module):
+    """Two branches, of which a step may use one; with parameters of two dtypes."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(48, 96).to(dtype)
+        self.left = torch.nn.Linear(96, 64).to(dtype)
+        self.right = torch.nn.Linear(96, 64).to(dtype)
+        self.last = torch.nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)).relu()
+        out = self.left(hidden) + self.right(hidden) if both else self.left(hidden)
+        last: torch.Tensor = self.last(out.float())
+        return last
+
+
+def trained(
+    _: Session, keywords: dict[str, Any], dtype: torch.dtype, both: bool, wire: torch.dtype | None
+) -> tuple[list[float], list[float], DdpReport]:
+    """Losses of both ways, of equal models on equal data, and what the hook did."""
+    torch.manual_seed(3)
+    model = Branches(dtype=dtype)
+    found, report = [], None
+    for ours in (True, False):
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02, **keywords)
+        handle = counterpoint.overlap(ddp, options=DdpOptions(wire_dtype=wire, timeout_s=60)) if ours else None
+        found.append(_losses(ddp, both))
+        if handle is not None:
+            report = handle.report()
+            handle.restore()
+            found[-1] += _losses(ddp, both)
+        else:
+            found[-1] += _losses(ddp, both)
+    assert report is not None
+    return found[0], found[1], report
+
+
+def _losses(ddp: DistributedDataParallel, both: bool) -> list[float]:
+    numbers = torch.Generator().manual_seed(10 + dist.get_rank())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        batch = torch.randn(16, 48, generator=numbers)
+        if step % 3 == 1:
+            with ddp.no_sync():
+                ddp(batch, both).square().mean().backward()
+            continue
+        loss = ddp(batch, both).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, float]:
+    """The largest error of a hook's average, over the largest value, and the same of torch's own bfloat16 hook."""
+    state = HookState(options=DdpOptions(wire_dtype=wire, timeout_s=60))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exact = values.double()
+    dist.all_reduce(exact)
+    exact /= dist.get_world_size()
+    narrow = values.bfloat16() / dist.get_world_size()
+    dist.all_reduce(narrow)
+    state.average(values).wait()
+    state.close()
+    largest = exact.abs().max().item()
+    return (values - exact).abs().max().item() / largest, (narrow.double() - exact).abs().max().item() / largest
+
+
+def by_hook(_: Session) -> str:
+    """`register_comm_hook` as torch documents it."""
+    state = HookState(options=DdpOptions(timeout_s=60))
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    ddp.register_comm_hook(state, hook)
+    ddp(torch.ones(2, 8)).sum().backward()
+    text = str(state.report())
+    state.close()
+    return text
+
+
+def refused(_: Session, what: str) -> str:
+    """The error of something that cannot be."""
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    handle: Any = None
+    try:
+        if what == "options":
+            counterpoint.overlap(ddp, options=counterpoint.parallel.overlap.OverlapOptions())
+        elif what == "wire":
+            DdpOptions(wire_dtype=torch.int8)
+        else:
+            handle = counterpoint.overlap(ddp)
+            counterpoint.overlap(ddp)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if handle is not None:
+            handle.restore()
+    return "no error"
