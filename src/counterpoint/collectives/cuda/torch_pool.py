@@ -34,6 +34,7 @@ class TorchPool:
         """Put tensors that this thread makes inside into the pool; at the end all ranks map its new segments."""
         import torch
 
+        torch.cuda.empty_cache()  # torch gives no memory of its cache to another allocator
         with torch.cuda.use_mem_pool(self._pool, device=self._memory.device):
             yield
         for segment in self._pool.snapshot():
