@@ -8,9 +8,9 @@ DDP keeps its process group for all else. `print(overlapped)` says what was done
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup
+from counterpoint.parallel.background import Background
 from counterpoint.records import Record
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"
@@ -111,8 +112,7 @@ class HookState:
         else:
             communicator = Communicator(self.group, options=options)
         self.communicator: Communicator = communicator
-        on_gpu = communicator.device.type == "cuda"
-        self._stream = torch.cuda.Stream(communicator.device, priority=-1) if on_gpu else None
+        self._background = lender.background() if lender is not None else Background(communicator)
         self._in_place = self._copied = self._num_bytes = self._by_torch = 0
         self._is_on = True
 
@@ -130,6 +130,7 @@ class HookState:
     def close(self) -> None:
         """Let torch reduce later buckets, and close the communicator unless it is a group's. All ranks call it."""
         if self._is_on and not self._is_lent:
+            self._background.close()
             self.communicator.close()
         self._is_on = False
 
@@ -138,41 +139,26 @@ class HookState:
         if not self._is_on:
             return self._averaged_by_torch(bucket)
         values = torch.view_as_real(bucket).view(-1) if bucket.is_complex() else bucket
-        devices: Any = [bucket.device] if bucket.is_cuda else []
-        future: Future = torch.futures.Future(devices=devices)
-        is_narrow = self._wire is not None and values.dtype.itemsize > self._wire.itemsize
-        with self._aside():
-            if not is_narrow:
-                self.communicator.all_reduce(values, "avg")
-            elif self._wire is torch.bfloat16:
-                self._average_as_bfloat16(values)
-            else:
-                self._average_as_float8(values)
-            future.set_result(bucket)
-        if is_narrow or self.communicator.is_symmetric(values):
+        wire = self._wire if self._wire is not None and values.dtype.itemsize > self._wire.itemsize else None
+        if wire is not None or self.communicator.is_symmetric(values):
             self._in_place += 1
         else:
             self._copied += 1
         self._num_bytes += bucket.nbytes
+        run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
+        future: Future = self._background.start(partial(run, values), bucket)
         return future
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Run what is queued inside on the hook's own stream, behind the current one; on a CPU at once."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.communicator.device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def _average(self, values: Tensor, channel: int) -> None:
+        self.communicator.all_reduce(values, "avg", channel=channel)
 
-    def _average_as_bfloat16(self, values: Tensor) -> None:
+    def _average_as_bfloat16(self, values: Tensor, channel: int) -> None:
         wire = self.communicator.empty(values.numel(), dtype=torch.bfloat16)
         wire.copy_(values)
-        self.communicator.all_reduce(wire, "avg")
+        self.communicator.all_reduce(wire, "avg", channel=channel)
         values.copy_(wire)
 
-    def _average_as_float8(self, values: Tensor) -> None:
+    def _average_as_float8(self, values: Tensor, channel: int) -> None:
         """Exchange quantised blocks, add them up in float32, and gather the averages as bfloat16."""
         communicator, ranks = self.communicator, self.communicator.world_size
         blocks = -(-values.numel() // (ranks * _BLOCK))  # of each rank
@@ -183,13 +169,13 @@ class HookState:
         sent[:, :, :_BLOCK] = (padded / scales).to(torch.float8_e4m3fn).view(torch.uint8)
         sent[:, :, _BLOCK:] = scales.view(torch.uint8)
         received = communicator.empty(ranks, blocks, _BLOCK + 4, dtype=torch.uint8)
-        communicator.all_to_all(received, sent)
+        communicator.all_to_all(received, sent, channel=channel)
         scales = received[:, :, _BLOCK:].contiguous().view(torch.float32)
         whole = communicator.empty(ranks, blocks * _BLOCK, dtype=torch.bfloat16)
         mine = whole[communicator.rank]
         parts = received[:, :, :_BLOCK].contiguous().view(torch.float8_e4m3fn).float() * scales
         mine.copy_((parts.sum(dim=0) / ranks).view(-1))
-        communicator.all_gather(whole, mine)
+        communicator.all_gather(whole, mine, channel=channel)
         values.copy_(whole.view(-1)[: values.numel()])
 
     def _averaged_by_torch(self, bucket: Tensor) -> Future:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import StartedWork
+from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
+from counterpoint.parallel.background import Background
 
 NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
@@ -94,6 +96,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._communicator: Communicator | None = None
         self._crossovers: dict[str, int] | None = None
         self.why_not = None if self._size > 1 else "one rank"
+        self._background: Background | None = None
         self._coalescing = False
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
@@ -122,8 +125,18 @@ class CounterpointGroup(dist.ProcessGroup):
                 self.why_not = str(error)
         return self._communicator
 
+    def background(self) -> Background:
+        """Return what starts buckets on the group's communicator, which is there already."""
+        if self._background is None:
+            assert self._communicator is not None
+            self._background = Background(self._communicator)
+        return self._background
+
     def close(self) -> None:
         """Close the communicator; torch's own backends are not touched."""
+        if self._background is not None:
+            self._background.close()
+        self._background = None
         communicator, self._communicator = self._communicator, None
         self.why_not = "the group is shut down"
         self._running.clear()
@@ -151,11 +164,10 @@ class CounterpointGroup(dist.ProcessGroup):
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
         op, factor = _op_and_factor(opts.reduceOp)
-        return self._started(
-            opts,
-            tensors,
-            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
-        )
+        reduce = partial(taken.all_reduce, tensors[0], op, factor=factor)
+        if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
+            return BackgroundWork(self.background().start(lambda channel: reduce(channel=channel), tensors), tensors)
+        return self._started(opts, tensors, lambda async_op: reduce(channel=_CHANNEL, async_op=async_op))
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks."""
@@ -309,9 +321,7 @@ class CounterpointGroup(dist.ProcessGroup):
             self._crossovers = self._measured(output.device)
         measured = self._crossovers[operation]
         given = operation in (self._options.crossover_bytes or {})
-        if given or output.dim() != 1 or operation not in ("all_reduce", "reduce_scatter"):
-            return measured
-        return min(measured, _BUCKET_BYTES) if _in_backward() else measured
+        return min(measured, _BUCKET_BYTES) if not given and _is_bucket(operation, output) else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it."""
@@ -322,6 +332,8 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
+        if self._background is not None:
+            self._background.drain()
         work = start(opts.asyncOp)
         started = StartedWork([] if work is None else [work], outputs)
         running = self._running
@@ -361,9 +373,10 @@ def register() -> None:
         dist.Backend.register_backend(NAME, CounterpointGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _in_backward() -> bool:
-    """Return whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+def _is_bucket(operation: str, output: Tensor) -> bool:
+    """Return whether a call is taken for a reduction of a bucket of gradients: a flat tensor, in a backward pass."""
+    reduces = operation in ("all_reduce", "reduce_scatter")
+    return reduces and output.dim() == 1 and torch._C._current_graph_task_id() != -1
 
 
 def _op_and_factor(op: Any) -> tuple[str, float]:

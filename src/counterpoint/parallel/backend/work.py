@@ -98,6 +98,53 @@ class StartedWork(TorchWork):
         return future
 
 
+class BackgroundWork(TorchWork):
+    """Represents a call that another thread starts, by the future of its outputs."""
+
+    def __init__(self, future: Any, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._future, self._outputs = future, outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is queued and let the current stream wait for it (on a CPU, this thread)."""
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """Do as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Do as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call is queued (on a CPU: has ended), with or without an error."""
+        return bool(self._future.done())
+
+    def is_success(self) -> bool:
+        """Return whether there is no error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        if not self._future.done():
+            return None
+        try:
+            self._future.value()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return the future of the output tensors."""
+        return self._future
+
+
 @lru_cache(maxsize=64)
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device)
