@@ -14,13 +14,25 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 
 Future: TypeAlias = Any
 """A `torch.futures.Future`."""
+PIECE_BYTES = 1 << 28
+"""Largest part of a bucket that is reduced at once: staging and landing are as large, and stay.
+
+Before its first step DDP has one bucket, of all gradients.
+"""
 Run: TypeAlias = Callable[[int], object]
 """Queues work on the current stream, with calls of the communicator on the channel that it is given."""
+
+
+def all_reduce_in_pieces(communicator: Communicator, values: Tensor, op: str, factor: float, channel: int) -> None:
+    """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`."""
+    for piece in values.split(PIECE_BYTES // values.itemsize):
+        communicator.all_reduce(piece, op, factor=factor, channel=channel)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup
-from counterpoint.parallel.background import Background
+from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 from counterpoint.records import Record
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"
@@ -150,15 +150,23 @@ class HookState:
         return future
 
     def _average(self, values: Tensor, channel: int) -> None:
-        self.communicator.all_reduce(values, "avg", channel=channel)
+        all_reduce_in_pieces(self.communicator, values, "avg", 1.0, channel)
 
     def _average_as_bfloat16(self, values: Tensor, channel: int) -> None:
+        for piece in values.split(PIECE_BYTES // values.itemsize):
+            self._average_piece_as_bfloat16(piece, channel)
+
+    def _average_piece_as_bfloat16(self, values: Tensor, channel: int) -> None:
         wire = self.communicator.empty(values.numel(), dtype=torch.bfloat16)
         wire.copy_(values)
         self.communicator.all_reduce(wire, "avg", channel=channel)
         values.copy_(wire)
 
     def _average_as_float8(self, values: Tensor, channel: int) -> None:
+        for piece in values.split(PIECE_BYTES // values.itemsize):
+            self._average_piece_as_float8(piece, channel)
+
+    def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:
         """Exchange quantised blocks, add them up in float32, and gather the averages as bfloat16."""
         communicator, ranks = self.communicator, self.communicator.world_size
         blocks = -(-values.numel() // (ranks * _BLOCK))  # of each rank

@@ -31,12 +31,13 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
-from counterpoint.parallel.background import Background
+from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 
 NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
+_NEVER = 1 << 62
 _BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -164,10 +165,14 @@ class CounterpointGroup(dist.ProcessGroup):
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
         op, factor = _op_and_factor(opts.reduceOp)
-        reduce = partial(taken.all_reduce, tensors[0], op, factor=factor)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
-            return BackgroundWork(self.background().start(lambda channel: reduce(channel=channel), tensors), tensors)
-        return self._started(opts, tensors, lambda async_op: reduce(channel=_CHANNEL, async_op=async_op))
+            reduce = partial(all_reduce_in_pieces, taken, tensors[0], op, factor)
+            return BackgroundWork(self.background().start(reduce, tensors), tensors)
+        return self._started(
+            opts,
+            tensors,
+            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks."""
@@ -307,9 +312,13 @@ class CounterpointGroup(dist.ProcessGroup):
             return "a reduction that only torch has"
         if not output.is_contiguous() or output.layout is not torch.strided:
             return "not contiguous"
-        if self._communicator is None:
-            self.communicator(output.device)
-        return self.why_not
+        communicator = self.communicator(output.device)
+        if communicator is None:
+            return self.why_not
+        lands = not (_is_bucket(operation, output) and operation == "all_reduce") and output.nbytes > PIECE_BYTES
+        if lands and self._device_type == "cuda" and not communicator.is_symmetric(output):
+            return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
+        return None
 
     def _crossover(self, operation: str, output: Tensor) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
@@ -324,11 +333,15 @@ class CounterpointGroup(dist.ProcessGroup):
         return min(measured, _BUCKET_BYTES) if not given and _is_bucket(operation, output) else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
-        """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it."""
+        """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
+
+        An operation that was not measured beside NCCL is left to it, unless its size is given.
+        """
         self.inner.register()
         profile = device_profile(self.inner.group, device, self._options.profile)
-        found = Fallback(self.inner.group, self._options.crossover_bytes, profile).crossover_bytes
-        return {name: max(size, 1) for name, size in found.items()}
+        given = self._options.crossover_bytes or {}
+        found = Fallback(self.inner.group, given, profile).crossover_bytes
+        return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
     def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
