@@ -45,7 +45,7 @@ class _Item:
 
 
 class Background:
-    """Starts work on a communicator in the order in which it was handed over, on channels in turn.
+    """Starts work on a communicator in the order in which it was handed over, on as many channels as there are.
 
     Nothing else may use the communicator's channels before `drain` has returned.
 
@@ -59,7 +59,7 @@ class Background:
         streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self._channels)] if self._on_gpu else []
         self._streams: list[Any] = streams
         self._items: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
-        self._handed_over = 0
+        self._channel_of: dict[int, int] = {}
         self._is_idle = True
         thread = threading.Thread(
             target=_serve, args=(self._items, self._device, streams), name="counterpoint-buckets", daemon=True
@@ -67,17 +67,26 @@ class Background:
         thread.start()
         self._close = weakref.finalize(self, self._items.put, None)  # None ends the thread
 
-    def start(self, run: Run, value: Any) -> Future:
+    def start(self, run: Run, tensor: Tensor, value: Any) -> Future:
         """Hand `run` over, behind the current stream; in a graph capture its work is queued at once.
 
+        Work on a tensor always runs on the same channel, whose prepared calls can then be repeated.
+
+        Args:
+            run: queues the work.
+            tensor: what it works on.
+            value: what the future gets.
+
         Returns:
-            A future that gets `value` when the work has ended; on a GPU already when it is queued, and streams that
+            A future that gets it when the work has ended; on a GPU already when it is queued, and streams that
             wait for the future wait for the work.
         """
         devices: Any = [self._device] if self._on_gpu else []
         future: Future = torch.futures.Future(devices=devices)
-        channel = self._handed_over % self._channels
-        self._handed_over += 1
+        address, known = tensor.data_ptr(), self._channel_of
+        if address not in known:
+            known[address] = len(known) % self._channels
+        channel = known[address]
         behind = None
         if self._on_gpu:
             behind = torch.cuda.Event()

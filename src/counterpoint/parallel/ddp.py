@@ -9,7 +9,7 @@ DDP keeps its process group for all else. `print(overlapped)` says what was done
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -110,7 +110,9 @@ class HookState:
             if communicator is None:
                 raise Unsupported(f"DDP's group: {lender.why_not}")
         else:
-            communicator = Communicator(self.group, options=options)
+            options = options or DdpOptions()
+            chunk_bytes = options.chunk_bytes or 2 * PIECE_BYTES  # in one: what runs beside matmuls need not be early
+            communicator = Communicator(self.group, options=replace(options, chunk_bytes=chunk_bytes))
         self.communicator: Communicator = communicator
         self._background = lender.background() if lender is not None else Background(communicator)
         self._in_place = self._copied = self._num_bytes = self._by_torch = 0
@@ -146,7 +148,7 @@ class HookState:
             self._copied += 1
         self._num_bytes += bucket.nbytes
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
-        future: Future = self._background.start(partial(run, values), bucket)
+        future: Future = self._background.start(partial(run, values), values, bucket)
         return future
 
     def _average(self, values: Tensor, channel: int) -> None:

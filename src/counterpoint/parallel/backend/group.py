@@ -167,7 +167,7 @@ class CounterpointGroup(dist.ProcessGroup):
         op, factor = _op_and_factor(opts.reduceOp)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
             reduce = partial(all_reduce_in_pieces, taken, tensors[0], op, factor)
-            return BackgroundWork(self.background().start(reduce, tensors), tensors)
+            return BackgroundWork(self.background().start(reduce, tensors[0], tensors), tensors)
         return self._started(
             opts,
             tensors,
