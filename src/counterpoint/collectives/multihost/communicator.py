@@ -232,8 +232,12 @@ class HierarchicalCommunicator:
                 f"{text} failed between hosts: {error}; a rank of another host may be gone: see what its host says"
             )
         if self._failed is not None:
-            self.inside.close()  # ranks of this host that wait for this one get an error
+            self._release_peers()
         return self._failed
+
+    def _release_peers(self) -> None:
+        """Give an error to the ranks of this host that wait for this one."""
+        self.inside.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +330,11 @@ class _PhaseRun:
         output, input = (cut(self.buffers[span.buffer], span) for span in (phase.output, phase.input))
         if phase.level == "inside":
             return [self.start_inside(phase.call, output, input)]
+        group = self.communicator._group
+        if group is None:  # torch would take its default group
+            raise CounterpointError("the communicator was closed while a call was under way")
         op = "sum" if self.reduction is None or self.reduction.op in _SUMS else self.reduction.op
-        return start_by_torch(phase.call, output, input, group=self.communicator._group, op=op)
+        return start_by_torch(phase.call, output, input, group=group, op=op)
 
     def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
         """Start a call by the communicator of this host."""

@@ -97,7 +97,7 @@ class HostsCommunicator(HierarchicalCommunicator):
         host, index = divmod(rank, grid.local)
         local = inner.part(f"host{host}", list(grid.members("inside", rank)))
         rail = inner.part(f"rail{index}", list(grid.members("between", rank)))
-        self._groups = [local, rail]
+        self._groups = [local, rail]  # replaced, never changed
         for group in self._groups:
             group.register()
         try:
@@ -116,11 +116,21 @@ class HostsCommunicator(HierarchicalCommunicator):
 
     def abort(self) -> None:
         """End the groups, and with them the calls under way; then close this communicator."""
+        self._abort_groups()
+        super().close()
+
+    def _release_peers(self) -> None:
+        """Give an error to the ranks that wait for this one: on other hosts, too, since its connections end."""
+        super()._release_peers()
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
         for group in self._groups:
             group.group.abort()
-        super().close()
         self._drop_groups()
 
     def _drop_groups(self) -> None:
-        while self._groups:
-            self._groups.pop().unregister()
+        """Drop the groups; gloo's connections end with the last reference."""
+        groups, self._groups, self._group = self._groups, [], None  # at once: the thread of calls drops them, too
+        for group in groups:
+            group.unregister()
