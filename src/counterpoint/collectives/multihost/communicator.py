@@ -11,7 +11,7 @@ It runs the phases of `phases.py`. Rules that hold for every operation:
   waits for one of another host until that rank's process ends, or for the group's timeout. Differences between hosts
   (operation, size) are not detected.
 - Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
-  the order of the group's library. All ranks get the same bits.
+  the order of the group's library, in a reduce_scatter in that of hosts. All ranks get the same bits.
 - A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
 - On a GPU a call runs on the current stream, with `async_op=True` on a stream of its own after the work queued on the
   current one; `Work.wait` lets the current stream wait. The phases run on the streams of the two groups.
@@ -136,7 +136,7 @@ class HierarchicalCommunicator:
     def reduce_scatter(
         self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
     ) -> Work | None:
-        """Combine the ranks' input[rank] into output. Needs a temporary buffer of output.nbytes for each host.
+        """Combine the ranks' input[rank] into output. Needs a temporary buffer: twice output.nbytes for each other host.
 
         `op` and `factor` are as in `Communicator.reduce_scatter`; avg multiplies each value by 1 / n before the sum.
 
@@ -327,6 +327,9 @@ class _PhaseRun:
 
     def start(self, phase: Phase) -> list[Any]:
         """Start a phase; return the works to wait for."""
+        if phase.level == "here":
+            self.add_up(phase)
+            return []
         output, input = (cut(self.buffers[span.buffer], span) for span in (phase.output, phase.input))
         if phase.level == "inside":
             return [self.start_inside(phase.call, output, input)]
@@ -344,6 +347,19 @@ class _PhaseRun:
             input = cut(output, own)
         root = call.root or 0
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
+
+    def add_up(self, phase: Phase) -> None:
+        """Combine what came from other hosts, in the order of hosts; in float32, rounded once, if it is narrower."""
+        import torch
+
+        assert self.reduction is not None
+        combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduction.op, torch.add)
+        with torch.inference_mode():
+            first, *parts = (cut(self.buffers[span.buffer], span) for span in phase.summands())
+            total = first.float() if len(parts) > 1 and first.dtype in (torch.bfloat16, torch.float16) else first
+            for part in parts[:-1]:
+                total = combine(total, part)
+            combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
         """Return the op and factor of the phases inside; they scale, so that phases between hosts need no factor."""
