@@ -38,6 +38,12 @@ def test_ddp_trains_as_with_gloo(four_ranks: Ranks) -> None:
         assert taken >= 4
 
 
+def test_the_hook_of_ddp_works_over_hosts(four_ranks: Ranks) -> None:
+    for ours, gloo, num_bytes in four_ranks.run(programs.ddp_hook_errors):
+        assert 0 < ours <= 2 * gloo
+        assert num_bytes > 0
+
+
 def test_futures_complete_and_chain(four_ranks: Ranks) -> None:
     assert four_ranks.run(programs.futures) == [[1.0, 1.0]] * 4
 

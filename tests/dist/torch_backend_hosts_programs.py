@@ -21,6 +21,7 @@ import torch.distributed as dist
 import counterpoint.torch_backend as backend
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from counterpoint.parallel import ddp
 from counterpoint.parallel.backend import hosts
 from tests.dist import torch_backend_programs as programs
 
@@ -85,6 +86,19 @@ def ddp_errors(_: Session) -> tuple[float, float, int]:
     found = [programs.trained(copy.deepcopy(model), group) for group in (ours, gloo)]
     mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in found)
     return mine, theirs, ours.report().taken - before
+
+
+def ddp_hook_errors(_: Session) -> tuple[float, float, int]:
+    """The same with the hook of `counterpoint.parallel.ddp`; how many bytes it has reduced."""
+    ours, gloo = groups()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    state = ddp.HookState(ours)
+    exact = programs.trained(copy.deepcopy(model).double(), gloo)
+    plain = programs.trained(copy.deepcopy(model), gloo)
+    hooked = programs.trained(copy.deepcopy(model), ours, lambda made: made.register_comm_hook(state, ddp.hook))
+    mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in (hooked, plain))
+    return mine, theirs, state.report().num_bytes
 
 
 def futures(_: Session) -> list[float]:

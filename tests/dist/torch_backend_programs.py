@@ -165,11 +165,14 @@ def ddp_losses(_: Session) -> tuple[list[float], list[float], int]:
     return found[0], found[1], ours.report().taken - before
 
 
-def trained(model: torch.nn.Module, group: Any) -> list[float]:
-    """Losses of a few steps, and the sum of the parameters."""
+def trained(
+    model: torch.nn.Module, group: Any, prepare: Callable[[DistributedDataParallel], object] = id
+) -> list[float]:
+    """Losses of a few steps, and the sum of the parameters; `prepare` gets the DDP model first."""
     dtype = next(model.parameters()).dtype
     numbers = torch.Generator().manual_seed(dist.get_rank())
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    prepare(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses = []
     for step in range(6):

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup
@@ -106,12 +107,12 @@ class HookState:
         if lender is not None:
             if options not in (None, DdpOptions(wire_dtype=self._wire)):
                 raise Misconfigured("options for a group of backend counterpoint: give them as its pg_options")
-            communicator = lender.communicator()
+            communicator: AnyCommunicator | None = lender.communicator()
             if communicator is None:
                 raise Unsupported(f"DDP's group: {lender.why_not}")
         else:
             communicator = Communicator(self.group, options=options)
-        self.communicator: Communicator = communicator
+        self.communicator: AnyCommunicator = communicator
         self._background = lender.background() if lender is not None else Background(communicator)
         self._in_place = self._copied = self._num_bytes = self._by_torch = 0
         self._is_on = True
@@ -224,7 +225,7 @@ class SymmetricBuckets:
         communicator: maps the memory to all ranks; on a CPU this does nothing.
     """
 
-    def __init__(self, model: DistributedDataParallel, communicator: Communicator) -> None:
+    def __init__(self, model: DistributedDataParallel, communicator: AnyCommunicator) -> None:
         self._model, self._communicator = model, communicator
         self._inside = ExitStack()
         self._tries = _TRIES

@@ -26,6 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -121,6 +122,13 @@ class HierarchicalCommunicator:
         """Return an uninitialised tensor in the symmetric memory of this host: as `Communicator.empty`."""
         return self.inside.empty(*shape, dtype=dtype)
 
+    def memory_pool(self) -> AbstractContextManager[None]:
+        """Return a context in which CUDA tensors of this thread lie in this host's memory: `Communicator.memory_pool`.
+
+        The ranks of the host enter and leave it together.
+        """
+        return self.inside.memory_pool()
+
     def all_gather(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
         """Gather every rank's input: output[r] = input of rank r.
 
@@ -136,7 +144,7 @@ class HierarchicalCommunicator:
     def reduce_scatter(
         self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
     ) -> Work | None:
-        """Combine the ranks' input[rank] into output. Needs a temporary buffer: twice output.nbytes for each other host.
+        """Combine the ranks' input[rank] into output. Needs a buffer of twice output.nbytes for each other host.
 
         `op` and `factor` are as in `Communicator.reduce_scatter`; avg multiplies each value by 1 / n before the sum.
 
