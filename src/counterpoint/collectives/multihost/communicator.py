@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
@@ -54,6 +54,9 @@ class HierarchicalCommunicator:
     Raises:
         Misconfigured: the groups are no grid, this process is not in them, or `slice_bytes` is not positive.
     """
+
+    channels = 1
+    """Says that calls run one after the other; `channel`, which methods take as a `Communicator`'s do, has to be 0."""
 
     def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int | None = None) -> None:
         if slice_bytes is not None and slice_bytes < 1:
@@ -129,7 +132,7 @@ class HierarchicalCommunicator:
         """
         return self.inside.memory_pool()
 
-    def all_gather(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+    def all_gather(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Gather every rank's input: output[r] = input of rank r.
 
         In place, and without a copy, if input is this rank's block of output.
@@ -139,10 +142,17 @@ class HierarchicalCommunicator:
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.all_gather, output, input, async_op)
+        return self._submit(request.all_gather, output, input, channel, async_op)
 
     def reduce_scatter(
-        self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
+        self,
+        output: Any,
+        input: Any,
+        op: Any = "sum",
+        *,
+        factor: float = 1.0,
+        channel: int = 0,
+        async_op: bool = False,
     ) -> Work | None:
         """Combine the ranks' input[rank] into output. Needs a buffer of twice output.nbytes for each other host.
 
@@ -151,13 +161,15 @@ class HierarchicalCommunicator:
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.reduce_scatter, output, input, async_op, op, factor)
+        return self._submit(request.reduce_scatter, output, input, channel, async_op, op, factor)
 
-    def all_reduce(self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
+    ) -> Work | None:
         """Combine the ranks' tensors in place, with bitwise equal results on all ranks."""
-        return self._submit(request.all_reduce, tensor, tensor, async_op, op, factor)
+        return self._submit(request.all_reduce, tensor, tensor, channel, async_op, op, factor)
 
-    def all_to_all(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+    def all_to_all(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Send block r of input to rank r; blocks have one size. Needs a temporary buffer for data to other hosts.
 
         `Misconfigured` is raised for rows that cannot be divided by the number of ranks, and if output overlaps input.
@@ -165,20 +177,22 @@ class HierarchicalCommunicator:
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.all_to_all, output, input, async_op, False)
+        return self._submit(request.all_to_all, output, input, channel, async_op, False)
 
-    def broadcast(self, tensor: Any, src: int = 0, *, async_op: bool = False) -> Work | None:
+    def broadcast(self, tensor: Any, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank `src` to every rank; each rank of its host sends a part to the other hosts."""
-        return self._submit(request.broadcast, tensor, tensor, async_op, src)
+        return self._submit(request.broadcast, tensor, tensor, channel, async_op, src)
 
-    def barrier(self, *, async_op: bool = False) -> Work | None:
+    def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Wait until every rank has made this call."""
-        return self._submit(request.barrier, None, None, async_op)
+        return self._submit(request.barrier, None, None, channel, async_op)
 
     def _submit(
-        self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
+        self, build: request.BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
         """Check and start a call: on CPUs calls run one by one in a thread, on GPUs on the current stream."""
+        if channel != 0:
+            raise Misconfigured(f"channel={channel}: over several hosts there is one, 0")
         sent = sendable(input)
         asked = build(self._ranks, output, sent, *options)
         if asked.overlaps:
@@ -246,6 +260,9 @@ class HierarchicalCommunicator:
     def _release_peers(self) -> None:
         """Give an error to the ranks of this host that wait for this one."""
         self.inside.close()
+
+
+AnyCommunicator: TypeAlias = Communicator | HierarchicalCommunicator
 
 
 @dataclass(frozen=True, slots=True)

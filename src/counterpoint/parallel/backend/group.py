@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.connect import device_profile
-from counterpoint.collectives.multihost.communicator import HierarchicalCommunicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback
@@ -43,6 +42,7 @@ from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce
 
 NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
+_CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
 _NEVER = 1 << 62
 _BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
@@ -111,7 +111,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
         self._size: int = options.group_size
         self.counts = CallCounts()
-        self._communicator: Communicator | HierarchicalCommunicator | None = None
+        self._communicator: AnyCommunicator | None = None
         self._hosts: Grid | None = None
         self._crossovers: dict[str, int] | None = None
         self.why_not = None if self._size > 1 else "one rank"
@@ -127,7 +127,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Return which calls went which way, and why."""
         return self.counts.report()
 
-    def communicator(self, device: torch.device | None = None) -> Communicator | HierarchicalCommunicator | None:
+    def communicator(self, device: torch.device | None = None) -> AnyCommunicator | None:
         """Return the communicator, made at the first call, by all ranks together; None where they cannot have one.
 
         `device` None is the current GPU, or the CPU if there is none.
@@ -201,7 +201,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._started(
             opts,
             tensors,
-            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, async_op=async_op),
+            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
@@ -212,7 +212,9 @@ class CounterpointGroup(dist.ProcessGroup):
         if taken is None:
             return self.inner.group.broadcast(tensors, opts)
         root = opts.rootRank
-        return self._started(opts, tensors, lambda async_op: taken.broadcast(tensors[0], root, async_op=async_op))
+        return self._started(
+            opts, tensors, lambda async_op: taken.broadcast(tensors[0], root, channel=_CHANNEL, async_op=async_op)
+        )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor in one."""
@@ -220,7 +222,9 @@ class CounterpointGroup(dist.ProcessGroup):
         taken = self._take("all_gather", [output], output.nbytes)
         if taken is None:
             return self.inner.group._allgather_base(output, input, opts)
-        return self._started(opts, [output], lambda async_op: taken.all_gather(output, input, async_op=async_op))
+        return self._started(
+            opts, [output], lambda async_op: taken.all_gather(output, input, channel=_CHANNEL, async_op=async_op)
+        )
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, a block on each."""
@@ -232,7 +236,9 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._started(
             opts,
             [output],
-            lambda async_op: taken.reduce_scatter(output, input, op, factor=factor, async_op=async_op),
+            lambda async_op: taken.reduce_scatter(
+                output, input, op, factor=factor, channel=_CHANNEL, async_op=async_op
+            ),
         )
 
     def alltoall_base(
@@ -247,7 +253,9 @@ class CounterpointGroup(dist.ProcessGroup):
             taken = self._take("all_to_all", [output], output.nbytes)
         if taken is None:
             return self.inner.group.alltoall_base(output, input, output_splits, input_splits, opts)
-        return self._started(opts, [output], lambda async_op: taken.all_to_all(output, input, async_op=async_op))
+        return self._started(
+            opts, [output], lambda async_op: taken.all_to_all(output, input, channel=_CHANNEL, async_op=async_op)
+        )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Do `_allgather_base`, by its name since torch 2.13."""
@@ -304,7 +312,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _take(
         self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any = None
-    ) -> Communicator | HierarchicalCommunicator | None:
+    ) -> AnyCommunicator | None:
         """Return the communicator if it takes this call; None if torch makes it. Count the call."""
         why = self._why_torch(operation, outputs, num_bytes, op)
         if why is not None:

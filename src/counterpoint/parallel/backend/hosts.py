@@ -13,7 +13,7 @@ from typing import Any
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, raise_together
 from counterpoint.collectives.host.shared_memory import ProcessCard
-from counterpoint.collectives.multihost.communicator import HierarchicalCommunicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
@@ -76,9 +76,7 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
     return {name: size * (grid.hosts if name in per_host else 1) for name, size in found.items()}
 
 
-def open_communicator(
-    inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions
-) -> Communicator | HierarchicalCommunicator:
+def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
     """Return a communicator of all ranks of `inner`, which call this together.
 
     Raises:
