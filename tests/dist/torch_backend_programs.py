@@ -44,11 +44,15 @@ def newest(*names: str) -> Callable[..., Any]:
 
 def random_calls(session: Session, seed: int, count: int) -> tuple[int, int]:
     """Random calls of both groups with equal tensors; how many were equal, and how many ours took."""
-    ours, gloo = groups()
+    del session
+    return compared(*groups(), seed, count)
+
+
+def compared(ours: Any, gloo: Any, seed: int, count: int) -> tuple[int, int]:
+    """`random_calls` of these groups."""
     chance, rank, size = random.Random(seed), dist.get_rank(), dist.get_world_size()
     numbers = torch.Generator().manual_seed(1000 * seed + rank)
     before = ours.report().taken
-    del session
     for _ in range(count):
         dtype, blocks = chance.choice(DTYPES), chance.choice((1, 3, 17, 1000))
         full = torch.randint(0, 5, (size * blocks,), generator=numbers).to(dtype)
@@ -157,17 +161,22 @@ def ddp_losses(_: Session) -> tuple[list[float], list[float], int]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
     before = ours.report().taken
-    found = [_trained(copy.deepcopy(model), group) for group in (ours, gloo)]
+    found = [trained(copy.deepcopy(model), group) for group in (ours, gloo)]
     return found[0], found[1], ours.report().taken - before
 
 
-def _trained(model: torch.nn.Module, group: Any) -> list[float]:
+def trained(
+    model: torch.nn.Module, group: Any, prepare: Callable[[DistributedDataParallel], object] = id
+) -> list[float]:
+    """Losses of a few steps, and the sum of the parameters; `prepare` gets the DDP model first."""
+    dtype = next(model.parameters()).dtype
     numbers = torch.Generator().manual_seed(dist.get_rank())
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    prepare(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses = []
     for step in range(6):
-        batch = torch.randn(16, 64, generator=numbers)
+        batch = torch.randn(16, 64, generator=numbers).to(dtype)
         if step % 3 == 1:
             with ddp.no_sync():
                 ddp(batch).square().mean().backward()

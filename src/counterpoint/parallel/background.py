@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator
 
 Future: TypeAlias = Any
 """A `torch.futures.Future`."""
@@ -29,7 +29,7 @@ Run: TypeAlias = Callable[[int], object]
 """Queues work on the current stream, with calls of the communicator on the channel that it is given."""
 
 
-def all_reduce_in_pieces(communicator: Communicator, values: Tensor, op: str, factor: float, channel: int) -> None:
+def all_reduce_in_pieces(communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int) -> None:
     """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`."""
     for piece in values.split(PIECE_BYTES // values.itemsize):
         communicator.all_reduce(piece, op, factor=factor, channel=channel)
@@ -53,7 +53,7 @@ class Background:
         communicator: runs the calls.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: AnyCommunicator) -> None:
         self._device, self._channels = communicator.device, communicator.channels
         self._on_gpu = self._device.type == "cuda"
         streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self._channels)] if self._on_gpu else []

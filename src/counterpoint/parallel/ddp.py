@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup
@@ -106,14 +107,14 @@ class HookState:
         if lender is not None:
             if options not in (None, DdpOptions(wire_dtype=self._wire)):
                 raise Misconfigured("options for a group of backend counterpoint: give them as its pg_options")
-            communicator = lender.communicator()
+            communicator: AnyCommunicator | None = lender.communicator()
             if communicator is None:
                 raise Unsupported(f"DDP's group: {lender.why_not}")
         else:
             options = options or DdpOptions()
             chunk_bytes = options.chunk_bytes or 2 * PIECE_BYTES  # in one: what runs beside matmuls need not be early
             communicator = Communicator(self.group, options=replace(options, chunk_bytes=chunk_bytes))
-        self.communicator: Communicator = communicator
+        self.communicator: AnyCommunicator = communicator
         self._background = lender.background() if lender is not None else Background(communicator)
         self._in_place = self._copied = self._num_bytes = self._by_torch = 0
         self._is_on = True
@@ -226,7 +227,7 @@ class SymmetricBuckets:
         communicator: maps the memory to all ranks; on a CPU this does nothing.
     """
 
-    def __init__(self, model: DistributedDataParallel, communicator: Communicator) -> None:
+    def __init__(self, model: DistributedDataParallel, communicator: AnyCommunicator) -> None:
         self._model, self._communicator = model, communicator
         self._inside = ExitStack()
         self._tries = _TRIES

@@ -11,8 +11,10 @@ It runs the phases of `phases.py`. Rules that hold for every operation:
   waits for one of another host until that rank's process ends, or for the group's timeout. Differences between hosts
   (operation, size) are not detected.
 - Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
-  the order of the group's library. All ranks get the same bits.
+  the order of the group's library, in a reduce_scatter in that of hosts. All ranks get the same bits.
 - A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
+- On a GPU a call runs on the current stream, with `async_op=True` on a stream of its own after the work queued on the
+  current one; `Work.wait` lets the current stream wait. The phases run on the streams of the two groups.
 
 **Not run on GPUs, nor on more than one host, yet**: proved and simulated, and run on CPUs as groups of one host.
 """
@@ -21,21 +23,23 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
-from counterpoint.collectives.multihost.phases import Grid, Phase, phases, scratch_bytes
+from counterpoint.collectives.multihost.phases import Grid, Phase, best_slice_bytes, phases, scratch_bytes
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.tensors import copied, cut, flat_bytes, sendable
 from counterpoint.collectives.work import HostWork, Work
-from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 
 class HierarchicalCommunicator:
@@ -45,14 +49,17 @@ class HierarchicalCommunicator:
         inside: communicator of the ranks of this host, which nothing else may use from now on; closed with this one.
         between: torch process group of the ranks that have the same rank in their host's communicator.
         slice_bytes: all_reduce and broadcast work on slices of about this size, so that inside and between run at the
-            same time.
+            same time; None: what is about best for the size of the call (`best_slice_bytes`).
 
     Raises:
         Misconfigured: the groups are no grid, this process is not in them, or `slice_bytes` is not positive.
     """
 
-    def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int = 128 << 20) -> None:
-        if slice_bytes < 1:
+    channels = 1
+    """Says that calls run one after the other; `channel`, which methods take as a `Communicator`'s do, has to be 0."""
+
+    def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int | None = None) -> None:
+        if slice_bytes is not None and slice_bytes < 1:
             raise Misconfigured(f"slice_bytes={slice_bytes}: give a positive number")
         self.inside, self.slice_bytes, self._group = inside, slice_bytes, between
         host, hosts = membership(between)
@@ -63,12 +70,16 @@ class HierarchicalCommunicator:
         self._ranks = request.GroupRank(rank=self.rank, world_size=self.world_size, device=self.device)
         self._failed: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._under_way: set[HostWork] = set()  # on CPUs
+        self._stream: Any = None  # on GPUs, of calls with async_op=True
         if self.device.type == "cpu":
             threading.Thread(target=_serve, args=(self._queue,), name="hierarchical", daemon=True).start()
             weakref.finalize(self, self._queue.put, None)  # None ends the thread
 
     @classmethod
-    def of_mesh(cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int = 128 << 20) -> HierarchicalCommunicator:
+    def of_mesh(
+        cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int | None = None
+    ) -> HierarchicalCommunicator:
         """Make a communicator from a torch DeviceMesh of two axes, the hosts first.
 
         A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
@@ -90,16 +101,38 @@ class HierarchicalCommunicator:
         self.close()
 
     def close(self) -> None:
-        """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid."""
+        """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid.
+
+        On CPUs calls under way fail at once; what they have begun between hosts ends when a peer's group does.
+        """
         self._failed = self._failed or CounterpointError("this communicator is closed: make a new one")
         self._queue.put(None)
         self.inside.close()
+        for work in list(self._under_way):
+            work.end(self._failed)
+
+    def check(self) -> None:
+        """Raise the error that ended this communicator or that of this host, if there was one."""
+        if self._failed is not None:
+            raise self._failed
+        self.inside.check()
+
+    def is_symmetric(self, tensor: Any) -> bool:
+        """Return whether a contiguous tensor lies in the symmetric memory of this host, where peers write in place."""
+        return self.inside.is_symmetric(tensor)
 
     def empty(self, *shape: int, dtype: Any = None) -> Any:
         """Return an uninitialised tensor in the symmetric memory of this host: as `Communicator.empty`."""
         return self.inside.empty(*shape, dtype=dtype)
 
-    def all_gather(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+    def memory_pool(self) -> AbstractContextManager[None]:
+        """Return a context in which CUDA tensors of this thread lie in this host's memory: `Communicator.memory_pool`.
+
+        The ranks of the host enter and leave it together.
+        """
+        return self.inside.memory_pool()
+
+    def all_gather(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Gather every rank's input: output[r] = input of rank r.
 
         In place, and without a copy, if input is this rank's block of output.
@@ -109,25 +142,34 @@ class HierarchicalCommunicator:
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.all_gather, output, input, async_op)
+        return self._submit(request.all_gather, output, input, channel, async_op)
 
     def reduce_scatter(
-        self, output: Any, input: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False
+        self,
+        output: Any,
+        input: Any,
+        op: Any = "sum",
+        *,
+        factor: float = 1.0,
+        channel: int = 0,
+        async_op: bool = False,
     ) -> Work | None:
-        """Combine the ranks' input[rank] into output. Needs a temporary buffer of output.nbytes for each host.
+        """Combine the ranks' input[rank] into output. Needs a buffer of twice output.nbytes for each other host.
 
         `op` and `factor` are as in `Communicator.reduce_scatter`; avg multiplies each value by 1 / n before the sum.
 
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.reduce_scatter, output, input, async_op, op, factor)
+        return self._submit(request.reduce_scatter, output, input, channel, async_op, op, factor)
 
-    def all_reduce(self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
+    ) -> Work | None:
         """Combine the ranks' tensors in place, with bitwise equal results on all ranks."""
-        return self._submit(request.all_reduce, tensor, tensor, async_op, op, factor)
+        return self._submit(request.all_reduce, tensor, tensor, channel, async_op, op, factor)
 
-    def all_to_all(self, output: Any, input: Any, *, async_op: bool = False) -> Work | None:
+    def all_to_all(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Send block r of input to rank r; blocks have one size. Needs a temporary buffer for data to other hosts.
 
         `Misconfigured` is raised for rows that cannot be divided by the number of ranks, and if output overlaps input.
@@ -135,20 +177,22 @@ class HierarchicalCommunicator:
         Returns:
             The call's `Work` with `async_op`; else None, when output may be read.
         """
-        return self._submit(request.all_to_all, output, input, async_op, False)
+        return self._submit(request.all_to_all, output, input, channel, async_op, False)
 
-    def broadcast(self, tensor: Any, src: int = 0, *, async_op: bool = False) -> Work | None:
+    def broadcast(self, tensor: Any, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank `src` to every rank; each rank of its host sends a part to the other hosts."""
-        return self._submit(request.broadcast, tensor, tensor, async_op, src)
+        return self._submit(request.broadcast, tensor, tensor, channel, async_op, src)
 
-    def barrier(self, *, async_op: bool = False) -> Work | None:
+    def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Wait until every rank has made this call."""
-        return self._submit(request.barrier, None, None, async_op)
+        return self._submit(request.barrier, None, None, channel, async_op)
 
     def _submit(
-        self, build: request.BuildSubmission, output: Any, input: Any, async_op: bool, *options: Any
+        self, build: request.BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
         """Check and start a call: on CPUs calls run one by one in a thread, on GPUs on the current stream."""
+        if channel != 0:
+            raise Misconfigured(f"channel={channel}: over several hosts there is one, 0")
         sent = sendable(input)
         asked = build(self._ranks, output, sent, *options)
         if asked.overlaps:
@@ -156,23 +200,47 @@ class HierarchicalCommunicator:
         if self._failed is not None:
             raise self._failed
         assert isinstance(asked.call, Call)
-        found = phases(asked.call, self.grid, self.rank, slice_bytes=self.slice_bytes)
+        found = phases(asked.call, self.grid, self.rank, slice_bytes=self.slice_bytes or _best_slice(asked.call))
         run = partial(self._carry_out, asked.text, _PhaseRun(self, found, output, sent, asked.reduction))
-        if self.device.type != "cpu":
-            if async_op:
-                raise Unsupported(
-                    f"{asked.text} with async_op=True on {self.device}: not there yet; call it on a side stream"
-                )
-            run()
-            if self._failed is not None:
-                raise self._failed
-            return None
-        work = HostWork(asked.text)
-        self._queue.put(lambda: work.end(run()))
+        if self.device.type == "cpu":
+            return self._in_thread(asked.text, run, async_op)
+        if async_op:
+            return self._in_stream(asked.text, run, keep=(output, input, sent))
+        run()
+        if self._failed is not None:
+            raise self._failed
+        return None
+
+    def _in_thread(self, text: str, run: Callable[[], BaseException | None], async_op: bool) -> Work | None:
+        """Queue a call for the thread, and wait for it unless it is asynchronous."""
+        work = HostWork(text)
+        self._under_way.add(work)
+
+        def serve() -> None:
+            work.end(run())
+            self._under_way.discard(work)
+
+        self._queue.put(serve)
         if async_op:
             return work
         work.wait()
         return None
+
+    def _in_stream(self, text: str, run: Callable[[], BaseException | None], *, keep: tuple[Any, ...]) -> StreamWork:
+        """Queue a call on the stream of asynchronous calls, after what the current stream holds."""
+        import torch
+
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
+        captured = torch.cuda.is_current_stream_capturing()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            error = run()
+            if error is not None:
+                raise error
+            ended = StreamEnd(torch.cuda.Event(), stream=self._stream.cuda_stream, captured=captured)
+            ended.event.record(self._stream)
+        return StreamWork(self, text, ended, keep)
 
     def _carry_out(self, text: str, run: Callable[[], None]) -> BaseException | None:
         """Run a call unless an earlier one failed; return the error of this communicator, or None."""
@@ -180,14 +248,78 @@ class HierarchicalCommunicator:
             if self._failed is None:
                 run()
         except CounterpointError as error:
-            self._failed = error
+            self._failed = self._failed or error
         except Exception as error:  # of the library between hosts, in its own words
-            self._failed = CounterpointError(
+            self._failed = self._failed or CounterpointError(
                 f"{text} failed between hosts: {error}; a rank of another host may be gone: see what its host says"
             )
         if self._failed is not None:
-            self.inside.close()  # ranks of this host that wait for this one get an error
+            self._release_peers()
         return self._failed
+
+    def _release_peers(self) -> None:
+        """Give an error to the ranks of this host that wait for this one."""
+        self.inside.close()
+
+
+AnyCommunicator: TypeAlias = Communicator | HierarchicalCommunicator
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Marks the end of a call on a stream of a GPU; `captured` says that it is in a graph."""
+
+    event: Any
+    stream: int  # handle
+    captured: bool
+
+
+class StreamWork:
+    """Represents a call over several hosts on a stream of a GPU; keeps its tensors alive until `wait`. See `Work`."""
+
+    path: Literal["zero_sm", "torch"] = "zero_sm"
+
+    def __init__(
+        self, communicator: HierarchicalCommunicator, text: str, ended: StreamEnd, keep: tuple[Any, ...]
+    ) -> None:
+        self._communicator, self._text = communicator, text
+        self.ended, self.keep = ended, keep
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let the current stream wait for the end; the host waits only with `timeout_s`, for up to that many seconds.
+
+        Returns:
+            True.
+
+        Raises:
+            PeerTimeout: `timeout_s` has passed.
+            CounterpointError: the communicator has failed.
+        """
+        import torch
+
+        self._communicator.check()
+        if timeout_s is not None and not self.ended.captured:
+            deadline = time.monotonic() + timeout_s
+            while not self.ended.event.query():
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(f"{self._text} has not ended within {timeout_s:g} s; wait again, or longer")
+                time.sleep(_PAUSE_S)
+            self._communicator.check()
+        torch.cuda.current_stream(self._communicator.device).wait_event(self.ended.event)
+        self.keep = ()  # this stream now waits for the end, so later users of the memory on it do, too
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
+        return not self.ended.captured and bool(self.ended.event.query())
+
+    def exception(self) -> BaseException | None:
+        """Return the error that ended the communicator; None if there is none."""
+        try:
+            self._communicator.check()
+        except CounterpointError as error:
+            return error
+        return None
 
 
 @dataclass
@@ -220,11 +352,17 @@ class _PhaseRun:
 
     def start(self, phase: Phase) -> list[Any]:
         """Start a phase; return the works to wait for."""
+        if phase.level == "here":
+            self.add_up(phase)
+            return []
         output, input = (cut(self.buffers[span.buffer], span) for span in (phase.output, phase.input))
         if phase.level == "inside":
             return [self.start_inside(phase.call, output, input)]
+        group = self.communicator._group
+        if group is None:  # torch would take its default group
+            raise CounterpointError("the communicator was closed while a call was under way")
         op = "sum" if self.reduction is None or self.reduction.op in _SUMS else self.reduction.op
-        return start_by_torch(phase.call, output, input, group=self.communicator._group, op=op)
+        return start_by_torch(phase.call, output, input, group=group, op=op)
 
     def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
         """Start a call by the communicator of this host."""
@@ -234,6 +372,19 @@ class _PhaseRun:
             input = cut(output, own)
         root = call.root or 0
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
+
+    def add_up(self, phase: Phase) -> None:
+        """Combine what came from other hosts, in the order of hosts; in float32, rounded once, if it is narrower."""
+        import torch
+
+        assert self.reduction is not None
+        combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduction.op, torch.add)
+        with torch.inference_mode():
+            first, *parts = (cut(self.buffers[span.buffer], span) for span in phase.summands())
+            total = first.float() if len(parts) > 1 and first.dtype in (torch.bfloat16, torch.float16) else first
+            for part in parts[:-1]:
+                total = combine(total, part)
+            combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
         """Return the op and factor of the phases inside; they scale, so that phases between hosts need no factor."""
@@ -245,6 +396,11 @@ class _PhaseRun:
 
 
 _SUMS = ("sum", "avg", "premul_sum")
+_PAUSE_S = 1e-4
+
+
+def _best_slice(call: Call) -> int:
+    return best_slice_bytes(call.output_bytes(0))
 
 
 def _wait(works: list[Any]) -> None:

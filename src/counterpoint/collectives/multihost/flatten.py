@@ -16,6 +16,7 @@ from counterpoint.collectives.program.operations import DEFAULT, plan
 from counterpoint.collectives.program.steps import (
     BETWEEN,
     COPY,
+    HERE,
     AwaitEvent,
     Batch,
     Copy,
@@ -69,6 +70,7 @@ def _flat(call: Call, grid: Grid, rank: int, made: Sequence[Sequence[Phase]], tu
             *steps,
             RecordEvent(_ENDED, BETWEEN),
             AwaitEvent(_ENDED, COPY),
+            *(AwaitEvent(translation.end, COPY) for translation in translations if translation.first_lane == HERE),
         ]
     kept = scratch_bytes(made[rank])
     return Program(call=call, tuning=tuning, rank=rank, steps=merge_batches(tuple(steps)), scratch_bytes=kept)
@@ -76,6 +78,7 @@ def _flat(call: Call, grid: Grid, rank: int, made: Sequence[Sequence[Phase]], tu
 
 _BEGUN, _ENDED = 0, 1  # events of the whole program; phase k has those from _EVENTS * (k + 1) on, first its end
 _EVENTS = 1 << 16
+_FIRST_LANES = {"inside": COPY, "between": BETWEEN, "here": HERE}
 
 
 class _Translation:
@@ -85,21 +88,24 @@ class _Translation:
         self.number, self.phase = number, made[rank][number]
         level = self.phase.level
         self.members = grid.members(level, rank)
-        self.first_lane = COPY if level == "inside" else BETWEEN
+        self.first_lane = _FIRST_LANES[level]
+        self.end = _EVENTS * (number + 1)
         self.program = plan(self.phase.call, self.members.index(rank), tuning if level == "inside" else DEFAULT)
         # a group knows its calls by their order: the same call of a peer has the same place on this level
         place = len(_of(made[rank][:number], level))
         self.theirs = [_of(made[peer], level)[place] for peer in self.members]
-        self.awaited = any(number in phase.after for phase in made[rank])
+        self.awaited = level == "here" or any(number in phase.after for phase in made[rank])
 
     def steps(self) -> Iterator[Step]:
         """Yield waits for earlier phases, the steps of this one, and an event at its end if another phase awaits it."""
         for number in self.phase.after:
             yield AwaitEvent(_EVENTS * (number + 1), self.first_lane)
-        for step in self.program.cycle():
-            yield self.step(step)
+        if self.phase.level == "here":
+            yield Reduce(self.phase.summands(), self.phase.output, HERE)
+        else:
+            yield from map(self.step, self.program.cycle())
         if self.awaited:
-            yield RecordEvent(_EVENTS * (self.number + 1), self.first_lane)
+            yield RecordEvent(self.end, self.first_lane)
 
     def step(self, step: Step) -> Step:
         """Return a step of the phase as a step of the whole program."""

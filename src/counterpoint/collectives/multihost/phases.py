@@ -2,7 +2,8 @@
 
 A call of all ranks becomes a few phases for each rank, and every phase is an ordinary call of one of its two groups,
 on a piece of its buffers: `inside`, the ranks of its host, or `between`, the ranks of the same local index on all
-hosts (its rail: each has a network card of its own). Ranks count host by host.
+hosts (its rail: each has a network card of its own). A phase `here` adds up what came from other hosts. Ranks count
+host by host.
 
 Every byte that has to leave a host does so once, split evenly over the rails. The output of a phase lies where the next
 phase reads it: no phase copies data within a rank, except for own blocks in an all_to_all and in an all_gather out of
@@ -13,7 +14,7 @@ one arrive. The phases, and which of them run at the same time:
 | operation | phases | at the same time |
 |---|---|---|
 | all_gather | between: own block to each host; inside: all_gather of each host's blocks | both, by hosts |
-| reduce_scatter | inside: reduce_scatter for each host; between: reduce_scatter | nothing |
+| reduce_scatter | inside: reduce_scatter for each host; between: to that host; here: sum | both, by hosts |
 | all_reduce | inside: reduce_scatter; between: all_reduce of the shard; inside: all_gather | all, by slices |
 | all_to_all | inside: to the rail of the target; between: to its host | both, by hosts |
 | broadcast | inside the root's host; between: a part on each rail; inside the others: all_gather | all, by slices |
@@ -34,8 +35,8 @@ from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
 from counterpoint.errors import Misconfigured
 
-Level = Literal["inside", "between"]
-LEVELS: tuple[Level, ...] = ("inside", "between")
+Level = Literal["inside", "between", "here"]
+LEVELS: tuple[Level, ...] = ("inside", "between", "here")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,8 @@ class Grid:
     def members(self, level: Level, rank: int) -> tuple[int, ...]:
         """Return the ranks of the group that `rank` belongs to on this level, in the order of the group."""
         host, index = divmod(rank, self.local)
+        if level == "here":
+            return (rank,)
         if level == "inside":
             return tuple(range(host * self.local, (host + 1) * self.local))
         return tuple(range(index, self.world_size, self.local))
@@ -69,11 +72,19 @@ class Phase:
     Phases of one level run in the order of the list, which is the same for all ranks of a group.
     """
 
-    level: Level  # which of the rank's two groups makes the call
+    level: Level  # which of the rank's two groups makes the call; here: none, this rank adds up `summands`
     call: Call  # the collective; its ranks are counted within the group
     input: Span  # where its input lies in the rank's buffers; the same as `output` if the call is in place
     output: Span  # where its output lies
     after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
+    place: int = 0  # here: how many parts of the input come before the output in the sum
+
+    def summands(self) -> tuple[Span, ...]:
+        """Return what a phase `here` adds up, in order: the parts of its input, and among them the output itself."""
+        size = self.output.num_bytes
+        starts = range(self.input.offset, self.input.offset + self.input.num_bytes, size)
+        parts = [Span(self.input.buffer, start, size) for start in starts]
+        return (*parts[: self.place], self.output, *parts[self.place :])
 
 
 @lru_cache(maxsize=1024)
@@ -105,6 +116,17 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
     return tuple(plan.phases)
 
 
+def best_slice_bytes(num_bytes: int) -> int:
+    """Return the size of slices with which an all_reduce or broadcast of `num_bytes` is about fastest on the clock.
+
+    Two slices let both levels run at the same time, and four from 512 MiB; below 32 MiB a second one costs what it
+    wins.
+    """
+    if num_bytes < 32 << 20:
+        return max(num_bytes, 1)
+    return max(num_bytes // 4, min(num_bytes // 2, 128 << 20))
+
+
 def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
     """Return the phases of every rank, for the checker and the clock."""
     return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
@@ -125,9 +147,9 @@ class _PhaseList:
         self.host, self.index = divmod(rank, grid.local)
         self.phases: list[Phase] = []
 
-    def add(self, level: Level, call: Call, source: Span, target: Span, *after: int) -> int:
+    def add(self, level: Level, call: Call, source: Span, target: Span, *after: int, place: int = 0) -> int:
         """Add a phase, and return its number."""
-        self.phases.append(Phase(level=level, call=call, input=source, output=target, after=after))
+        self.phases.append(Phase(level=level, call=call, input=source, output=target, after=after, place=place))
         return len(self.phases) - 1
 
     def even_block(self) -> int:
@@ -185,16 +207,19 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Sum the blocks for each host inside this one, host by host; then reduce_scatter these sums between hosts."""
+    """Sum the blocks for each other host inside this one and send them there, then those for this host; add up last."""
     block, hosts = plan.even_block(), plan.hosts
-    inside = operations.reduce_scatter(plan.local, block)
-    kept = Span("scratch" if hosts > 1 else "output", 0, hosts * block)
-    done = [
-        plan.add("inside", inside, plan.row("input", host, block), Span(kept.buffer, host * block, block))
-        for host in range(hosts)
-    ]
-    if hosts > 1:
-        plan.add("between", operations.reduce_scatter(hosts, block), kept, Span("output", 0, block), done[-1])
+    inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
+    come = []
+    for distance, to, giver in plan.away():
+        sent = Span("scratch", (hosts - 2 + distance) * block, block)
+        place = Span("scratch", (giver - (giver > plan.host)) * block, block)  # in the order of hosts
+        number = plan.add("inside", inside, plan.row("input", to, block), sent)
+        come.append(plan.exchange(distance, block, sent, place, number))
+    own = plan.add("inside", inside, plan.row("input", plan.host, block), output)
+    if come:
+        parts = Span("scratch", 0, len(come) * block)
+        plan.add("here", operations.reduce_scatter(1, block), parts, output, own, *come, place=plan.host)
 
 
 def _all_reduce(plan: _PhaseList) -> None:

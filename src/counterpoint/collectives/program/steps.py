@@ -39,6 +39,7 @@ from counterpoint.errors import Misconfigured
 Symmetric = Literal["output", "staging"]
 COPY, REDUCE = 0, 1  # lanes
 BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
+HERE = 4  # lane of a rank's sums of what came from other hosts; in these models, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

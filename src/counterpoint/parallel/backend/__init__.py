@@ -1,6 +1,7 @@
 """Be a backend of torch.distributed; users import `counterpoint.torch_backend`, which registers it.
 
 - `group.py`: the process group: which calls a `Communicator` takes, and that all others go to torch's own backends.
+- `hosts.py`: the communicator of a group over several hosts, and which calls it takes.
 - `inner.py`: the group of torch's own backends inside of it.
 - `work.py`: torch's `Work` of the calls that a communicator took.
 - `symmetric.py`: tensors of unmodified code where peers can write them.

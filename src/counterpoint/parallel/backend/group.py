@@ -1,8 +1,8 @@
 """Be a torch process group: large collectives through a `Communicator`, the others through NCCL (gloo on CPUs).
 
 What decides is equal on all ranks: operation, size, dtype and reduction of a call. The communicator is made at the
-first call that it takes. Where the ranks cannot share memory, torch's own backends make all calls, and the report says
-why.
+first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks of a host cannot share memory,
+torch's own backends make all calls, and the report says why.
 
 No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
 gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
@@ -22,12 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.connect import device_profile
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.backend.hosts import (
+    HostsCommunicator,
+    crossovers_over_hosts,
+    grid_of_group,
+    open_communicator,
+)
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
@@ -49,9 +56,19 @@ class BackendOptions(CommunicatorOptions):
 
     Args:
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
+        ranks_per_host: so many consecutive ranks count as a host, equal on all ranks; None: those of one machine do.
+
+    Raises:
+        Misconfigured: an option is out of range.
     """
 
     nccl: Any = None
+    ranks_per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks_per_host is not None and self.ranks_per_host < 1:
+            raise Misconfigured(f"ranks_per_host={self.ranks_per_host}: give 1 or more, or None")
 
     @property
     def _timeout(self) -> timedelta:
@@ -94,7 +111,8 @@ class CounterpointGroup(dist.ProcessGroup):
         self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
         self._size: int = options.group_size
         self.counts = CallCounts()
-        self._communicator: Communicator | None = None
+        self._communicator: AnyCommunicator | None = None
+        self._hosts: Grid | None = None
         self._crossovers: dict[str, int] | None = None
         self.why_not = None if self._size > 1 else "one rank"
         self._background: Background | None = None
@@ -109,22 +127,32 @@ class CounterpointGroup(dist.ProcessGroup):
         """Return which calls went which way, and why."""
         return self.counts.report()
 
-    def communicator(self, device: torch.device | None = None) -> Communicator | None:
+    def communicator(self, device: torch.device | None = None) -> AnyCommunicator | None:
         """Return the communicator, made at the first call, by all ranks together; None where they cannot have one.
 
         `device` None is the current GPU, or the CPU if there is none.
         """
-        if self._communicator is None and self.why_not is None:
+        hosts = self._on_hosts()
+        if self._communicator is None and hosts is not None:
             on_gpu = self._device_type == "cuda"
             device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
             names = [field.name for field in fields(CommunicatorOptions) if field.name != "crossover_bytes"]
             options = CommunicatorOptions(**{name: getattr(self._options, name) for name in names})
+            try:
+                self._communicator = open_communicator(self.inner, hosts, device, options)
+            except Unsupported as error:
+                self.why_not, self._hosts = str(error), None
+        return self._communicator
+
+    def _on_hosts(self) -> Grid | None:
+        """Return how the ranks lie on hosts, found at the first call, by all together; None: no communicator."""
+        if self._hosts is None and self.why_not is None:
             self.inner.register()
             try:
-                self._communicator = Communicator(self.inner.group, device=device, options=options)
+                self._hosts = grid_of_group(self.inner.group, getattr(self._options, "ranks_per_host", None))
             except Unsupported as error:
                 self.why_not = str(error)
-        return self._communicator
+        return self._hosts
 
     def background(self) -> Background:
         """Return what starts buckets on the group's communicator, which is there already."""
@@ -139,7 +167,7 @@ class CounterpointGroup(dist.ProcessGroup):
             self._background.close()
         self._background = None
         communicator, self._communicator = self._communicator, None
-        self.why_not = "the group is shut down"
+        self.why_not, self._hosts = "the group is shut down", None
         self._running.clear()
         if communicator is not None:
             communicator.close()
@@ -152,6 +180,8 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End the group without waiting for calls under way."""
+        if isinstance(self._communicator, HostsCommunicator):
+            self._communicator.abort()
         self.close()
         self.inner.group.abort()
 
@@ -280,7 +310,9 @@ class CounterpointGroup(dist.ProcessGroup):
 
     # what decides
 
-    def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any = None) -> Communicator | None:
+    def _take(
+        self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any = None
+    ) -> AnyCommunicator | None:
         """Return the communicator if it takes this call; None if torch makes it. Count the call."""
         why = self._why_torch(operation, outputs, num_bytes, op)
         if why is not None:
@@ -289,7 +321,8 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator = self._communicator
         assert communicator is not None
         place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
-        self.counts.add(operation, num_bytes, "zero_sm", place)
+        over_hosts = isinstance(communicator, HierarchicalCommunicator)
+        self.counts.add(operation, num_bytes, "hosts" if over_hosts else "zero_sm", place)
         return communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
@@ -328,19 +361,22 @@ class CounterpointGroup(dist.ProcessGroup):
         """
         if self._crossovers is None:
             self._crossovers = self._measured(output.device)
-        measured = self._crossovers[operation]
+        measured = self._crossovers.get(operation, 0)
         given = operation in (self._options.crossover_bytes or {})
         return min(measured, _BUCKET_BYTES) if not given and _is_bucket(operation, output) else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
 
-        An operation that was not measured beside NCCL is left to it, unless its size is given.
+        An operation that was not measured beside NCCL is left to it, unless its size is given. Nothing is returned if
+        there can be no communicator.
         """
-        self.inner.register()
+        hosts = self._on_hosts()
+        if hosts is None:
+            return {}
         profile = device_profile(self.inner.group, device, self._options.profile)
         given = self._options.crossover_bytes or {}
-        found = Fallback(self.inner.group, given, profile).crossover_bytes
+        found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
     def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ class InnerGroup:
         everyone = list(range(options.group_size)) if ranks is None else ranks
         rank, size = everyone.index(options.group_rank), len(everyone)
         known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
+        self._options, self._nccl = options, nccl
         self._global_ranks = [known[one] if known else one for one in everyone]
         self.name = f"{options.group_id}:{name}"
         self._store = c10d.PrefixStore(f"{name}/", options.store)
@@ -38,12 +40,16 @@ class InnerGroup:
         self.group._set_default_backend(next(iter(self.backends.values()))[0])
         self._is_registered = False
 
+    def part(self, name: str, ranks: list[int]) -> InnerGroup:
+        """Return a group of some ranks of the one that `options` describe; these ranks call it together."""
+        return InnerGroup(self._options, self._nccl, name=name, ranks=ranks)
+
     def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
         """Return the backend and its kind for each type of device, the default one first."""
         found: dict[str, tuple[Any, Any]] = {}
         kinds = dist.ProcessGroup.BackendType
         if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl = nccl or dist.ProcessGroupNCCL.Options()
+            nccl = copy.copy(nccl) if nccl else dist.ProcessGroupNCCL.Options()  # a group writes its name in them
             nccl._timeout = options.timeout
             nccl.global_ranks_in_group = self._global_ranks
             nccl.group_name = self.name

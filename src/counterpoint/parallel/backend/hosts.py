@@ -1,0 +1,134 @@
+"""Take large collectives of a group over several hosts: zero-SM inside each host, torch's own backends between them.
+
+The ranks of a host come one after the other, the same number on each. Two more groups of torch's own backends are made
+for each rank, which nothing else uses: that of its host, and that of the ranks with its index on all hosts (its rail).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import gather_values, raise_together
+from counterpoint.collectives.host.shared_memory import ProcessCard
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.phases import Grid
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.backend.inner import InnerGroup
+
+_HOST_BY_HOST = ("all_gather", "reduce_scatter", "all_to_all")
+"""Names the collectives whose calls inside a host are of the blocks of one host each, not of the whole array."""
+
+
+def grid_of_group(group: Any, ranks_per_host: int | None) -> Grid:
+    """Return on which hosts the ranks of a torch process group lie. All ranks call it together.
+
+    `ranks_per_host` ranks count as a host; None: those of one machine do.
+
+    Raises:
+        Misconfigured: `ranks_per_host` differs between ranks.
+        Unsupported: the hosts have different numbers of ranks, or one each, or not one after the other.
+    """
+    found = gather_values(group, (ProcessCard.of_this_process().host, ranks_per_host))
+    given = [number for _, number in found]
+    other = next((rank for rank, number in enumerate(given) if number != given[0]), None)
+    if other is not None:
+        raise Misconfigured(
+            f"ranks_per_host={given[0]} on rank 0, {given[other]} on rank {other}; give all ranks the same"
+        )
+    hosts = [host for host, _ in found]
+    return grid_of_hosts(hosts if ranks_per_host is None else [str(r // ranks_per_host) for r in range(len(hosts))])
+
+
+def grid_of_hosts(hosts: list[str]) -> Grid:
+    """Return the grid that ranks on these hosts make; raise `Unsupported` if they make none, as `grid_of_group`."""
+    local = hosts.count(hosts[0])
+    for rank, host in enumerate(hosts):
+        if hosts.count(host) != local:
+            raise Unsupported(
+                f"{local} ranks on the host of rank 0, {hosts.count(host)} on that of rank {rank}; "
+                "start as many on every host"
+            )
+    parts = [host for host, _ in groupby(hosts)]
+    if len(parts) > len(set(hosts)):
+        split = next(host for host in parts if parts.count(host) > 1)
+        ranks = [rank for rank, host in enumerate(hosts) if host == split]
+        raise Unsupported(
+            f"ranks {', '.join(map(str, ranks))} are on one host, and others between them are not; number the ranks "
+            "host by host"
+        )
+    if local == 1 and len(hosts) > 1:
+        raise Unsupported("one rank on each host")
+    return Grid(hosts=len(parts), local=local)
+
+
+def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
+    """Return by operation the size from which calls are taken, of which those `given` count for the whole call.
+
+    Those `found` in the profile were measured inside a host: each call inside has to be as large as that. An
+    all_reduce and a broadcast have the whole array inside each host, other collectives the blocks of one host at a
+    time.
+    """
+    per_host = [name for name in _HOST_BY_HOST if name not in (given or {})]
+    return {name: size * (grid.hosts if name in per_host else 1) for name, size in found.items()}
+
+
+def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
+    """Return a communicator of all ranks of `inner`, which call this together.
+
+    Raises:
+        Unsupported: ranks of one host cannot share memory.
+    """
+    if grid.hosts == 1:
+        return Communicator(inner.group, device=device, options=options)
+    return HostsCommunicator(inner, grid, device, options)
+
+
+class HostsCommunicator(HierarchicalCommunicator):
+    """Runs collectives over several hosts, and owns the groups that it uses. All ranks of `inner` make it together."""
+
+    def __init__(self, inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> None:
+        rank = inner.group.rank()
+        host, index = divmod(rank, grid.local)
+        local = inner.part(f"host{host}", list(grid.members("inside", rank)))
+        rail = inner.part(f"rail{index}", list(grid.members("between", rank)))
+        self._groups = [local, rail]  # replaced, never changed
+        for group in self._groups:
+            group.register()
+        try:
+            inside = raise_together(inner.group, lambda: Communicator(local.group, device=device, options=options))
+            super().__init__(inside, rail.group)
+        except BaseException:
+            self._drop_groups()
+            raise
+
+    def close(self) -> None:
+        """Close this communicator and end its groups; on a GPU the calls under way end first."""
+        super().close()
+        for group in self._groups:
+            group.group.shutdown()
+        self._drop_groups()
+
+    def abort(self) -> None:
+        """End the groups, and with them the calls under way; then close this communicator."""
+        self._abort_groups()
+        super().close()
+
+    def _release_peers(self) -> None:
+        """Give an error to the ranks that wait for this one: on other hosts, too, since its connections end."""
+        super()._release_peers()
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        for group in self._groups:
+            group.group.abort()
+        self._drop_groups()
+
+    def _drop_groups(self) -> None:
+        """Drop the groups; gloo's connections end with the last reference."""
+        groups, self._groups, self._group = self._groups, [], None  # at once: the thread of calls drops them, too
+        for group in groups:
+            group.unregister()
