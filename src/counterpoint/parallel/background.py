@@ -31,15 +31,23 @@ Run: TypeAlias = Callable[[int], object]
 
 def all_reduce_in_pieces(communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int) -> None:
     """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`."""
-    for piece in values.split(PIECE_BYTES // values.itemsize):
+    pieces = (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
+    for piece in pieces:
         communicator.all_reduce(piece, op, factor=factor, channel=channel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Holds what is kept for a tensor: the channel of work on it, and the event of the stream that wrote it."""
+
+    channel: int
+    behind: Any  # torch.cuda.Event; None on a CPU
 
 
 @dataclass(slots=True)
 class _Item:
     run: Run
-    channel: int
-    behind: Any  # torch.cuda.Event of the stream that made the bucket; None on a CPU
+    place: _Place
     value: Any
     future: Future
 
@@ -54,12 +62,13 @@ class Background:
     """
 
     def __init__(self, communicator: AnyCommunicator) -> None:
-        self._device, self._channels = communicator.device, communicator.channels
+        self._communicator, self._device, self._channels = communicator, communicator.device, communicator.channels
         self._on_gpu = self._device.type == "cuda"
         streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self._channels)] if self._on_gpu else []
         self._streams: list[Any] = streams
         self._items: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
-        self._channel_of: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
+        self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
         self._is_idle = True
         thread = threading.Thread(
             target=_serve, args=(self._items, self._device, streams), name="counterpoint-buckets", daemon=True
@@ -70,7 +79,7 @@ class Background:
     def start(self, run: Run, tensor: Tensor, value: Any) -> Future:
         """Hand `run` over, behind the current stream; in a graph capture its work is queued at once.
 
-        Work on a tensor always runs on the same channel, whose prepared calls can then be repeated.
+        Work on a tensor in symmetric memory always runs on the same channel, whose prepared calls are then repeated.
 
         Args:
             run: queues the work.
@@ -83,23 +92,37 @@ class Background:
         """
         devices: Any = [self._device] if self._on_gpu else []
         future: Future = torch.futures.Future(devices=devices)
-        address, known = tensor.data_ptr(), self._channel_of
-        if address not in known:
-            known[address] = len(known) % self._channels
-        channel = known[address]
-        behind = None
+        place = self._place(tensor)
+        item = _Item(run, place, value, future)
         if self._on_gpu:
-            behind = torch.cuda.Event()
-            behind.record()
-        item = _Item(run, channel, behind, value, future)
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            self.drain()
-            with torch.cuda.stream(self._streams[channel]):
-                _run(item, self._streams[channel])
-            return future
+            place.behind.record(self._current_stream())
+            if torch.cuda.is_current_stream_capturing():
+                self.drain()
+                stream = self._streams[place.channel]
+                with torch.cuda.stream(stream):
+                    _run(item, stream)
+                return future
         self._is_idle = False
         self._items.put(item)
         return future
+
+    def _place(self, tensor: Tensor) -> _Place:
+        """Return a tensor's place; in plain memory, whose addresses differ between ranks, that has channel 0."""
+        if not self._communicator.is_symmetric(tensor):
+            return _Place(0, torch.cuda.Event() if self._on_gpu else None)
+        address = tensor.data_ptr()
+        place = self._places.get(address)
+        if place is None:
+            event = torch.cuda.Event() if self._on_gpu else None
+            place = self._places[address] = _Place(len(self._places) % self._channels, event)
+        return place
+
+    def _current_stream(self) -> Any:
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = self._current.get(handle)
+        if stream is None:
+            stream = self._current[handle] = torch.cuda.current_stream(self._device)
+        return stream
 
     def drain(self) -> None:
         """Return when all that was handed over is queued (on a CPU: has ended)."""
@@ -117,23 +140,26 @@ class Background:
 
 
 def _serve(items: queue.SimpleQueue[_Item | threading.Event | None], device: torch.device, streams: list[Any]) -> None:
+    current: Any = None
     if streams:
         torch.cuda.set_device(device)
     while (item := items.get()) is not None:
         if isinstance(item, threading.Event):
             item.set()
             continue
-        if streams:
-            torch.cuda.set_stream(streams[item.channel])
-        _run(item, streams[item.channel] if streams else None)
+        stream: Any = streams[item.place.channel] if streams else None
+        if stream is not current:
+            torch.cuda.set_stream(stream)
+            current = stream
+        _run(item, stream)
         del item  # it keeps tensors alive
 
 
 def _run(item: _Item, stream: Any) -> None:
     try:
         if stream is not None:
-            stream.wait_event(item.behind)
-        item.run(item.channel)
+            stream.wait_event(item.place.behind)
+        item.run(item.place.channel)
     except Exception as error:
         item.future.set_exception(error)
     else:

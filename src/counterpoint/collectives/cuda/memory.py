@@ -24,6 +24,7 @@ _ENVIRONMENT = {  # torch reads them at every rendezvous
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch compares indices, equal if each rank sees only its GPU
 }
 _WORD_BYTES, _LINE_BYTES = 4, 128
+_MOST_LOCATED = 4096
 _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some of it multicast
 
 
@@ -149,6 +150,7 @@ class CudaMemory:
         self.world_size: int = group.size()
         self.device = device
         self._regions: dict[int, _Region] = {}
+        self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
         _use_cuda_backend(device)
 
     def create(self, num_bytes: int) -> int:
@@ -201,11 +203,13 @@ class CudaMemory:
             ) from error
         region = next(number for number in range(len(self._regions) + 1) if number not in self._regions)
         addresses = _addresses(tuple(handle.buffer_ptrs), self.rank, tensor.data_ptr())
+        self._located.clear()
         self._regions[region] = _Region(owner=owner, handle=handle, addresses=addresses, num_bytes=tensor.nbytes)
         return region
 
     def release(self, region: int) -> None:
         """Drop a region; its memory is freed when no tensor and no peer uses it. Torch waits for the device then."""
+        self._located.clear()
         del self._regions[region]
 
     def close(self) -> None:
@@ -226,6 +230,14 @@ class CudaMemory:
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
         """Return the location of this rank's bytes at `address`; None if they are not in a region."""
+        key = address, num_bytes
+        if key not in self._located:
+            if len(self._located) >= _MOST_LOCATED:
+                self._located.clear()
+            self._located[key] = self._searched(address, num_bytes)
+        return self._located[key]
+
+    def _searched(self, address: int, num_bytes: int) -> Location | None:
         for number, region in self._regions.items():
             offset = address - region.addresses[self.rank]
             if offset >= 0 and offset + num_bytes <= region.num_bytes:

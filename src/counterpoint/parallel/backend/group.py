@@ -348,8 +348,8 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator = self.communicator(output.device)
         if communicator is None:
             return self.why_not
-        lands = not (_is_bucket(operation, output) and operation == "all_reduce") and output.nbytes > PIECE_BYTES
-        if lands and self._device_type == "cuda" and not communicator.is_symmetric(output):
+        lands = self._device_type == "cuda" and not communicator.is_symmetric(output)
+        if lands and output.nbytes > PIECE_BYTES:
             return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
         return None
 
@@ -357,13 +357,16 @@ class CounterpointGroup(dist.ProcessGroup):
         """Return the size from which the communicator takes a call: as given, else as measured alone.
 
         A flat tensor that is reduced in a backward pass is taken for a bucket of gradients (DDP, ZeRO), which runs
-        beside matmuls: there its own time matters less than the SMs that it would take from them.
+        beside matmuls: there its own time matters less than the SMs that it would take from them. That holds in place:
+        what is copied from a landing takes SMs again.
         """
         if self._crossovers is None:
             self._crossovers = self._measured(output.device)
         measured = self._crossovers.get(operation, 0)
         given = operation in (self._options.crossover_bytes or {})
-        return min(measured, _BUCKET_BYTES) if not given and _is_bucket(operation, output) else measured
+        communicator = self._communicator
+        in_place = communicator is not None and communicator.is_symmetric(output)
+        return min(measured, _BUCKET_BYTES) if in_place and not given and _is_bucket(operation, output) else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
