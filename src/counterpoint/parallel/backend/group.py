@@ -33,6 +33,7 @@ from counterpoint.parallel.backend.hosts import (
     HostsCommunicator,
     crossovers_over_hosts,
     grid_of_group,
+    landing_bytes,
     open_communicator,
 )
 from counterpoint.parallel.backend.inner import InnerGroup
@@ -349,7 +350,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if communicator is None:
             return self.why_not
         lands = self._device_type == "cuda" and not communicator.is_symmetric(output)
-        if lands and output.nbytes > PIECE_BYTES:
+        if lands and landing_bytes(communicator, operation, output.nbytes) > PIECE_BYTES:
             return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
         return None
 

@@ -14,7 +14,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, raise_together
 from counterpoint.collectives.host.shared_memory import ProcessCard
 from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
-from counterpoint.collectives.multihost.phases import Grid
+from counterpoint.collectives.multihost.phases import Grid, best_slice_bytes
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
@@ -74,6 +74,15 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
     """
     per_host = [name for name in _HOST_BY_HOST if name not in (given or {})]
     return {name: size * (grid.hosts if name in per_host else 1) for name, size in found.items()}
+
+
+def landing_bytes(communicator: AnyCommunicator, operation: str, num_bytes: int) -> int:
+    """Return how much of an output of `num_bytes` in plain memory has to land elsewhere at once on its way."""
+    if not isinstance(communicator, HierarchicalCommunicator) or operation == "reduce_scatter":
+        return num_bytes
+    if operation in _HOST_BY_HOST:
+        return num_bytes // communicator.grid.hosts
+    return communicator.slice_bytes or best_slice_bytes(num_bytes)
 
 
 def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
