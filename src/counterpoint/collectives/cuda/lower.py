@@ -56,10 +56,12 @@ class Addresses:
     staging: tuple[int, ...] = ()  # by rank, for calls that reduce
     output_flags: tuple[int, ...] = ()  # by rank, flag words of `output`
     staging_flags: tuple[int, ...] = ()  # by rank, flag words of `staging`
+    mailbox: tuple[int, ...] = ()  # by rank, for messages
+    mailbox_flags: tuple[int, ...] = ()  # by rank, flag words of `mailbox`
     local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)  # own buffers that are several tensors
 
     def __post_init__(self) -> None:
-        odd = [address for address in (*self.output_flags, *self.staging_flags) if address % WORD_BYTES]
+        odd = [address for address in self.output_flags + self.staging_flags + self.mailbox_flags if address % WORD_BYTES]
         if odd:
             raise Misconfigured(f"flags at {odd[0]:#x}: stream memory operations need multiples of {WORD_BYTES} bytes")
 
@@ -71,12 +73,12 @@ class Addresses:
             bases: tuple[int, ...] = (self.input,) if rank == me else ()
             rank = 0
         else:
-            bases = self.output if span.buffer == "output" else self.staging
+            bases = {"output": self.output, "mailbox": self.mailbox}.get(span.buffer, self.staging)
         return _base(bases, rank, span.buffer) + span.offset
 
     def word(self, rank: int, flag: Flag, world_size: int) -> int:
         """Return the address of `flag` of `rank`."""
-        bases = self.output_flags if flag.buffer == "output" else self.staging_flags
+        bases = {"output": self.output_flags, "mailbox": self.mailbox_flags}.get(flag.buffer, self.staging_flags)
         return _base(bases, rank, f"the flags of {flag.buffer}") + WORD_BYTES * flag_word(flag, world_size)
 
 

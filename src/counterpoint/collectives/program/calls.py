@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import Misconfigured
 
-Buffer = Literal["input", "output", "staging", "scratch", "network"]
+Buffer = Literal["input", "output", "staging", "mailbox", "scratch", "network"]
 Own = Literal["in_place", "copy", "consumer"]
 Sizes: TypeAlias = Sequence[Sequence[int]]
 """Types `sizes[s][t]`, the bytes that rank s contributes to the output of rank t (reductions: to shard t)."""

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from counterpoint.collectives.program.steps import (
     BETWEEN,
+    BETWEEN_REDUCE,
     AwaitEvent,
     Batch,
     Copy,
@@ -106,6 +107,7 @@ def simulate(
     return SimulatedCall(rank_us=tuple(clock.ended[rank] for rank in range(len(programs))), steps=tuple(clock.timed))
 
 
+_FAR = (BETWEEN, BETWEEN_REDUCE)
 Key: TypeAlias = tuple[int, Flag] | tuple[int, int]  # a word of a rank, or an event of a rank
 
 
@@ -153,13 +155,14 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            if step.lane < BETWEEN or isinstance(step, AwaitEvent):  # of another library: one call for all that follows
+            if step.lane not in _FAR or isinstance(step, AwaitEvent):  # of another library: one call for all that follows
                 issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):
             self.come.add((program.rank, Flag("staging", "ready", peer)))
             if early_release:
                 self.come.add((program.rank, Flag("output", "ready", peer)))
+        self.come.update((program.rank, flag) for flag in program.awaits_ready if flag.buffer == "mailbox")
         for steps in lanes.values():
             self.resume(self.lane(program.rank, steps))
 
@@ -243,7 +246,7 @@ class _Clock:
                 moved = (len(sources) + 1) * target.num_bytes
                 yield _Until(self.now + rates.kernel_us + moved / rates.hbm_gb_per_s / 1000)
             case Batch(operations):
-                yield _Until(self.now + (rates.batch_us if step.lane < BETWEEN else 0.0))
+                yield _Until(self.now + (0.0 if step.lane in _FAR else rates.batch_us))
                 for operation in operations:
                     if isinstance(operation, Signal):
                         self.at(self.now + rates.signal_us, (operation.peer, operation.flag))

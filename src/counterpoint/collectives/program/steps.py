@@ -3,9 +3,9 @@
 A **Call** is what was asked for, the same on every rank. A **Program** is what one rank does for it: `plan(call, rank)`
 makes it, executors run it (copy engines, threads, a clock), `check` proves it. All are frozen and hashable.
 
-*Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging`, which belongs to the
-communicator. A copy always pushes own memory into a peer's `output` or `staging`, so only these two have to be mapped
-by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone. Calls
+*Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging` and `mailbox`, which belong to the
+communicator. A copy always pushes own memory into a peer's `output`, `staging` or `mailbox`, so only these have to be
+mapped by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone. Calls
 over several hosts keep what goes from one phase to the next in `scratch`, and what is done between hosts has a staging
 of its own, `network` (`multihost/`).
 
@@ -24,7 +24,8 @@ and the waits for what they need, at the same time.
 this one that `output` is free. Where the cycle is cut is the caller's choice: before `release` (handshake; at rest
 every `ready` of output is 0; any mix of calls may share the flags), or after it (early release; at rest `ready` is 1,
 set when the buffer is made; it saves a round trip, but all calls on that buffer must have the same `Program.pushers`
-on every rank). `ready` of staging is always early: at rest it is 1, and programs give it back themselves.
+on every rank). `ready` of staging and of a mailbox is always early: at rest it is 1, and programs give it back
+themselves.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from typing import Literal, TypeAlias
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
 from counterpoint.errors import Misconfigured
 
-Symmetric = Literal["output", "staging"]
+Symmetric = Literal["output", "staging", "mailbox"]
 COPY, REDUCE = 0, 1  # lanes
 BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
 HERE = 4  # lane of a rank's sums of what came from other hosts; in these models, too
+LINES = 5  # from here on, a lane for each line of messages (`mailbox.py`); in models of several messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,8 @@ class Flag:
     """Names a word of `buffer`, in the memory of the rank that waits for it.
 
     `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
-    into `peer` is free, as the rank that pushed before says (`LinkTurns`).
+    into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot, of `ready`
+    as of `arrived`.
     """
 
     buffer: Symmetric
@@ -94,7 +97,12 @@ class Flag:
 
 
 def flag_word(flag: Flag, world_size: int) -> int:
-    """Return the place of the word (times 4: its offset) in rows `ready`, `turn`, then `arrived` by chunk."""
+    """Return the place of the word (times 4: its offset) in rows `ready`, `turn`, then `arrived` by chunk.
+
+    A mailbox has two rows for each slot: `ready`, then `arrived`.
+    """
+    if flag.buffer == "mailbox":
+        return (2 * flag.chunk + (flag.kind == "arrived")) * world_size + flag.peer
     row = {"ready": 0, "turn": 1, "arrived": 2 + flag.chunk}[flag.kind]
     return row * world_size + flag.peer
 
@@ -194,6 +202,7 @@ class Program:
     steps: tuple[Step, ...] = ()
     finish: tuple[Step, ...] = ()
     scratch_bytes: int = 0
+    mailbox_bytes: int = 0
 
     @property
     def world_size(self) -> int:
@@ -240,6 +249,12 @@ class Program:
             need = flag_word(op.flag, self.world_size) + 1
             words[op.flag.buffer] = max(words.get(op.flag.buffer, 0), need)
         return words
+
+    @cached_property
+    def awaits_ready(self) -> frozenset[Flag]:
+        """Return the words by which this rank learns that peers' buffers may be written."""
+        flags = [op.flag for op in _operations(self.cycle()) if isinstance(op, Wait)]
+        return frozenset(flag for flag in flags if flag.kind == "ready")
 
     @cached_property
     def symmetric(self) -> frozenset[Buffer]:

@@ -107,6 +107,12 @@ class CallSequence:
         ranks = range(self.world_size)
         self.at_rest: frozenset[Word] = frozenset(
             (rank, Flag(buffer, "ready", peer)) for buffer in buffers for rank in ranks for peer in ranks
+        ) | frozenset(
+            (program.rank, flag)
+            for programs in rounds
+            for program in programs
+            for flag in program.awaits_ready
+            if flag.buffer == "mailbox"
         )
         self.recorded: dict[tuple[int, int, int], tuple[Lane, int]] = {
             (action.rank, action.round, action.what.event): (lane, index)
@@ -239,6 +245,7 @@ def out_of_bounds(access: Access, programs: Sequence[Program]) -> str | None:
         "input": program.call.input_bytes(access.rank),
         "output": program.call.output_bytes(access.rank),
         "staging": program.staging_bytes,
+        "mailbox": program.mailbox_bytes,
         "scratch": program.scratch_bytes,
         "network": program.network_bytes,
     }[span.buffer]

@@ -1,0 +1,176 @@
+"""Build programs of messages, from one rank to one other, which may be sent before the receiver asks for them.
+
+Each rank has a mailbox: some slots of memory for each other rank, which that rank fills in turn. A message goes in
+pieces of up to a slot. The sender waits until the next slot is free (`ready`, a credit), pushes a piece into it and
+signals its arrival; the receiver waits for that, copies the piece to its output, and signals that the slot is free. So
+the sender needs no SM, and goes on until all slots are full, whatever the receiver does.
+
+The messages from one rank to another form a line: the n-th one sent is the n-th one received. Both ranks count pieces,
+so they know in which slot a message begins. Lines share neither slots nor flags, and each has a stream of its own: no
+line waits for another, and ranks need no common order of messages on different lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from counterpoint.collectives.program.calls import ALIGNMENT, Span
+from counterpoint.collectives.program.operations import send_recv
+from counterpoint.collectives.program.steps import (
+    COPY,
+    LINES,
+    AwaitEvent,
+    Batch,
+    Copy,
+    Flag,
+    LocalCopy,
+    Program,
+    RecordEvent,
+    Signal,
+    Step,
+    Tuning,
+    Wait,
+    merge_batches,
+)
+from counterpoint.errors import Misconfigured
+
+SLOTS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mailbox:
+    """Says how the mailboxes of a group are laid out; equal on all ranks.
+
+    Args:
+        world_size: number of ranks.
+        slot_bytes: size of a slot, the largest piece of a message.
+        slots: slots for each other rank.
+
+    Raises:
+        Misconfigured: a slot has no bytes, or no whole elements of every dtype.
+    """
+
+    world_size: int
+    slot_bytes: int
+    slots: int = SLOTS
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.slot_bytes < 1 or self.slot_bytes % ALIGNMENT:
+            raise Misconfigured(
+                f"mailbox of {self.slots} slots of {self.slot_bytes} bytes: give one or more, of a multiple of "
+                f"{ALIGNMENT} bytes"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of a rank's mailbox."""
+        return (self.world_size - 1) * self.slots * self.slot_bytes
+
+    def pieces(self, num_bytes: int) -> int:
+        """Return the number of slots that a message fills; an empty one fills a slot with nothing."""
+        return max(1, -(-num_bytes // self.slot_bytes))
+
+    def slot(self, source: int, target: int, slot: int, num_bytes: int) -> Span:
+        """Return where a piece from `source` lies in the mailbox of `target`."""
+        row = source - (source > target)
+        return Span("mailbox", (row * self.slots + slot) * self.slot_bytes, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Represents a message of a line; `first` is the slot of its first piece, from which on slots are filled in turn."""
+
+    source: int
+    target: int
+    num_bytes: int
+    first: int = 0
+
+
+@lru_cache(maxsize=4096)
+def message_program(message: Message, rank: int, mailbox: Mailbox) -> Program:
+    """Return what `rank` does for a message: its source or its target; other ranks do nothing."""
+    sizes = [[0] * mailbox.world_size for _ in range(mailbox.world_size)]
+    sizes[message.source][message.target] = message.num_bytes
+    whole = Span("input" if rank == message.source else "output", 0, message.num_bytes)
+    steps = _steps(message, rank, mailbox, whole, COPY) if rank in (message.source, message.target) else ()
+    return _program(sizes, rank, mailbox, steps)
+
+
+def several_messages(orders: Sequence[Sequence[tuple[Message, bool]]], mailbox: Mailbox) -> tuple[Program, ...]:
+    """Return a model of all ranks in which each begins its messages in the order given for it.
+
+    The two ranks of a line have its messages in the same order. Of a pair, the second says whether the rank waits for
+    the end of a message before it begins the next one. The programs are for the checker and the clock: nobody executes
+    them, since a rank makes a call for each message. Input and output have a block for each peer, in which messages lie
+    one after the other.
+    """
+    ranks = range(mailbox.world_size)
+    sizes = [[0] * mailbox.world_size for _ in ranks]
+    for rank, order in enumerate(orders):
+        for message, _ in order:
+            if message.source == rank:
+                sizes[rank][message.target] += message.num_bytes
+    return tuple(
+        _program(sizes, rank, mailbox, _begun_in_order(order, rank, mailbox, sizes))
+        for rank, order in enumerate(orders)
+    )
+
+
+def _begun_in_order(
+    order: Sequence[tuple[Message, bool]], rank: int, mailbox: Mailbox, sizes: Sequence[Sequence[int]]
+) -> Iterator[Step]:
+    call, done, events = send_recv(sizes), Counter[tuple[int, int]](), 0
+    pending: list[int] = []
+    for message, waits in order:
+        line = message.source, message.target
+        block = call.source_span(*line) if rank == message.source else call.target_span(*line)
+        whole = Span(block.buffer, block.offset + done[line], message.num_bytes)
+        done[line] += message.num_bytes
+        peer = message.target if rank == message.source else message.source
+        lane = LINES + 2 * peer + (rank == message.source)
+        yield RecordEvent(events, COPY)
+        yield AwaitEvent(events, lane)
+        yield from _steps(message, rank, mailbox, whole, lane)
+        yield RecordEvent(events + 1, lane)
+        if waits:
+            yield AwaitEvent(events + 1, COPY)
+        else:
+            pending.append(events + 1)
+        events += 2
+    for event in pending:
+        yield AwaitEvent(event, COPY)
+
+
+def _program(sizes: Sequence[Sequence[int]], rank: int, mailbox: Mailbox, steps: Iterator[Step] | tuple[()]) -> Program:
+    return Program(
+        call=send_recv(sizes),
+        tuning=Tuning(),
+        rank=rank,
+        steps=merge_batches(tuple(steps)),
+        mailbox_bytes=mailbox.num_bytes,
+    )
+
+
+def _steps(message: Message, rank: int, mailbox: Mailbox, whole: Span, lane: int) -> Iterator[Step]:
+    """Yield the steps of the source or the target; `whole` is the message in the input or output of `rank`."""
+    source, target = message.source, message.target
+    for piece in range(mailbox.pieces(message.num_bytes)):
+        slot = (message.first + piece) % mailbox.slots
+        low = piece * mailbox.slot_bytes
+        size = min(mailbox.slot_bytes, message.num_bytes - low)
+        there = mailbox.slot(source, target, slot, size)
+        part = Span(whole.buffer, whole.offset + low, size)
+        ready, arrived = Flag("mailbox", "ready", target, slot), Flag("mailbox", "arrived", source, slot)
+        if rank == source:
+            yield Batch((Wait(ready),), lane)
+            if size:
+                yield Copy(target, part, there, lane)
+            yield Batch((Signal(target, arrived),), lane)
+        else:
+            yield Batch((Wait(arrived),), lane)
+            if size:
+                yield LocalCopy(there, part, lane)
+            yield Batch((Signal(source, ready),), lane)
