@@ -108,6 +108,7 @@ class Communicator:
             channels=options.channels,
             debug=options.debug,
         )
+        self._send_or_recv = request.send_recv if self._transport.mailbox_channel is None else request.message
         self._close = weakref.finalize(self, self._transport.close)
 
     def __repr__(self) -> str:
@@ -400,30 +401,35 @@ class Communicator:
     def send(self, tensor: Tensor, dst: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Send a tensor to rank `dst`, which calls `recv`.
 
+        On a GPU with `mailbox_bytes`, messages from one rank to another form a line, whatever their channel: the n-th
+        one sent is the n-th one received. A send needs no SM and ends, before its `recv` is made, when `dst` has room
+        for the rest of it: a blocking one of more than `mailbox_bytes` waits for the receiver.
+
         Args:
             tensor: tensor to send, of any strides.
             dst: rank that receives.
-            channel: runs the call, behind its earlier ones.
+            channel: runs the call, behind its earlier ones; messages through mailboxes have streams of their own.
             async_op: return at once; the call runs behind the current stream.
 
         Returns:
             The call's `Work` with `async_op`; else None, when `tensor` may be overwritten on the current stream.
         """
-        return self._submitter.submit(request.send_recv, None, tensor, channel, async_op, dst)
+        return self._submitter.submit(self._send_or_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Receive the tensor that rank `src` sends.
 
         Args:
-            tensor: output, contiguous, of the size and dtype that `src` sends; on a GPU from `empty`.
+            tensor: output, contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from
+                `empty`.
             src: rank that sends.
-            channel: runs the call, behind its earlier ones.
+            channel: runs the call, behind its earlier ones; messages through mailboxes have streams of their own.
             async_op: return at once; the call runs behind the current stream.
 
         Returns:
             The call's `Work` with `async_op`; else None, when `tensor` may be read on the current stream.
         """
-        return self._submitter.submit(request.send_recv, tensor, None, channel, async_op, src)
+        return self._submitter.submit(self._send_or_recv, tensor, None, channel, async_op, src)
 
     def send_recv(
         self, output: Tensor, input: Tensor, peer: int, *, channel: int = 0, async_op: bool = False

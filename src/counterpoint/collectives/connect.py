@@ -88,7 +88,8 @@ def open_transport(
         Misconfigured: an option has no effect on this device, or the ranks' options differ.
     """
     gpu = _gpu(group, device)
-    for name, value in (("graphs", options.graphs), ("sum_sms", options.sum_sms)):
+    for name in ("graphs", "sum_sms", "mailbox_bytes"):
+        value = getattr(options, name)
         if gpu is None and value is not None:
             raise Misconfigured(f"{name}={value} on a CPU: there are none; leave it out")
     if gpu is not None and before_step is not None:
@@ -131,10 +132,11 @@ def _on_cpu(group: ProcessGroup | None, options: CommunicatorOptions, before_ste
 
 
 def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile) -> Transport:
-    """Open a GPU transport; its statuses have one more channel, on which ranks meet before symmetric memory grows."""
+    """Open a GPU transport; its statuses have channels to meet on before memory grows, and to count messages on."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
-    with _joined(group, options.channels + 1, _BOARDS_BYTES, options.timeout_s) as (boards, watchdog):
+    channels = options.channels + (1 if options.mailbox_bytes is None else 3)
+    with _joined(group, channels, _BOARDS_BYTES, options.timeout_s) as (boards, watchdog):
         transport = raise_together(
             group, lambda: CudaTransport(gpu, gpu.memory(group), boards, watchdog, options, profile)
         )

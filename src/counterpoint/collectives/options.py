@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from counterpoint.collectives.program.calls import ALIGNMENT
+from counterpoint.collectives.program.mailbox import SLOTS
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
@@ -25,6 +27,8 @@ class CommunicatorOptions:
             larger pieces. None: what is best for the device.
         staging_bytes: most staging that a channel keeps for reduce_scatters; one that needs more runs in up to 1024
             slices. None: as much as the largest needs, (n - 1) / n of its input.
+        mailbox_bytes: on GPUs, room for messages from each other rank, made at once; `send` and `recv` go through it,
+            so that sends need no SM and may come before their `recv`. A multiple of 64; None: there is no such room.
         reserve_bytes: size of the first region of `empty`, which is then allocated at once; None: when first needed.
         graphs: on GPUs, replay a repeated call from a CUDA graph; None: yes.
         sum_sms: on GPUs, most SMs that the sum kernel of a reduction runs on, with one large block each, so that it
@@ -44,6 +48,7 @@ class CommunicatorOptions:
     max_bytes: int | None = None
     chunk_bytes: int | None = None
     staging_bytes: int | None = None
+    mailbox_bytes: int | None = None
     reserve_bytes: int | None = None
     graphs: bool | None = None
     sum_sms: int | None = None
@@ -58,6 +63,10 @@ class CommunicatorOptions:
         for name, value in (("reserve_bytes", self.reserve_bytes), ("sum_sms", self.sum_sms)):
             if value is not None and value < 1:
                 raise Misconfigured(f"{name}={value}: give 1 or more, or None")
+        if self.mailbox_bytes is not None and (self.mailbox_bytes < 1 or self.mailbox_bytes % (SLOTS * ALIGNMENT)):
+            raise Misconfigured(
+                f"mailbox_bytes={self.mailbox_bytes}: give a positive multiple of {SLOTS * ALIGNMENT}, or None"
+            )
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
 
     def shared(self, *, on_gpu: bool, crossover_bytes: Mapping[str, int], profile: Profile) -> dict[str, object]:
@@ -73,6 +82,7 @@ class CommunicatorOptions:
             same["crossover_bytes"] = dict(crossover_bytes)
         if on_gpu:
             same |= {"max_bytes": self.max_bytes, "reserve_bytes": self.reserve_bytes}
+            same |= {"mailbox_bytes": self.mailbox_bytes}
         return same
 
 
@@ -85,6 +95,7 @@ class OptionKeywords(TypedDict, total=False):
     max_bytes: int | None
     chunk_bytes: int | None
     staging_bytes: int | None
+    mailbox_bytes: int | None
     reserve_bytes: int | None
     graphs: bool | None
     sum_sms: int | None

@@ -30,6 +30,7 @@ class CpuTransport:
     """Runs all channels of one communicator, over memory that all ranks have joined."""
 
     device = CPU
+    mailbox_channel: int | None = None
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
 from counterpoint.collectives.cuda.events import StreamPoint
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, lower
 from counterpoint.collectives.host.announce import Announcer
+from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
 from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
 from counterpoint.collectives.program.steps import COPY, Copy, Program
@@ -50,24 +51,17 @@ class _Needs:
     writes: bool  # this rank writes into peers' outputs
 
 
-class CudaChannel:
-    """Issues this channel's calls in order, each on the stream that was current when it was made, or on its own."""
+class CallQueue:
+    """Issues calls in order, each on the stream that was current when it was made, or on the queue's own, `stream`."""
 
-    def __init__(self, context: CudaContext, index: int) -> None:
-        self.context, self.index = context, index
-        self.executor = Executor(driver=context.gpu.driver)
-        self.stream = int(self.executor.stream())  # of calls with async_op=True
-        self.announcer = Announcer(context.waiter, index, steps=STEPS)
-        self.staging, self.landing = (
-            GrowableRegion(partial(context.growth.create, f"{what} of channel {index}"))
-            for what in ("staging", "landing")
-        )
+    def __init__(self, context: CudaContext, executor: Executor, stream: int, channel: int) -> None:
+        self.context, self.executor = context, executor
+        self.stream = stream  # of calls with async_op=True
+        self.announcer = Announcer(context.waiter, channel, steps=STEPS)
         self.last: dict[int, StreamPoint] = {}  # end of the latest call by graph capture; 0: outside of captures
         self.under_way: deque[CudaWork] = deque()
+        self.unshown: deque[tuple[Submission, int]] = deque()  # calls that are not yet announced, with their numbers
         self._cache = PreparedCache(context.events)
-        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # by handshake; only calls that need no meeting
-        self._epoch = 0  # epoch of memory in which `_latest` is valid
-        self._needs: dict[int, _Needs] = {}
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
         """Queue a call on the current stream, or with `async_op` on the channel's own stream after the current one.
@@ -93,18 +87,29 @@ class CudaChannel:
         with context.gpu.relaxed():
             return self._queue(submission, number, keep, current, capture), capture
 
+    def show(self) -> None:
+        """Announce the calls in `unshown`, as far as that is possible; the watch calls this again and again."""
+
     def close(self) -> None:
-        """Free graphs, events and streams; only when all calls have run."""
+        """Free graphs and events; only when all calls have run."""
         self._cache.close()
-        self.executor.close()
+
+    def _announced(self, submission: Submission, number: int) -> RankStatus:
+        """Announce a call and compare it with the peers' calls; return its record."""
+        record = self.announcer.announce(submission, number)
+        self.announcer.compare(submission, number)
+        return record
+
+    def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
+        """Return the call's driver calls."""
+        raise NotImplementedError
 
     def _queue(
         self, submission: Submission, number: int, keep: tuple[Any, ...], current: int, capture: int
     ) -> CudaWork:
         """Announce the call, compare it with the peers' calls, and only then issue it."""
         try:
-            record = self.announcer.announce(submission, number)
-            self.announcer.compare(submission, number)
+            record = self._announced(submission, number)
             prepared = self._prepared(submission, number, capture)
             begin, end = self._issue(submission, prepared, current, capture)
         except BaseException as error:
@@ -115,10 +120,10 @@ class CudaChannel:
         if not submission.async_op:
             keep = ()
         work = CudaWork(self.context, submission, number, record, prepared.calls, begin, end, keep)
-        if capture:
-            record.step = STEPS
-        else:
+        if not capture:
             self.under_way.append(work)
+        elif record.number == number:
+            record.step = STEPS
         return work
 
     def _issue(
@@ -152,6 +157,27 @@ class CudaChannel:
                 order.used(at, stream, capture)
         if not capture:
             prepared.noted = now
+
+
+class CudaChannel(CallQueue):
+    """Issues the calls of a channel, which all ranks make in the same order."""
+
+    def __init__(self, context: CudaContext, index: int) -> None:
+        executor = Executor(driver=context.gpu.driver)
+        super().__init__(context, executor, int(executor.stream()), index)
+        self.index = index
+        self.staging, self.landing = (
+            GrowableRegion(partial(context.growth.create, f"{what} of channel {index}"))
+            for what in ("staging", "landing")
+        )
+        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # by handshake; only calls that need no meeting
+        self._epoch = 0  # epoch of memory in which `_latest` is valid
+        self._needs: dict[int, _Needs] = {}
+
+    def close(self) -> None:
+        """Free graphs, events and streams; only when all calls have run."""
+        super().close()
+        self.executor.close()
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
         """Return the call's driver calls: cached ones, unless an address or size that they depend on has changed."""

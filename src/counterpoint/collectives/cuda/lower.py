@@ -61,7 +61,8 @@ class Addresses:
     local: Mapping[Buffer, TensorAddresses] = field(default_factory=dict)  # own buffers that are several tensors
 
     def __post_init__(self) -> None:
-        odd = [address for address in self.output_flags + self.staging_flags + self.mailbox_flags if address % WORD_BYTES]
+        flags = self.output_flags + self.staging_flags + self.mailbox_flags
+        odd = [address for address in flags if address % WORD_BYTES]
         if odd:
             raise Misconfigured(f"flags at {odd[0]:#x}: stream memory operations need multiples of {WORD_BYTES} bytes")
 

@@ -292,21 +292,24 @@ def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
 class FlagLayout:
     """Says where the flag words of a GPU lie: in one region, with the same layout on every rank.
 
-    First come the flags of output and of staging for each channel, then those of each early-release block. Between
-    calls `ready` of staging and of free blocks is 1, all other flags are 0. All ranks make this together; a peer may
-    write flags only when all ranks have made theirs.
+    First come the flags of output and of staging for each channel, then those of the mailbox, if it has slots, and of
+    each early-release block. Between calls `ready` of staging, of slots and of free blocks is 1, all other flags are 0.
+    All ranks make this together; a peer may write flags only when all ranks have made theirs.
     """
 
-    def __init__(self, memory: SymmetricMemory, channels: int) -> None:
+    def __init__(self, memory: SymmetricMemory, channels: int, slots: int = 0) -> None:
         words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
         self._stride = -(-words * _WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
-        self._channels = channels
-        self.num_bytes = (2 * channels + MAX_EARLY_BLOCKS) * self._stride
+        self._channels, slot_words = channels, 2 * slots * memory.world_size
+        self._blocks = 2 * channels + -(-slot_words * _WORD_BYTES // self._stride)  # rows before those of blocks
+        self.num_bytes = (self._blocks + MAX_EARLY_BLOCKS) * self._stride
         self.region = memory.create(self.num_bytes)
         tensor = self._tensor(memory)
         tensor.zero_()
         tensor[1 : 2 * channels : 2, : memory.world_size] = 1
-        tensor[2 * channels :, : memory.world_size] = 1
+        of_slots = tensor[2 * channels : self._blocks].flatten()[:slot_words].view(slots, 2, memory.world_size)
+        of_slots[:, 0] = 1
+        tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
         """Return where the flags of outputs of calls on this channel begin."""
@@ -318,12 +321,17 @@ class FlagLayout:
 
     def of_block(self, number: int) -> Location:
         """Return where the flags of an early-release block begin."""
-        return Location(self.region, (2 * self._channels + number) * self._stride)
+        return Location(self.region, (self._blocks + number) * self._stride)
 
     @property
-    def channels_bytes(self) -> int:
-        """Return the bytes of the flags of all channels, with which the region begins."""
-        return 2 * self._channels * self._stride
+    def of_mailbox(self) -> Location:
+        """Return where the flags of the mailbox begin."""
+        return Location(self.region, 2 * self._channels * self._stride)
+
+    @property
+    def captured_bytes(self) -> int:
+        """Return the bytes of the flags of all channels and of the mailbox, with which the region begins."""
+        return self._blocks * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:
         import torch

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from counterpoint.collectives.cuda.call import CudaWork
-from counterpoint.collectives.cuda.channel import LANDING, CudaChannel
+from counterpoint.collectives.cuda.channel import LANDING, CallQueue, CudaChannel
 from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.mailbox import MailboxRoom
 from counterpoint.collectives.cuda.memory import CudaMemory, FlagLayout
 from counterpoint.collectives.cuda.torch_pool import TorchPool
 from counterpoint.collectives.cuda.watch import Watch
@@ -28,6 +29,7 @@ from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, Pool, SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.mailbox import SLOTS, Mailbox
 from counterpoint.collectives.program.operations import has_equal_outputs
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import best_tuning, chunk_bytes_of, with_link_turns, with_staging_slices
@@ -58,17 +60,16 @@ class CudaTransport:
         self._boards, self._chunk_bytes, self._staging_bytes = boards, options.chunk_bytes, options.staging_bytes
         failure = Failure(watchdog, prints=True)
         waiter, events = PeerWaiter(watchdog, failure), EventPool(gpu.driver)
-        order, flags = StreamOrder(events, gpu), FlagLayout(memory, options.channels)
+        order, mailbox = StreamOrder(events, gpu), _mailbox_of(memory, options)
+        flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)
         meeting = Announcer(waiter, options.channels, steps=STEPS)
-        growth = Growth(
-            gpu, memory, events, meeting, channel=len(watchdog.statuses[0].channels) - 1, max_bytes=options.max_bytes
-        )
+        growth = Growth(gpu, memory, events, meeting, channel=options.channels, max_bytes=options.max_bytes)
         self.programs = Programs(memory.rank, self)
         self.context = CudaContext(
             gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,
             failure=failure, growth=growth, programs=self.programs, options=options,
         )  # fmt: skip
-        self._side = Executor(driver=gpu.driver)  # its streams never wait for a peer
+        self._side = Executor(driver=gpu.driver)  # its streams, but those of messages, never wait for a peer
         self._releases = int(self._side.stream())
         self._released: dict[int, Bound] = {}
         reserve = options.reserve_bytes
@@ -81,11 +82,16 @@ class CudaTransport:
             taken=self._taken,
         )
         self.channels = [CudaChannel(self.context, index) for index in range(options.channels)]
+        self.mailbox_channel = None if mailbox is None else options.channels + 1
+        self._mailbox = (
+            None if mailbox is None else MailboxRoom(self.context, self._side, mailbox, options.channels + 1)
+        )
         if reserve:
             self.pool.reserve()
         gpu.synchronize()
         self._torch_pool: TorchPool | None = None
-        self.watch = Watch(self.context, [channel.under_way for channel in self.channels], self._side)
+        self._queues: list[CallQueue] = [*self.channels]
+        self.watch = Watch(self.context, self._queues, self._side)
 
     @property
     def epoch(self) -> int:
@@ -135,7 +141,8 @@ class CudaTransport:
     def accept(self, submission: Submission) -> None:
         """Check a new submission before its first start; raise if GPUs cannot run it."""
         self.check()
-        if submission.line < self.context.memory.world_size and submission.output_bytes and submission.at is None:
+        lands = submission.message is not None or submission.line == self.context.memory.world_size
+        if not lands and submission.output_bytes and submission.at is None:
             raise Misconfigured(
                 f"{submission.text}: on a GPU a rank receives into a tensor of empty() only; give it one"
             )
@@ -144,10 +151,19 @@ class CudaTransport:
         """Queue a call, or raise why not; return its work with `async_op`, else None. See `Transport.start`."""
         self.check()
         self.early.collect()
-        work, capture = self.channels[submission.channel].start(submission, number, keep)
+        work, capture = self._queue_of(submission).start(submission, number, keep)
         if capture:
             self.watch.captured = True
         return work if submission.async_op else None
+
+    def _queue_of(self, submission: Submission) -> CallQueue:
+        """Return the queue of a call: its channel, or the line of a message, which is made at its first message."""
+        if submission.message is None or self._mailbox is None:
+            return self.channels[submission.channel]
+        line, is_new = self._mailbox.line(submission.channel, submission.line)
+        if is_new:
+            self._queues.append(line)
+        return line
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""
@@ -187,8 +203,8 @@ class CudaTransport:
         self._boards.close()
 
     def _give_back(self) -> None:
-        for channel in self.channels:
-            channel.close()
+        for queue in self._queues:
+            queue.close()
         for bound in self._released.values():
             bound.close()
         self._side.close()
@@ -234,3 +250,9 @@ class CudaTransport:
         at = self.context.flags.of_block(block.number) + WORD_BYTES * word
         peers = [memory.address(peer, at, WORD_BYTES) for peer in range(memory.world_size) if peer != memory.rank]
         return MemoryOperations(tuple(MemoryOperation("write", address, 1) for address in peers), COPY)
+
+
+def _mailbox_of(memory: SymmetricMemory, options: CommunicatorOptions) -> Mailbox | None:
+    if options.mailbox_bytes is None or memory.world_size == 1:
+        return None
+    return Mailbox(world_size=memory.world_size, slot_bytes=options.mailbox_bytes // SLOTS)

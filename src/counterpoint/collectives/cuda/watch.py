@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.cuda.channel import CallQueue
 from counterpoint.collectives.cuda.context import STEPS, CudaContext
 from counterpoint.collectives.cuda.driver import Executor
 from counterpoint.collectives.cuda.lower import WORD_BYTES
@@ -29,14 +29,14 @@ _MOST_S = 10.0  # seconds that released streams may take to reach their ends
 class Watch:
     """Runs the thread that watches one communicator.
 
-    `under_way` has a queue of issued calls for each channel; this removes those that have ended. `side` sets the flags
-    that stuck calls wait for; its streams never wait for a peer.
+    Each of `queues` has issued calls, to which more are added; this removes those that have ended. `side` sets the
+    flags that stuck calls wait for; its `side_stream` never waits for a peer.
     """
 
-    def __init__(self, context: CudaContext, under_way: Sequence[deque[CudaWork]], side: Executor) -> None:
+    def __init__(self, context: CudaContext, queues: Sequence[CallQueue], side: Executor) -> None:
         self._context, self._watchdog, self._events = context, context.watchdog, context.events
         self._failure, self._side = context.failure, side
-        self._under_way, self._wake = under_way, threading.Event()
+        self._queues, self._wake = queues, threading.Event()
         self._pause_s = _LOOK_S
         self._stopped = False
         self.captured = False  # calls are in graphs of the caller, whose replays the watch cannot see
@@ -48,7 +48,7 @@ class Watch:
         self._pause_s = _CLOSING_S
         self._wake.set()
         deadline = None
-        while any(self._under_way):
+        while any(queue.under_way or queue.unshown for queue in self._queues):
             time.sleep(_CLOSING_S)
             if self._failure.error is not None:
                 deadline = deadline or time.monotonic() + timeout_s
@@ -74,12 +74,15 @@ class Watch:
             self._wake.clear()
 
     def _look(self) -> None:
-        for calls in self._under_way:
+        for queue in self._queues:
+            calls = queue.under_way
             while calls and self._ended(calls[0]):
                 calls.popleft()
         if self._failure.error is None:
-            self._judge_all([calls[0] for calls in self._under_way if calls])
-        going = [call for calls in self._under_way for call in tuple(calls)]
+            for queue in self._queues:
+                queue.show()
+            self._judge_all([queue.under_way[0] for queue in self._queues if queue.under_way])
+        going = [call for queue in self._queues for call in tuple(queue.under_way)]
         if self._failure.error is not None and (going or self.captured):
             self._let_go(going)
 
@@ -132,11 +135,11 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that these calls wait for; if calls are in the caller's graphs, those of all channels."""
+        """Set the flags that these calls wait for; if some are in the caller's graphs, all that these may wait for."""
         for call in going:
             self._side.let_go(call.calls)
         if self.captured:
             flags, memory, driver = self._context.flags, self._context.memory, self._context.gpu.driver
-            mine = memory.address(memory.rank, Location(flags.region, 0), flags.channels_bytes)
-            count = flags.channels_bytes // WORD_BYTES
+            mine = memory.address(memory.rank, Location(flags.region, 0), flags.captured_bytes)
+            count = flags.captured_bytes // WORD_BYTES
             self._side.call("cuMemsetD32Async", driver.CUdeviceptr(mine), 1, count, self._side.side_stream)

@@ -155,7 +155,7 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            if step.lane not in _FAR or isinstance(step, AwaitEvent):  # of another library: one call for all that follows
+            if step.lane not in _FAR or isinstance(step, AwaitEvent):  # the other library's: one call
                 issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):

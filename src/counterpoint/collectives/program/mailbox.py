@@ -81,7 +81,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Represents a message of a line; `first` is the slot of its first piece, from which on slots are filled in turn."""
+    """Represents a message of a line; `first` is the slot of its first piece, after which slots are filled in turn."""
 
     source: int
     target: int

@@ -5,9 +5,9 @@ makes it, executors run it (copy engines, threads, a clock), `check` proves it. 
 
 *Buffers.* Steps name memory by role: `input` and `output` of the call, and `staging` and `mailbox`, which belong to the
 communicator. A copy always pushes own memory into a peer's `output`, `staging` or `mailbox`, so only these have to be
-mapped by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone. Calls
-over several hosts keep what goes from one phase to the next in `scratch`, and what is done between hosts has a staging
-of its own, `network` (`multihost/`).
+mapped by the peers (`Program.symmetric`). In a call in place, input is a view of output and steps name `output` alone.
+Calls over several hosts keep what goes from one phase to the next in `scratch`, and what is done between hosts has a
+staging of its own, `network` (`multihost/`).
 
 *Flags.* Each symmetric buffer carries 32-bit words, 0 or 1, in its owner's memory. `ready[p]`: rank p's buffer may be
 written (p writes 1 here). `arrived[p, chunk]`: rank p's chunk is here (p writes 1 here). `Signal` writes 1 into a
@@ -86,8 +86,7 @@ class Flag:
     """Names a word of `buffer`, in the memory of the rank that waits for it.
 
     `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
-    into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot, of `ready`
-    as of `arrived`.
+    into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot.
     """
 
     buffer: Symmetric

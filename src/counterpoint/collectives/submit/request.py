@@ -17,6 +17,7 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
+from counterpoint.collectives.program.mailbox import Message
 from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
 from counterpoint.collectives.program.reductions import Reduction, widened
 from counterpoint.collectives.program.steps import Tuning
@@ -376,8 +377,7 @@ def gather(ranks: RankContext, output: Any, input: Any, dst: int) -> Submission:
 
 def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
     """Describe a send to one other rank, a receive from it, or both; a tensor that is None is left out."""
-    if not 0 <= peer < ranks.world_size or peer == ranks.rank:
-        raise Misconfigured(f"rank {ranks.rank} with rank {peer}: allowed are the others of {ranks.world_size} ranks")
+    _check_peer(ranks, peer)
     check(output, input, ranks.device)
     sizes = [[0] * ranks.world_size for _ in range(ranks.world_size)]
     sizes[ranks.rank][peer] = 0 if input is None else input.nbytes
@@ -387,6 +387,28 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
     text = f"send_recv of {both} of {dtype_name(input if output is None else output)}"
     overlaps = output is not None and input is not None and overlap_elsewhere([output], [input], [False])
     return ranks.submission(output, input, text=text, call=operations.send_recv(sizes), line=peer, overlaps=overlaps)
+
+
+def message(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
+    """Describe a message to another rank or from it: one of the tensors is None."""
+    tensor = input if output is None else output
+    _check_peer(ranks, peer)
+    check(output, input, ranks.device)
+    transport = ranks.transport
+    assert transport.mailbox_channel is not None, "the communicator has mailboxes"
+    source, target = (ranks.rank, peer) if output is None else (peer, ranks.rank)
+    return Submission(
+        text=f"message of {described(tensor)} from rank {source} to rank {target}",
+        channel=transport.mailbox_channel + (source < target),
+        line=peer,
+        message=Message(source, target, tensor.nbytes),
+        input=0 if input is None else input.data_ptr(),
+        input_at=() if input is None else transport.read_at(input),
+        output=0 if output is None else output.data_ptr(),
+        output_bytes=0 if output is None else output.nbytes,
+        at=None if output is None else transport.locate(output),
+        epoch=transport.epoch,
+    )
 
 
 def barrier(ranks: GroupRank, output: Any, input: Any) -> Submission:
@@ -439,6 +461,11 @@ def _own_of(ranks: RankContext, row: Operation, output: Any, input: Any) -> Own:
         return others[0]
     in_place = input is output or is_block(input, output, ranks.rank)
     return "in_place" if in_place else others[0]
+
+
+def _check_peer(ranks: RankContext, peer: int) -> None:
+    if not 0 <= peer < ranks.world_size or peer == ranks.rank:
+        raise Misconfigured(f"rank {ranks.rank} with rank {peer}: allowed are the others of {ranks.world_size} ranks")
 
 
 def _check_root(ranks: RankContext, tensor: Any, what: str, root: int) -> None:

@@ -75,9 +75,10 @@ class Submitter:
                 self._remember(key, submission)
         if submission.by_torch:
             return self._start_by_torch(submission, output, sent)
-        counter = self._counters.get((channel, submission.line))
+        line = submission.channel, submission.line
+        counter = self._counters.get(line)
         if counter is None:
-            counter = self._counters.setdefault((channel, submission.line), _Counter())
+            counter = self._counters.setdefault(line, _Counter())
         with self._lock:
             work = self._transport.start(submission, counter.latest + 1, (sent, output))
             counter.latest += 1
@@ -100,7 +101,9 @@ class Submitter:
             submission = build(self._ranks, output, sent, *options)
         if sent is not input:
             self._note_use(input)
-        submission = replace(submission, channel=channel, async_op=async_op)
+        if submission.message is None:
+            submission = replace(submission, channel=channel)
+        submission = replace(submission, async_op=async_op)
         if not submission.by_torch:
             self._transport.accept(submission)
         return submission, sent
