@@ -2,7 +2,8 @@
 
 What decides is equal on all ranks: operation, size, dtype and reduction of a call. The communicator is made at the
 first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks of a host cannot share memory,
-torch's own backends make all calls, and the report says why.
+torch's own backends make all calls, and the report says why. Messages between two GPUs of a host go through mailboxes
+(`pairs.py`), whatever their size: both ends decide alike.
 
 No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
 gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
@@ -26,7 +27,7 @@ from counterpoint.collectives.connect import device_profile
 from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.fallback import Fallback
+from counterpoint.collectives.submit.fallback import Fallback, TorchWork
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.hosts import (
@@ -37,6 +38,7 @@ from counterpoint.parallel.backend.hosts import (
     open_communicator,
 )
 from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.backend.pairs import Pair, Pairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
@@ -58,6 +60,7 @@ class BackendOptions(CommunicatorOptions):
     Args:
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: so many consecutive ranks count as a host, equal on all ranks; None: those of one machine do.
+        mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
 
     Raises:
         Misconfigured: an option is out of range.
@@ -65,6 +68,7 @@ class BackendOptions(CommunicatorOptions):
 
     nccl: Any = None
     ranks_per_host: int | None = None
+    mailbox_bytes: int | None = 1 << 26
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +122,9 @@ class CounterpointGroup(dist.ProcessGroup):
         self.why_not = None if self._size > 1 else "one rank"
         self._background: Background | None = None
         self._coalescing = False
+        self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
+        self._rank: int = options.group_rank
+        self._pairs = Pairs(options, self._options.mailbox_bytes, self._options.timeout_s)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -137,7 +144,8 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._communicator is None and hosts is not None:
             on_gpu = self._device_type == "cuda"
             device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-            names = [field.name for field in fields(CommunicatorOptions) if field.name != "crossover_bytes"]
+            others = ("crossover_bytes", "mailbox_bytes")
+            names = [field.name for field in fields(CommunicatorOptions) if field.name not in others]
             options = CommunicatorOptions(**{name: getattr(self._options, name) for name in names})
             try:
                 self._communicator = open_communicator(self.inner, hosts, device, options)
@@ -172,6 +180,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._running.clear()
         if communicator is not None:
             communicator.close()
+        self._pairs.close()
         self.inner.unregister()
 
     def shutdown(self) -> None:
@@ -272,6 +281,44 @@ class CounterpointGroup(dist.ProcessGroup):
         """Do `alltoall_base`, by its name since torch 2.13."""
         return self.alltoall_base(output, input, output_splits, input_splits, opts)
 
+    # messages
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        """Send a tensor to rank `dst`; this begins before the receive is posted."""
+        pair = self._pair("send", tensors, dst, tag)
+        if pair is None:
+            return self.inner.group.send(tensors, dst, tag)
+        return self._message(pair.send(tensors[0]), tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        """Receive the tensor that rank `src` sends."""
+        pair = self._pair("recv", tensors, src, tag)
+        if pair is None:
+            return self.inner.group.recv(tensors, src, tag)
+        return self._message(pair.recv(tensors[0]), tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive the tensor that any rank sends; NCCL cannot."""
+        self._left("recv", tensors[0].nbytes, "from any rank")
+        return self.inner.group.recv_anysource(tensors, tag)
+
+    def _pair(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Pair | None:
+        """Return the pair if it takes a message, the same on both of its ranks; None: torch takes it. Count it."""
+        tensor = tensors[0]
+        why = "to itself" if peer == self._rank else self._pairs.why_torch(tensor, tag)
+        found = why if why is not None else self._pairs.with_rank(peer, tensor.device)
+        if isinstance(found, str):
+            self._left(operation, tensor.nbytes, found)
+            return None
+        self.counts.add(operation, tensor.nbytes, "zero_sm", "through a mailbox")
+        return found
+
+    def _message(self, work: Work, tensors: list[Tensor]) -> StartedWork:
+        started = self._kept(work, tensors)
+        if self._coalescing:
+            self._coalesced.append(started)
+        return started
+
     # calls that it leaves to torch
 
     allgather = _left_to_torch("allgather")
@@ -283,14 +330,11 @@ class CounterpointGroup(dist.ProcessGroup):
     barrier = _left_to_torch("barrier")
     gather = _left_to_torch("gather")
     monitored_barrier = _left_to_torch("monitored_barrier")
-    recv = _left_to_torch("recv")
-    recv_anysource = _left_to_torch("recv_anysource")
     reduce = _left_to_torch("reduce")
     reduce_scatter = _left_to_torch("reduce_scatter")
     reduce_scatter_tensor_coalesced = _left_to_torch("reduce_scatter_tensor_coalesced")
     reduce_scatter_single_coalesced = _left_to_torch("reduce_scatter_single_coalesced")
     scatter = _left_to_torch("scatter")
-    send = _left_to_torch("send")
     set_timeout = _left_to_torch("set_timeout")
     split_group = _left_to_torch("split_group")
     merge_remote_group = _left_to_torch("merge_remote_group")
@@ -300,14 +344,21 @@ class CounterpointGroup(dist.ProcessGroup):
     _enable_collectives_timing = _left_to_torch("_enable_collectives_timing")
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a batch of calls, all of which go to torch: `_end_coalescing` returns one work for all."""
+        """Begin a batch of calls, which go to torch except messages: `_end_coalescing` returns one work for all."""
         self._coalescing = True
         self.inner.group._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """End the batch that `_start_coalescing` began, and return its work."""
         self._coalescing = False
-        return self.inner.group._end_coalescing(device)
+        by_torch, messages = self.inner.group._end_coalescing(device), self._coalesced
+        self._coalesced = []
+        if not messages:
+            return by_torch
+        works: list[Work] = [work for message in messages for work in message.works]
+        if by_torch is not None:
+            works.append(TorchWork("coalesced calls", [by_torch], ()))
+        return StartedWork(works, [tensor for message in messages for tensor in message.result()])
 
     # what decides
 
@@ -387,7 +438,9 @@ class CounterpointGroup(dist.ProcessGroup):
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
         if self._background is not None:
             self._background.drain()
-        work = start(opts.asyncOp)
+        return self._kept(start(opts.asyncOp), outputs)
+
+    def _kept(self, work: Work | None, outputs: list[Tensor]) -> StartedWork:
         started = StartedWork([] if work is None else [work], outputs)
         running = self._running
         while running and (running[0].was_waited_for or running[0].is_completed()):

@@ -23,9 +23,18 @@ class InnerGroup:
         nccl: options of NCCL; None: its defaults.
         name: names this group within the one that `options` describe.
         ranks: ranks of it, as ranks of the group that `options` describe; None: all.
+        with_nccl: take NCCL for CUDA tensors, if there is one.
     """
 
-    def __init__(self, options: Any, nccl: Any = None, *, name: str = "torch", ranks: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        options: Any,
+        nccl: Any = None,
+        *,
+        name: str = "torch",
+        ranks: list[int] | None = None,
+        with_nccl: bool = True,
+    ) -> None:
         everyone = list(range(options.group_size)) if ranks is None else ranks
         rank, size = everyone.index(options.group_rank), len(everyone)
         known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
@@ -34,6 +43,7 @@ class InnerGroup:
         self.name = f"{options.group_id}:{name}"
         self._store = c10d.PrefixStore(f"{name}/", options.store)
         self.group = c10d.ProcessGroup(self._store, rank, size)
+        self._with_nccl = with_nccl
         self.backends = self._backends(options, nccl, rank, size)
         for device, (kind, backend) in self.backends.items():
             self.group._register_backend(torch.device(device), kind, backend)
@@ -48,7 +58,7 @@ class InnerGroup:
         """Return the backend and its kind for each type of device, the default one first."""
         found: dict[str, tuple[Any, Any]] = {}
         kinds = dist.ProcessGroup.BackendType
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        if self._with_nccl and torch.cuda.is_available() and dist.is_nccl_available():
             nccl = copy.copy(nccl) if nccl else dist.ProcessGroupNCCL.Options()  # a group writes its name in them
             nccl._timeout = options.timeout
             nccl.global_ranks_in_group = self._global_ranks

@@ -24,14 +24,14 @@ class StartedWork(TorchWork):
 
     def __init__(self, works: list[Work], outputs: list[Tensor]) -> None:
         super().__init__()
-        self._works, self._outputs = works, outputs
+        self.works, self._outputs = works, outputs
         self._future: Any = None
         self.was_waited_for = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for the call (on a CPU, this thread); raise its error."""
         seconds = timeout.total_seconds() if timeout else None  # torch's default is zero, for none
-        for work in self._works:
+        for work in self.works:
             work.wait(seconds or None)
         self.was_waited_for = True
         return True
@@ -46,7 +46,7 @@ class StartedWork(TorchWork):
 
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
         """Return whether the call has ended without an error."""
@@ -54,7 +54,7 @@ class StartedWork(TorchWork):
 
     def exception(self) -> Any:
         """Return the error that the call failed with; None if there is none, or it is not known yet."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
         """Return the output tensors."""
@@ -71,11 +71,11 @@ class StartedWork(TorchWork):
         """Return a future completed under the stream that runs the call, whose events tell others when it has ended."""
         device = self._outputs[0].device
         future: Any = torch.futures.Future(devices=[device])
-        if len(self._works) == 1:
-            with torch.cuda.stream(_stream(self._works[0].ended.stream, device)):  # type: ignore[attr-defined]
+        if len(self.works) == 1:
+            with torch.cuda.stream(_stream(self.works[0].ended.stream, device)):  # type: ignore[attr-defined]
                 future.set_result(self._outputs)
             return future
-        for work in self._works:  # none: the current stream runs it
+        for work in self.works:  # none: the current stream runs it
             work.wait()
         future.set_result(self._outputs)
         return future

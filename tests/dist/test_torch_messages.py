@@ -1,0 +1,65 @@
+"""Messages of backend `counterpoint` under torch's own calls, through mailboxes on software GPUs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.dist import torch_messages_programs as programs
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
+
+
+@pytest.mark.parametrize("first", ["sends", "receives", "blocking sends"])
+def test_a_ring_in_which_all_begin_alike(three_ranks: Ranks, first: str) -> None:
+    """The first messages of a group among them, for which pairs have to meet in a circle."""
+    wanted = [[10.0 * number + (rank - 1) % 3 for number in range(4)] for rank in range(3)]
+    assert three_ranks.run(programs.ring, first, 4) == [(seen, 8) for seen in wanted]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_unmatched_orders(four_ranks: Ranks, seed: int) -> None:
+    """Every rank meets the others in an order of its own, too."""
+    assert sum(four_ranks.run(programs.unmatched, seed, 150)) == 300
+
+
+def test_ranks_without_messages_are_not_needed(three_ranks: Ranks) -> None:
+    assert three_ranks.run(programs.only_two) == [[0.0] * 5, [1.0] * 5, [0.0] * 5]
+
+
+def test_what_is_left_to_torch_says_why(two_ranks: Ranks) -> None:
+    for operation, rows in zip(("send", "recv"), two_ranks.run(programs.left_to_torch), strict=True):
+        assert rows == [(operation, "torch", "a tag"), (operation, "torch", "mailbox_bytes is None")]
+
+
+def test_messages_can_be_coalesced(two_ranks: Ranks) -> None:
+    assert two_ranks.run(programs.coalesced) == [[1.0], [0.0]]
+
+
+def test_a_pipeline_has_the_losses_of_gloo(three_ranks: Ranks) -> None:
+    """1F1B, with activations of several pieces; two steps, shapes and activations by mailboxes alone."""
+    found = three_ranks.run(programs.pipeline, 5)
+    assert [ours == gloo for ours, gloo, _ in found] == [True] * 3
+    assert found[2][0] is not None
+    assert all(taken >= 20 for *_, taken in found)
+
+
+def test_a_dead_peer_is_named_as_the_group_counts() -> None:
+    _, waiting, killed = run_once(3, programs.one_dies, True)
+    assert killed == -signal.SIGKILL
+    kind, ranks, text, seconds = waiting
+    assert (kind, ranks, seconds < 15) == ("PeerTimeout", (2,), True), text
+    assert "between ranks 1 and 2 of the group" in text
+
+
+def test_a_peer_that_never_comes_is_named() -> None:
+    _, waiting, killed = run_once(3, programs.one_dies, False)
+    assert killed == -signal.SIGKILL
+    kind, ranks, text, _seconds = waiting
+    assert (kind, ranks) == ("PeerTimeout", (2,))
+    assert "rank 2 sent nothing to rank 1" in text
+
+
+def test_groups_without_messages_cost_no_meeting(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(programs.groups_made_and_destroyed, 30)) < 10

@@ -1,0 +1,206 @@
+"""What ranks run to test messages of backend `counterpoint` under torch's own calls, on software GPUs.
+
+Tensors are on the CPU, where software GPUs have theirs, so gloo's groups give the same answers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import counterpoint.torch_backend as backend
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.backend import pairs
+from tests.support.software_gpu import SoftwareGpu
+
+ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
+OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=40)
+
+
+@contextmanager
+def on_software_gpus(options: backend.BackendOptions = OPTIONS) -> Iterator[tuple[Any, SoftwareGpu]]:
+    """A new group whose messages go through mailboxes of software GPUs."""
+    gpu = SoftwareGpu()
+
+    def made(group: Any, device: torch.device, options: Any) -> Communicator:
+        return Communicator(group, device=gpu, options=options)
+
+    with patch.object(pairs, "Communicator", made), patch.object(pairs.Pairs, "device_type", "cpu"):
+        group = dist.new_group(backend="counterpoint", pg_options=options)
+        try:
+            yield group, gpu
+        finally:
+            dist.destroy_process_group(group)
+
+
+def ring(_: Session, first: str, rounds: int) -> tuple[list[float], int]:
+    """Everyone begins with the same kind of call, which is a deadlock of blocking sends without room for them."""
+    with on_software_gpus() as (group, gpu):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        seen = []
+        for number in range(rounds):
+            mine, theirs = torch.full((200,), float(10 * number + rank)), torch.zeros(200)
+            operations = [
+                dist.P2POp(dist.isend, mine, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=(rank - 1) % size),
+            ]
+            if first == "blocking sends":
+                dist.send(mine, group=group, group_dst=(rank + 1) % size)
+                dist.recv(theirs, group=group, group_src=(rank - 1) % size)
+            else:
+                for work in dist.batch_isend_irecv(operations if first == "sends" else operations[::-1]):
+                    work.wait()
+            gpu.synchronize()
+            seen.append(theirs.mean().item())
+        return seen, backend.report(group).taken
+
+
+def unmatched(_: Session, seed: int, count: int) -> int:
+    """Messages over all lines, every rank in an order of its own; how many of this rank's came out right."""
+    shared, mine = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
+    with on_software_gpus() as (group, gpu):
+        rank, right = dist.get_rank(), 0
+        lines = list(permutations(range(dist.get_world_size()), 2))
+        messages = [(shared.choice(lines), shared.choice((1, 50, 3000))) for _ in range(count)]
+        by_line = {line: [(n, size) for n, (one, size) in enumerate(messages) if one == line] for line in lines}
+        order = [line for line in lines if rank in line for _ in by_line[line]]
+        mine.shuffle(order)
+        running = []
+        for line in order:
+            number, size = by_line[line].pop(0)
+            tensor = torch.full((size,), float(number)) if line[0] == rank else torch.zeros(size)
+            call: Callable[..., Any] = dist.isend if line[0] == rank else dist.irecv
+            peer = {"group_dst" if line[0] == rank else "group_src": sum(line) - rank}
+            running.append((call(tensor, group=group, **peer), tensor, float(number)))
+        for work, tensor, number in running:
+            work.wait()
+            gpu.synchronize()
+            right += bool((tensor == number).all())
+        assert right == len(order)
+        return right
+
+
+def only_two(_: Session) -> list[float]:
+    """Two of the group's ranks exchange messages; the others never make one."""
+    with on_software_gpus() as (group, gpu):
+        tensor = torch.zeros(5)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(5), group=group, group_dst=1)
+        elif dist.get_rank() == 1:
+            dist.recv(tensor, group=group, group_src=0)
+        gpu.synchronize()
+        return tensor.tolist()
+
+
+def left_to_torch(_: Session) -> list[tuple[str, str, str]]:
+    """Messages that do not go through mailboxes, each with its reason."""
+    with on_software_gpus() as (group, gpu):
+        peer = {"group_dst": 1} if dist.get_rank() == 0 else {"group_src": 0}
+        tensor = torch.ones(3) if dist.get_rank() == 0 else torch.zeros(3)
+        call: Callable[..., Any] = dist.send if dist.get_rank() == 0 else dist.recv
+        call(tensor, group=group, tag=5, **peer)
+        gpu.synchronize()
+        rows = [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+    with on_software_gpus(backend.BackendOptions(mailbox_bytes=None)) as (group, _gpu):
+        call(tensor, group=group, **peer)
+        assert tensor.tolist() == [1.0] * 3
+        return rows + [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+
+
+def coalesced(_: Session) -> list[float]:
+    """Messages within torch's coalescing manager, which has one work for all."""
+    with on_software_gpus() as (group, gpu):
+        rank = dist.get_rank()
+        theirs = torch.zeros(3000)
+        mine = torch.full((3000,), float(rank))
+        with (
+            patch.object(type(group.inner.group), "_start_coalescing", lambda *_: None),
+            patch.object(type(group.inner.group), "_end_coalescing", lambda *_: None),  # gloo has none
+            dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager,
+        ):
+            dist.isend(mine, group=group, group_dst=1 - rank)
+            dist.irecv(theirs, group=group, group_src=1 - rank)
+        manager.wait()
+        gpu.synchronize()
+        return [theirs.mean().item()]
+
+
+def pipeline(_: Session, microbatches: int) -> tuple[list[float] | None, list[float] | None, int]:
+    """1F1B of as many stages as ranks, beside gloo: the last one's losses, and calls through mailboxes.
+
+    A message is read by the host right after its wait, which a GPU's stream would do in its order.
+    """
+    gloo = dist.new_group(backend="gloo")
+    with on_software_gpus() as (group, gpu):
+        wait = pairs.PairWork.wait
+
+        def to_the_end(self: pairs.PairWork, timeout_s: float | None = None) -> bool:
+            done = wait(self, timeout_s)
+            gpu.synchronize()
+            return done
+
+        with patch.object(pairs.PairWork, "wait", to_the_end):
+            found = [_losses(one, microbatches) for one in (group, gloo)]
+        return found[0], found[1], backend.report(group).taken
+
+
+def _losses(group: Any, microbatches: int) -> list[float] | None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    stage = PipelineStage(torch.nn.Linear(40, 40), rank, size, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=torch.nn.functional.mse_loss)
+    batch = torch.randn(8 * microbatches, 40, generator=torch.Generator().manual_seed(1))
+    losses: list[torch.Tensor] = []
+    for _step in range(2):
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch if rank == size - 1 else None, losses=losses)
+    return [loss.item() for loss in losses] or None
+
+
+def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float]:
+    """Rank 2 dies; rank 1 waits for its message, once the two have exchanged one before, or not."""
+    options = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=40 if opened else 2)
+    manager = on_software_gpus(options)
+    group, gpu = manager.__enter__()
+    rank = dist.get_rank()
+    started = time.monotonic()
+    try:
+        if opened and rank == 2:
+            dist.send(torch.ones(3), group=group, group_dst=1)
+        if opened and rank == 1:
+            dist.recv(torch.zeros(3), group=group, group_src=2)
+        gpu.synchronize()
+        if rank == 2:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            work: Any = dist.irecv(torch.zeros(3), group=group, group_src=2)
+            while work.exception() is None and time.monotonic() - started < 30:
+                time.sleep(0.01)
+            work.wait()
+    except CounterpointError as error:
+        return type(error).__name__, getattr(error, "ranks", ()), str(error), time.monotonic() - started
+    return "no error", (), "", 0.0
+
+
+def groups_made_and_destroyed(_: Session, count: int) -> float:
+    """Seconds for groups that are made and destroyed without a message."""
+    started = time.monotonic()
+    for _time in range(count):
+        dist.destroy_process_group(dist.new_group(backend="counterpoint"))
+    return time.monotonic() - started
