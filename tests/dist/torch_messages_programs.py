@@ -17,13 +17,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.backend import pairs
+from counterpoint.parallel.backend import messages
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
@@ -38,7 +39,7 @@ def on_software_gpus(options: backend.BackendOptions = OPTIONS) -> Iterator[tupl
     def made(group: Any, device: torch.device, options: Any) -> Communicator:
         return Communicator(group, device=gpu, options=options)
 
-    with patch.object(pairs, "Communicator", made), patch.object(pairs.Pairs, "device_type", "cpu"):
+    with patch.object(messages, "Communicator", made), patch.object(messages.MessagePairs, "device_type", "cpu"):
         group = dist.new_group(backend="counterpoint", pg_options=options)
         try:
             yield group, gpu
@@ -74,8 +75,8 @@ def unmatched(_: Session, seed: int, count: int) -> int:
     with on_software_gpus() as (group, gpu):
         rank, right = dist.get_rank(), 0
         lines = list(permutations(range(dist.get_world_size()), 2))
-        messages = [(shared.choice(lines), shared.choice((1, 50, 3000))) for _ in range(count)]
-        by_line = {line: [(n, size) for n, (one, size) in enumerate(messages) if one == line] for line in lines}
+        drawn = [(shared.choice(lines), shared.choice((1, 50, 3000))) for _ in range(count)]
+        by_line = {line: [(n, size) for n, (one, size) in enumerate(drawn) if one == line] for line in lines}
         order = [line for line in lines if rank in line for _ in by_line[line]]
         mine.shuffle(order)
         running = []
@@ -85,10 +86,10 @@ def unmatched(_: Session, seed: int, count: int) -> int:
             call: Callable[..., Any] = dist.isend if line[0] == rank else dist.irecv
             peer = {"group_dst" if line[0] == rank else "group_src": sum(line) - rank}
             running.append((call(tensor, group=group, **peer), tensor, float(number)))
-        for work, tensor, number in running:
+        for work, tensor, wanted in running:
             work.wait()
             gpu.synchronize()
-            right += bool((tensor == number).all())
+            right += bool((tensor == wanted).all())
         assert right == len(order)
         return right
 
@@ -105,7 +106,7 @@ def only_two(_: Session) -> list[float]:
         return tensor.tolist()
 
 
-def left_to_torch(_: Session) -> list[tuple[str, str, str]]:
+def left_to_torch(_: Session) -> list[tuple[str, ...]]:
     """Messages that do not go through mailboxes, each with its reason."""
     with on_software_gpus() as (group, gpu):
         peer = {"group_dst": 1} if dist.get_rank() == 0 else {"group_src": 0}
@@ -113,7 +114,7 @@ def left_to_torch(_: Session) -> list[tuple[str, str, str]]:
         call: Callable[..., Any] = dist.send if dist.get_rank() == 0 else dist.recv
         call(tensor, group=group, tag=5, **peer)
         gpu.synchronize()
-        rows = [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+        rows: list[tuple[str, ...]] = [(row.operation, row.path, row.why) for row in backend.report(group).rows]
     with on_software_gpus(backend.BackendOptions(mailbox_bytes=None)) as (group, _gpu):
         call(tensor, group=group, **peer)
         assert tensor.tolist() == [1.0] * 3
@@ -129,7 +130,7 @@ def coalesced(_: Session) -> list[float]:
         with (
             patch.object(type(group.inner.group), "_start_coalescing", lambda *_: None),
             patch.object(type(group.inner.group), "_end_coalescing", lambda *_: None),  # gloo has none
-            dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager,
+            distributed_c10d._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager,
         ):
             dist.isend(mine, group=group, group_dst=1 - rank)
             dist.irecv(theirs, group=group, group_src=1 - rank)
@@ -145,14 +146,14 @@ def pipeline(_: Session, microbatches: int) -> tuple[list[float] | None, list[fl
     """
     gloo = dist.new_group(backend="gloo")
     with on_software_gpus() as (group, gpu):
-        wait = pairs.PairWork.wait
+        wait = messages.MessageWork.wait
 
-        def to_the_end(self: pairs.PairWork, timeout_s: float | None = None) -> bool:
+        def to_the_end(self: messages.MessageWork, timeout_s: float | None = None) -> bool:
             done = wait(self, timeout_s)
             gpu.synchronize()
             return done
 
-        with patch.object(pairs.PairWork, "wait", to_the_end):
+        with patch.object(messages.MessageWork, "wait", to_the_end):
             found = [_losses(one, microbatches) for one in (group, gloo)]
         return found[0], found[1], backend.report(group).taken
 

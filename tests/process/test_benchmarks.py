@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,15 @@ def test_trace_load_runs(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/trace_load.py", "--quick", "--cache", str(tmp_path), "--ours", ours]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, "ranks" in done.stdout) == (0, True), done.stderr
+
+
+def test_pipeline_step_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: both variants have the same loss."""
+    arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/pipeline_step.py"]
+    out = tmp_path / "pipeline.json"
+    command = [sys.executable, *launched, *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0

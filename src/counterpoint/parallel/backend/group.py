@@ -3,7 +3,7 @@
 What decides is equal on all ranks: operation, size, dtype and reduction of a call. The communicator is made at the
 first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks of a host cannot share memory,
 torch's own backends make all calls, and the report says why. Messages between two GPUs of a host go through mailboxes
-(`pairs.py`), whatever their size: both ends decide alike.
+(`messages.py`), whatever their size: both ends decide alike.
 
 No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
 gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
@@ -38,7 +38,7 @@ from counterpoint.parallel.backend.hosts import (
     open_communicator,
 )
 from counterpoint.parallel.backend.inner import InnerGroup
-from counterpoint.parallel.backend.pairs import Pair, Pairs
+from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
@@ -124,7 +124,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
         self._rank: int = options.group_rank
-        self._pairs = Pairs(options, self._options.mailbox_bytes, self._options.timeout_s)
+        self._pairs = MessagePairs(options, self._options.mailbox_bytes, self._options.timeout_s)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -302,7 +302,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._left("recv", tensors[0].nbytes, "from any rank")
         return self.inner.group.recv_anysource(tensors, tag)
 
-    def _pair(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Pair | None:
+    def _pair(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> MessagePair | None:
         """Return the pair if it takes a message, the same on both of its ranks; None: torch takes it. Count it."""
         tensor = tensors[0]
         why = "to itself" if peer == self._rank else self._pairs.why_torch(tensor, tag)

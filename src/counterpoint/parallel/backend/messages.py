@@ -35,7 +35,7 @@ _AWAY, _FREE = "away", "free"
 _PAUSE_S = 1e-3
 
 
-class Pair:
+class MessagePair:
     """Exchanges messages with one other rank.
 
     Args:
@@ -63,12 +63,12 @@ class Pair:
 
     def _started(self, call: Any, tensor: Tensor) -> Work:
         try:
-            return PairWork(call(tensor, self._peer, async_op=True), self._ranks)
+            return MessageWork(call(tensor, self._peer, async_op=True), self._ranks)
         except CounterpointError as error:
             raise named(error, self._ranks) from error
 
 
-class PairWork:
+class MessageWork:
     """Represents a message; its errors name ranks of the whole group. See `Work`."""
 
     def __init__(self, work: Any, ranks: tuple[int, int]) -> None:
@@ -102,7 +102,7 @@ def named(error: CounterpointError, ranks: tuple[int, int]) -> CounterpointError
     return Misconfigured(text) if isinstance(error, Misconfigured) else CounterpointError(text)
 
 
-class Pairs:
+class MessagePairs:
     """Holds the pairs of one rank of a group.
 
     Args:
@@ -117,7 +117,7 @@ class Pairs:
         self._made_from, self._rank = options, options.group_rank
         self._store = c10d.PrefixStore("pairs/", options.store)
         self._options = CommunicatorOptions(channels=1, mailbox_bytes=mailbox_bytes, timeout_s=timeout_s)
-        self._known: dict[int, Pair | str] = {}
+        self._known: dict[int, MessagePair | str] = {}
         self._lock = threading.Lock()  # one thread at a time opens pairs
 
     def why_torch(self, tensor: Tensor, tag: int) -> str | None:
@@ -128,7 +128,7 @@ class Pairs:
             return "mailbox_bytes is None"
         return "a tag" if tag else None
 
-    def with_rank(self, peer: int, device: torch.device) -> Pair | str:
+    def with_rank(self, peer: int, device: torch.device) -> MessagePair | str:
         """Return the pair of this rank and `peer`, opened at the first call, or why they cannot have mailboxes."""
         found = self._known.get(peer)
         if found is None:
@@ -141,7 +141,7 @@ class Pairs:
         """End all communicators."""
         while self._known:
             pair = self._known.popitem()[1]
-            if isinstance(pair, Pair):
+            if isinstance(pair, MessagePair):
                 pair.close()
 
     def _open(self, peer: int, device: torch.device) -> None:
@@ -198,7 +198,7 @@ class Pairs:
             group.unregister()
             self._known[peer] = str(error)
         else:
-            self._known[peer] = Pair(group, ranks, communicator)
+            self._known[peer] = MessagePair(group, ranks, communicator)
 
     @staticmethod
     def _word(rank: int) -> str:

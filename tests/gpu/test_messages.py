@@ -1,0 +1,65 @@
+"""Messages through mailboxes on all GPUs of this machine (2 to 8): every claim that only GPUs can show.
+
+As many processes as there are GPUs run the scenarios of messages_worker.py, once for all tests but the one in which a
+rank is killed.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.gpu_ranks import run_ranks
+
+pytestmark = pytest.mark.gpu(2)
+
+WORKER = Path(__file__).with_name("messages_worker.py")
+TIMEOUT_S = 200
+Seen = dict[str, dict[str, str]]
+
+
+def spawned(folder: Path, what: str) -> tuple[list[int], list[Seen]]:
+    """Exit codes of all ranks, and what those wrote down that came to their end."""
+    import torch
+
+    world_size = min(torch.cuda.device_count(), 8)
+    ended = run_ranks(WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S)
+    answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
+    if what == "live":
+        ended.well()
+        print(ended.logs[0])
+    return ended.codes, [msgspec.json.decode(answer.read_bytes(), type=Seen) for answer in answers if answer.exists()]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    return spawned(tmp_path_factory.mktemp("messages"), "live")[1]
+
+
+@pytest.mark.parametrize("scenario", ["blocking", "alike", "steps", "random"])
+def test_every_message_is_right(live: list[Seen], scenario: str) -> None:
+    """4 B to 128 MiB: both send first, all receive first, in stream order, each rank in an order of its own."""
+    assert {rank[scenario]["wrong"] for rank in live} == {"0"}
+
+
+def test_messages_of_any_size_go_through_mailboxes(live: list[Seen]) -> None:
+    assert {rank["random"]["ways"] for rank in live} == {"[('zero_sm', 'through a mailbox')]"}
+    assert sum(int(rank["random"]["count"]) for rank in live) >= 100
+
+
+def test_nothing_on_the_sender_uses_an_sm(live: list[Seen]) -> None:
+    """Its GPU ran copies to the peer and no kernel: 1 of each small message, 8 of 128 MiB in pieces of 16."""
+    assert (live[0]["profile"]["others"], int(live[0]["profile"]["count"])) == ("[]", 11)
+
+
+def test_messages_can_be_captured(live: list[Seen]) -> None:
+    assert {rank["captured"]["seen"] for rank in live} == {"equal"}
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    codes, told = spawned(tmp_path, "kill")
+    assert codes == [-signal.SIGKILL if rank == 1 else 0 for rank in range(len(codes))]
+    assert (told[0]["killed"]["told"], told[0]["killed"]["soon"]) == ("PeerTimeout (1,)", "True")
