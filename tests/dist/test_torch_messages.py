@@ -50,7 +50,7 @@ def test_a_dead_peer_is_named_as_the_group_counts() -> None:
     assert killed == -signal.SIGKILL
     kind, ranks, text, seconds = waiting
     assert (kind, ranks, seconds < 15) == ("PeerTimeout", (2,), True), text
-    assert "between ranks 1 and 2 of the group" in text
+    assert "from rank 2 to rank 1 (call 2 on channel 2): rank 2 is dead" in text
 
 
 def test_a_peer_that_never_comes_is_named() -> None:

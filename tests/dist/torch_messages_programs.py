@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
@@ -36,8 +37,8 @@ def on_software_gpus(options: backend.BackendOptions = OPTIONS) -> Iterator[tupl
     """A new group whose messages go through mailboxes of software GPUs."""
     gpu = SoftwareGpu()
 
-    def made(group: Any, device: torch.device, options: Any) -> Communicator:
-        return Communicator(group, device=gpu, options=options)
+    def made(group: Any, device: torch.device, names: Any, options: Any) -> Communicator:
+        return Communicator(group, device=gpu, names=names, options=options)
 
     with patch.object(messages, "Communicator", made), patch.object(messages.MessagePairs, "device_type", "cpu"):
         group = dist.new_group(backend="counterpoint", pg_options=options)
@@ -146,14 +147,14 @@ def pipeline(_: Session, microbatches: int) -> tuple[list[float] | None, list[fl
     """
     gloo = dist.new_group(backend="gloo")
     with on_software_gpus() as (group, gpu):
-        wait = messages.MessageWork.wait
+        wait = CudaWork.wait
 
-        def to_the_end(self: messages.MessageWork, timeout_s: float | None = None) -> bool:
+        def to_the_end(self: CudaWork, timeout_s: float | None = None) -> bool:
             done = wait(self, timeout_s)
             gpu.synchronize()
             return done
 
-        with patch.object(messages.MessageWork, "wait", to_the_end):
+        with patch.object(CudaWork, "wait", to_the_end):
             found = [_losses(one, microbatches) for one in (group, gloo)]
         return found[0], found[1], backend.report(group).taken
 

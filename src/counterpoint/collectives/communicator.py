@@ -68,6 +68,7 @@ class Communicator:
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         fallback: torch process group that takes calls below `crossover_bytes`; None: torch takes none.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
+        names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
         options: options that `keywords` do not override; None: the defaults.
         keywords: any field of `CommunicatorOptions`.
 
@@ -83,6 +84,7 @@ class Communicator:
         device: torch.device | str | int | GpuStandIn | None = None,
         fallback: ProcessGroup | None = None,
         before_step: BeforeStep | None = None,
+        names: Sequence[int] | None = None,
         options: CommunicatorOptions | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> None:
@@ -96,6 +98,7 @@ class Communicator:
             profile=self.profile,
             crossover_bytes=self._fallback.crossover_bytes,
             before_step=before_step,
+            names=names,
         )
         self.rank, self.world_size = membership(group)
         self.channels = options.channels

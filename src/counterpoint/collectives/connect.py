@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -69,6 +69,7 @@ def open_transport(
     profile: Profile,
     crossover_bytes: Mapping[str, int],
     before_step: BeforeStep | None = None,
+    names: Sequence[int] | None = None,
 ) -> Transport:
     """Return the transport that runs the calls of this rank; all ranks of the group call this together.
 
@@ -79,6 +80,7 @@ def open_transport(
         profile: measured figures of the machine.
         crossover_bytes: by operation, the size below which torch takes a call.
         before_step: on CPUs, called before every step of a program.
+        names: numbers by which errors call the ranks; None: their ranks in the group.
 
     Returns:
         The transport for this kind of device.
@@ -99,8 +101,8 @@ def open_transport(
     if reason is not None:
         raise Unsupported(reason)
     if gpu is None:
-        return _on_cpu(group, options, before_step)
-    return _on_gpu(group, gpu, options, profile)
+        return _on_cpu(group, options, before_step, names)
+    return _on_gpu(group, gpu, options, profile, names)
 
 
 def _gpu(group: ProcessGroup | None, device: Device) -> Any:
@@ -123,20 +125,27 @@ def _gpu(group: ProcessGroup | None, device: Device) -> Any:
     return Gpu(chosen)
 
 
-def _on_cpu(group: ProcessGroup | None, options: CommunicatorOptions, before_step: BeforeStep | None) -> Transport:
+def _on_cpu(
+    group: ProcessGroup | None,
+    options: CommunicatorOptions,
+    before_step: BeforeStep | None,
+    names: Sequence[int] | None,
+) -> Transport:
     most = options.max_bytes
     if most is None:
         most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
-    with _joined(group, options.channels, most, options.timeout_s) as (memory, watchdog):
+    with _joined(group, options.channels, most, options.timeout_s, names) as (memory, watchdog):
         return CpuTransport(memory, watchdog, options, before_step=before_step)
 
 
-def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile) -> Transport:
+def _on_gpu(
+    group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile, names: Sequence[int] | None
+) -> Transport:
     """Open a GPU transport; its statuses have channels to meet on before memory grows, and to count messages on."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     channels = options.channels + (1 if options.mailbox_bytes is None else 3)
-    with _joined(group, channels, _BOARDS_BYTES, options.timeout_s) as (boards, watchdog):
+    with _joined(group, channels, _BOARDS_BYTES, options.timeout_s, names) as (boards, watchdog):
         transport = raise_together(
             group, lambda: CudaTransport(gpu, gpu.memory(group), boards, watchdog, options, profile)
         )
@@ -146,7 +155,7 @@ def _on_gpu(group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, 
 
 @contextmanager
 def _joined(
-    group: ProcessGroup | None, channels: int, max_bytes: int, timeout_s: float
+    group: ProcessGroup | None, channels: int, max_bytes: int, timeout_s: float, names: Sequence[int] | None
 ) -> Iterator[tuple[SharedMemory, Watchdog]]:
     """Yield shared memory that all ranks have mapped and a watchdog of their processes; close both on an error."""
     rank, world_size = membership(group)
@@ -157,7 +166,8 @@ def _joined(
 
     def join() -> Watchdog:
         memory.join(cards)
-        return Watchdog(memory.statuses, rank=rank, pids=[card.pid for card in cards], timeout_s=timeout_s)
+        pids = [card.pid for card in cards]
+        return Watchdog(memory.statuses, rank=rank, pids=pids, timeout_s=timeout_s, names=names)
 
     with ExitStack() as undo:
         undo.callback(memory.close)

@@ -176,7 +176,7 @@ class CpuCall:
         """Raise Misconfigured if `peer` has made a different call under this number; it may not have made one yet."""
         same = self.watchdog.same(self.current, peer)
         if same is not None and same != self.current.text:
-            raise mismatch(self.current, peer, same)
+            raise mismatch(self.current, self.watchdog.names[peer], same)
 
     def _place_output(self) -> None:
         """Show where peers write the output: the tensor if it is symmetric memory, else the landing."""
@@ -271,7 +271,8 @@ class CpuCall:
         else:
             record = self.watchdog.record(self.current, peer)
             if record.number != self.current.number:  # the signal was of another call
-                raise mismatch(self.current, peer, self.watchdog.shown(self.current.channel, peer))
+                shown = self.watchdog.shown(self.current.channel, peer)
+                raise mismatch(self.current, self.watchdog.names[peer], shown)
             self._compare(peer)
             at = Location(record.output_region, record.output_offset)
         try:

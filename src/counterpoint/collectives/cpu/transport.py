@@ -41,7 +41,7 @@ class CpuTransport:
         before_step: BeforeStep | None = None,
     ) -> None:
         self.memory, self.watchdog = memory, watchdog
-        self.failure = Failure(watchdog)
+        self.names, self.failure = watchdog.names, Failure(watchdog)
         self.pool = Pool(memory, region_bytes=options.reserve_bytes or 1 << 22)
         self.early = EarlyPool(memory, create=self._early_region, release=self._release)
         if options.reserve_bytes:

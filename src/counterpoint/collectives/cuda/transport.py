@@ -58,7 +58,7 @@ class CudaTransport:
     ) -> None:
         self.device, self._rates = gpu.device, profile.rates
         self._boards, self._chunk_bytes, self._staging_bytes = boards, options.chunk_bytes, options.staging_bytes
-        failure = Failure(watchdog, prints=True)
+        self.names, failure = watchdog.names, Failure(watchdog, prints=True)
         waiter, events = PeerWaiter(watchdog, failure), EventPool(gpu.driver)
         order, mailbox = StreamOrder(events, gpu), _mailbox_of(memory, options)
         flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)

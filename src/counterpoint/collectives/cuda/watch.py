@@ -123,7 +123,7 @@ class Watch:
             return PeerTimeout(
                 f"{current}: no progress for {watchdog.timeout_s:g} s, although every other rank has done its part; "
                 "this rank's GPU is held up by something else",
-                ranks=(watchdog.rank,),
+                ranks=(watchdog.name,),
             )
         return None
 

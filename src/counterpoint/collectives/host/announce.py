@@ -79,7 +79,8 @@ class Announcer:
         for peer, theirs, records in self._lines[submission.line].peers:
             # what is at or above number is below number + DEPTH, as long as this rank has not gone on
             if theirs.latest >= number and records[slot].text != words:
-                raise mismatch(submission.current(number), peer, records[slot].text.decode(errors="replace"))
+                other = records[slot].text.decode(errors="replace")
+                raise mismatch(submission.current(number), self._watchdog.names[peer], other)
 
     def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
         """Wait until every peer has announced this call, and compare; return their records by rank, or raise."""

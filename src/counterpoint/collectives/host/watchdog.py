@@ -45,7 +45,7 @@ class CurrentCall:
 class PeerStatus:
     """Records what a peer's status and process show about one call."""
 
-    rank: int  # of the peer
+    rank: int  # of the peer, as errors name it
     latest: int = 0  # number of its latest call on the line in question
     same: str | None = None  # its call with the number in question; None if it has not made it
     now: str = "no call"  # the call that it is in, or was in last, in words
@@ -105,10 +105,23 @@ def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
 
 
 class Watchdog:
-    """Reads the statuses of the peers and checks that their processes live; holds the timeout of waits."""
+    """Reads the statuses of the peers and checks that their processes live; holds the timeout of waits.
 
-    def __init__(self, statuses: Sequence[RankStatus], *, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+    Errors call the ranks by `names`; None: by their ranks in the group.
+    """
+
+    def __init__(
+        self,
+        statuses: Sequence[RankStatus],
+        *,
+        rank: int,
+        pids: Sequence[int],
+        timeout_s: float,
+        names: Sequence[int] | None = None,
+    ) -> None:
         self.statuses, self.rank, self.timeout_s = statuses, rank, timeout_s
+        self.names = tuple(range(len(pids)) if names is None else names)
+        self.name = self.names[rank]
         self._pid, self._forks = os.getpid(), _forks
         self._processes = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
@@ -121,11 +134,12 @@ class Watchdog:
     def why_stuck(self, current: CurrentCall, waiting_for: int, waited_s: float) -> CounterpointError | None:
         """Return why a wait for `waiting_for` will not end; None while it may. Costs about 0.1 ms for each rank."""
         peers = [self._peer_status(current, peer) for peer in self.peers(current.line)]
-        return verdict(current, peers, waiting_for=waiting_for, waited_s=waited_s, timeout_s=self.timeout_s)
+        name = self.names[waiting_for]
+        return verdict(current, peers, waiting_for=name, waited_s=waited_s, timeout_s=self.timeout_s)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Return the ranks whose processes have ended."""
-        return tuple(peer for peer, process in self._processes.items() if _is_ready(process))
+        """Return the names of the ranks whose processes have ended."""
+        return tuple(self.names[peer] for peer, process in self._processes.items() if _is_ready(process))
 
     def latest(self, current: CurrentCall, peer: int) -> int:
         """Return the number of the latest call of `peer` on the line of `current`."""
@@ -151,7 +165,7 @@ class Watchdog:
     def wrong_process(self) -> Misconfigured:
         """Return the error of a call in a process that was forked from a rank."""
         return Misconfigured(
-            f"a call in process {os.getpid()}, forked from rank {self.rank} in process {self._pid}: a communicator "
+            f"a call in process {os.getpid()}, forked from rank {self.name} in process {self._pid}: a communicator "
             "belongs to the process that made it; make its calls there"
         )
 
@@ -159,8 +173,8 @@ class Watchdog:
         """Show the peers that this rank has failed with `error`, and which ranks are to blame."""
         status = self.statuses[self.rank]
         status.reason = str(error).encode()[:380]
-        for rank in getattr(error, "ranks", ()):
-            status.culprits[rank] = 1
+        for name in getattr(error, "ranks", ()):
+            status.culprits[self.names.index(name)] = 1
         if status.state == RUNNING:
             status.state = FAILED
 
@@ -189,7 +203,7 @@ class Watchdog:
     def _peer_status(self, current: CurrentCall, peer: int) -> PeerStatus:
         status = self.statuses[peer]
         return PeerStatus(
-            rank=peer,
+            rank=self.names[peer],
             latest=self.latest(current, peer),
             same=self.same(current, peer),
             now=self.shown(current.channel, peer),
@@ -197,7 +211,7 @@ class Watchdog:
             alive=not _is_ready(self._processes[peer]),
             state=status.state,
             reason=_text(status.reason),
-            culprits=tuple(rank for rank, guilty in enumerate(status.culprits) if guilty),
+            culprits=tuple(name for name, guilty in zip(self.names, status.culprits, strict=True) if guilty),
         )
 
     def _is_in_a_call_unknown_here(self, channel: int, peer: int) -> bool:
@@ -247,7 +261,11 @@ class Failure:
                 self.error = error
                 self._watchdog.give_up(error)
                 if self._prints:
-                    print(f"counterpoint: rank {self._watchdog.rank}: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"counterpoint: rank {self._watchdog.name}: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             return self.error
 
     def close(self) -> None:

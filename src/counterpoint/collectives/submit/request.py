@@ -398,7 +398,7 @@ def message(ranks: RankContext, output: Any, input: Any, peer: int) -> Submissio
     assert transport.mailbox_channel is not None, "the communicator has mailboxes"
     source, target = (ranks.rank, peer) if output is None else (peer, ranks.rank)
     return Submission(
-        text=f"message of {described(tensor)} from rank {source} to rank {target}",
+        text=f"message of {described(tensor)} from rank {transport.names[source]} to rank {transport.names[target]}",
         channel=transport.mailbox_channel + (source < target),
         line=peer,
         message=Message(source, target, tensor.nbytes),

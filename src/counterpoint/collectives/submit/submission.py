@@ -129,6 +129,8 @@ class Transport(Tuner, Protocol):
     """Makes the tensors of `empty(early_release=True)`: peers are told as soon as one dies."""
     programs: Programs
     """Plans the programs of this rank."""
+    names: tuple[int, ...]
+    """Holds the numbers by which errors call the ranks."""
     mailbox_channel: int | None
     """Holds the first of two channels of the status that count messages, by direction; None: there is no mailbox."""
 

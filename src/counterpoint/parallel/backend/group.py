@@ -313,7 +313,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.counts.add(operation, tensor.nbytes, "zero_sm", "through a mailbox")
         return found
 
-    def _message(self, work: Work, tensors: list[Tensor]) -> StartedWork:
+    def _message(self, work: Work | None, tensors: list[Tensor]) -> StartedWork:
         started = self._kept(work, tensors)
         if self._coalescing:
             self._coalesced.append(started)

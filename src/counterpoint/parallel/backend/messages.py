@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch._C import _distributed_c10d
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import Work
-from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
+from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
@@ -36,70 +37,24 @@ _PAUSE_S = 1e-3
 
 
 class MessagePair:
-    """Exchanges messages with one other rank.
+    """Exchanges messages with one other rank, on streams of their own behind the current one."""
 
-    Args:
-        group: group of both ranks.
-        ranks: both as ranks of the whole group, ascending.
-        communicator: of both.
-    """
-
-    def __init__(self, group: InnerGroup, ranks: tuple[int, int], communicator: Communicator) -> None:
-        self._group, self._ranks, self._communicator = group, ranks, communicator
+    def __init__(self, group: InnerGroup, communicator: Communicator) -> None:
+        self._group, self._communicator = group, communicator
         self._peer = 1 - communicator.rank
 
-    def send(self, tensor: Tensor) -> Work:
-        """Start a send on a stream of its own, behind the current one."""
-        return self._started(self._communicator.send, tensor)
+    def send(self, tensor: Tensor) -> Work | None:
+        """Start a send, which begins before the receive is posted."""
+        return self._communicator.send(tensor, self._peer, async_op=True)
 
-    def recv(self, tensor: Tensor) -> Work:
-        """Start a receive on a stream of its own, behind the current one."""
-        return self._started(self._communicator.recv, tensor)
+    def recv(self, tensor: Tensor) -> Work | None:
+        """Start a receive."""
+        return self._communicator.recv(tensor, self._peer, async_op=True)
 
     def close(self) -> None:
         """End the communicator, which waits for messages under way."""
         self._communicator.close()
         self._group.unregister()
-
-    def _started(self, call: Any, tensor: Tensor) -> Work:
-        try:
-            return MessageWork(call(tensor, self._peer, async_op=True), self._ranks)
-        except CounterpointError as error:
-            raise named(error, self._ranks) from error
-
-
-class MessageWork:
-    """Represents a message; its errors name ranks of the whole group. See `Work`."""
-
-    def __init__(self, work: Any, ranks: tuple[int, int]) -> None:
-        self.path, self.ended = work.path, work.ended
-        self._work, self._ranks = work, ranks
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the end of the message; raise its error."""
-        try:
-            done: bool = self._work.wait(timeout_s)
-        except CounterpointError as error:
-            raise named(error, self._ranks) from error
-        return done
-
-    def is_completed(self) -> bool:
-        """Return whether the message has ended, with or without an error."""
-        done: bool = self._work.is_completed()
-        return done
-
-    def exception(self) -> BaseException | None:
-        """Return the error that ended the pair's communicator; None if there is none."""
-        error: BaseException | None = self._work.exception()
-        return named(error, self._ranks) if isinstance(error, CounterpointError) else error
-
-
-def named(error: CounterpointError, ranks: tuple[int, int]) -> CounterpointError:
-    """Return an error of a pair's communicator in terms of ranks of the whole group."""
-    text = f"between ranks {ranks[0]} and {ranks[1]} of the group, called 0 and 1 in what follows: {error}"
-    if isinstance(error, PeerTimeout):
-        return PeerTimeout(text, ranks=tuple(ranks[one] for one in error.ranks))
-    return Misconfigured(text) if isinstance(error, Misconfigured) else CounterpointError(text)
 
 
 class MessagePairs:
@@ -132,6 +87,11 @@ class MessagePairs:
         """Return the pair of this rank and `peer`, opened at the first call, or why they cannot have mailboxes."""
         found = self._known.get(peer)
         if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise Misconfigured(
+                    f"the first message with rank {peer} in a graph capture, where no memory can be made; send or "
+                    "receive one before"
+                )
             with self._lock:
                 self._open(peer, device)
             found = self._known[peer]
@@ -193,16 +153,22 @@ class MessagePairs:
         group = InnerGroup(self._made_from, name=f"pair {ranks[0]} {ranks[1]}", ranks=list(ranks), with_nccl=False)
         group.register()
         try:
-            communicator = Communicator(group.group, device=device, options=self._options)
+            with _own_stream(device):
+                communicator = Communicator(group.group, device=device, names=ranks, options=self._options)
         except Unsupported as error:
             group.unregister()
             self._known[peer] = str(error)
         else:
-            self._known[peer] = MessagePair(group, ranks, communicator)
+            self._known[peer] = MessagePair(group, communicator)
 
     @staticmethod
     def _word(rank: int) -> str:
         return f"{rank}"
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context whose current stream is a new one: what is queued on the caller's may wait for other ranks."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _ranks_of(token: str) -> tuple[int, int]:
