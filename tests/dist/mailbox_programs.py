@@ -155,6 +155,22 @@ def different(session: Session, what: str, first: int) -> str:
     return "no error"
 
 
+def leaves_early(session: Session) -> list[float]:
+    """Rank 0 sends what slots hold and closes its communicator, long before rank 1 asks for it."""
+    gpu, tensors = SoftwareGpu(), [torch.full((200,), float(k)) for k in range(4)]
+    with Communicator(device=gpu, timeout_s=WAIT_S, mailbox_bytes=ROOM) as communicator:
+        for tensor in tensors if communicator.rank == 0 else []:
+            communicator.send(tensor, 1)
+        if communicator.rank == 1:
+            time.sleep(1.0)
+            tensors = [torch.zeros(200) for _ in tensors]
+            for tensor in tensors:
+                communicator.recv(tensor, 0)
+        gpu.synchronize()
+        communicator.check()
+    return [tensor.mean().item() for tensor in tensors]
+
+
 def waits_for_the_dead(session: Session, what: str) -> tuple[str, tuple[int, ...], float]:
     """Rank 1 dies while the others wait for its message, or for slots of its mailbox."""
     gpu = SoftwareGpu()

@@ -46,6 +46,10 @@ def test_a_message_that_does_not_fit_is_named(two_ranks: Ranks, what: str, their
     assert all("the ranks do not match" in text for text in told)
 
 
+def test_a_sender_may_leave_before_its_messages_are_received(two_ranks: Ranks) -> None:
+    assert two_ranks.run(programs.leaves_early) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("what", ["message", "slot"])
 def test_a_dead_peer_is_named(what: str) -> None:
     first, killed, last = run_once(3, programs.waits_for_the_dead, what)

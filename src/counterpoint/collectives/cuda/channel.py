@@ -54,14 +54,16 @@ class _Needs:
 class CallQueue:
     """Issues calls in order, each on the stream that was current when it was made, or on the queue's own, `stream`."""
 
-    def __init__(self, context: CudaContext, executor: Executor, stream: int, channel: int) -> None:
+    def __init__(
+        self, context: CudaContext, executor: Executor, stream: int, channel: int, *, most_prepared: int = 512
+    ) -> None:
         self.context, self.executor = context, executor
         self.stream = stream  # of calls with async_op=True
         self.announcer = Announcer(context.waiter, channel, steps=STEPS)
         self.last: dict[int, StreamPoint] = {}  # end of the latest call by graph capture; 0: outside of captures
         self.under_way: deque[CudaWork] = deque()
         self.unshown: deque[tuple[Submission, int]] = deque()  # calls that are not yet announced, with their numbers
-        self._cache = PreparedCache(context.events)
+        self._cache = PreparedCache(context.events, most=most_prepared)
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
         """Queue a call on the current stream, or with `async_op` on the channel's own stream after the current one.

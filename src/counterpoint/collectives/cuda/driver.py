@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from counterpoint.collectives.cuda.lower import (
@@ -58,6 +59,7 @@ class Executor:
         self._free_events: list[Any] = []
         self._taken_events: list[Any] = []
         self._streams: list[Any] = []
+        self._parameters = lru_cache(maxsize=4096)(partial(_parameters, self.driver))  # messages repeat those of slots
         _, self._highest = self.call("cuCtxGetStreamPriorityRange")
         self.reduce_stream, self.side_stream = self.stream(), self.stream()
 
@@ -151,7 +153,7 @@ class Executor:
                 where, what = driver.CUdeviceptr(target), driver.CUdeviceptr(source)
                 return driver.cuMemcpyDtoDAsync, (where, what, num_bytes, stream)
             case MemoryOperations(operations):
-                return driver.cuStreamBatchMemOp, (stream, len(operations), _parameters(driver, call), 0)
+                return driver.cuStreamBatchMemOp, (stream, len(operations), self._parameters(call), 0)
             case EventRecord(event):
                 return driver.cuEventRecord, (events[event], stream)
             case StreamWait(event):
