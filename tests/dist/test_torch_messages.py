@@ -37,11 +37,11 @@ def test_messages_can_be_coalesced(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.coalesced) == [[1.0], [0.0]]
 
 
-def test_a_pipeline_has_the_losses_of_gloo(three_ranks: Ranks) -> None:
-    """1F1B, with activations of several pieces; two steps, shapes and activations by mailboxes alone."""
-    found = three_ranks.run(programs.pipeline, 5)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_has_the_losses_of_gloo(three_ranks: Ranks, schedule: str) -> None:
+    """On an axis of a mesh, with activations of several pieces: shapes and activations by mailboxes alone."""
+    found = three_ranks.run(programs.pipeline, schedule, 6)
     assert [ours == gloo for ours, gloo, _ in found] == [True] * 3
-    assert found[2][0] is not None
     assert all(taken >= 20 for *_, taken in found)
 
 

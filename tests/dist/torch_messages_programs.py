@@ -18,7 +18,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
@@ -33,15 +35,22 @@ OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=40)
 
 
 @contextmanager
-def on_software_gpus(options: backend.BackendOptions = OPTIONS) -> Iterator[tuple[Any, SoftwareGpu]]:
-    """A new group whose messages go through mailboxes of software GPUs."""
+def on_software_gpus(
+    options: backend.BackendOptions = OPTIONS, *, of_mesh: bool = False
+) -> Iterator[tuple[Any, SoftwareGpu]]:
+    """A new group, or that of a new mesh, whose messages go through mailboxes of software GPUs."""
     gpu = SoftwareGpu()
 
     def made(group: Any, device: torch.device, names: Any, options: Any) -> Communicator:
         return Communicator(group, device=gpu, names=names, options=options)
 
     with patch.object(messages, "Communicator", made), patch.object(messages.MessagePairs, "device_type", "cpu"):
-        group = dist.new_group(backend="counterpoint", pg_options=options)
+        if of_mesh:
+            override: Any = {"pp": ("counterpoint", options)}
+            shape, names = (dist.get_world_size(),), ("pp",)
+            group: Any = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override).get_group()
+        else:
+            group = dist.new_group(backend="counterpoint", pg_options=options)
         try:
             yield group, gpu
         finally:
@@ -140,13 +149,13 @@ def coalesced(_: Session) -> list[float]:
         return [theirs.mean().item()]
 
 
-def pipeline(_: Session, microbatches: int) -> tuple[list[float] | None, list[float] | None, int]:
-    """1F1B of as many stages as ranks, beside gloo: the last one's losses, and calls through mailboxes.
+def pipeline(_: Session, schedule: str, microbatches: int) -> tuple[list[float], list[float], int]:
+    """A schedule, of two stages a rank but for 1F1B, beside gloo: losses, gradients, and calls through mailboxes.
 
     A message is read by the host right after its wait, which a GPU's stream would do in its order.
     """
     gloo = dist.new_group(backend="gloo")
-    with on_software_gpus() as (group, gpu):
+    with on_software_gpus(of_mesh=True) as (group, gpu):
         wait = CudaWork.wait
 
         def to_the_end(self: CudaWork, timeout_s: float | None = None) -> bool:
@@ -155,23 +164,28 @@ def pipeline(_: Session, microbatches: int) -> tuple[list[float] | None, list[fl
             return done
 
         with patch.object(CudaWork, "wait", to_the_end):
-            found = [_losses(one, microbatches) for one in (group, gloo)]
+            found = [_losses(one, schedule, microbatches) for one in (group, gloo)]
         return found[0], found[1], backend.report(group).taken
 
 
-def _losses(group: Any, microbatches: int) -> list[float] | None:
+def _losses(group: Any, name: str, microbatches: int) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    stage = PipelineStage(torch.nn.Linear(40, 40), rank, size, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=torch.nn.functional.mse_loss)
+    numbers = {"1F1B": [rank], "Interleaved1F1B": [rank, size + rank], "ZBVZeroBubble": [rank, 2 * size - 1 - rank]}[name]
+    count, cpu, stages = size * len(numbers), torch.device("cpu"), []
+    for number in numbers:
+        torch.manual_seed(number)
+        stages.append(PipelineStage(torch.nn.Linear(40, 40), number, count, cpu, group=group))
+    made: Any = get_schedule_class(name)
+    schedule = made(stages if len(stages) > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss)
     batch = torch.randn(8 * microbatches, 40, generator=torch.Generator().manual_seed(1))
     losses: list[torch.Tensor] = []
+    is_last = any(stage.is_last for stage in stages)
     for _step in range(2):
-        if rank == 0:
-            schedule.step(batch)
-        else:
-            schedule.step(target=batch if rank == size - 1 else None, losses=losses)
-    return [loss.item() for loss in losses] or None
+        schedule.step(
+            *([batch] if rank == 0 else []), target=batch if is_last else None, losses=losses if is_last else None
+        )
+    gradients = [p.grad.double().sum().item() for stage in stages for p in stage.submod.parameters()]  # type: ignore[union-attr]
+    return [loss.item() for loss in losses] + gradients
 
 
 def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float]:

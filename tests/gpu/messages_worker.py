@@ -136,8 +136,8 @@ def profiled(device: torch.device) -> dict[str, str]:
     seen: set[str] = set()
     count = 0
     for warm in (True, False):
-        torch.cuda.synchronize()
         dist.barrier()
+        torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
             for tensor in tensors if rank < 2 else []:
