@@ -125,10 +125,12 @@ def left_to_torch(_: Session) -> list[tuple[str, ...]]:
         call(tensor, group=group, tag=5, **peer)
         gpu.synchronize()
         rows: list[tuple[str, ...]] = [(row.operation, row.path, row.why) for row in backend.report(group).rows]
-    with on_software_gpus(backend.BackendOptions(mailbox_bytes=None)) as (group, _gpu):
-        call(tensor, group=group, **peer)
-        assert tensor.tolist() == [1.0] * 3
-        return rows + [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+    for options in (backend.BackendOptions(mailbox_bytes=None), backend.BackendOptions(ranks_per_host=1)):
+        with on_software_gpus(options) as (group, _gpu):
+            call(tensor, group=group, **peer)
+            assert tensor.tolist() == [1.0] * 3
+            rows += [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+    return rows
 
 
 def coalesced(_: Session) -> list[float]:

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from counterpoint.collectives.program.steps import (
     BETWEEN,
     BETWEEN_REDUCE,
+    HERE,
     AwaitEvent,
     Batch,
     Copy,
@@ -107,7 +108,7 @@ def simulate(
     return SimulatedCall(rank_us=tuple(clock.ended[rank] for rank in range(len(programs))), steps=tuple(clock.timed))
 
 
-_FAR = (BETWEEN, BETWEEN_REDUCE)
+_OF_HOSTS = (BETWEEN, BETWEEN_REDUCE, HERE)
 Key: TypeAlias = tuple[int, Flag] | tuple[int, int]  # a word of a rank, or an event of a rank
 
 
@@ -155,7 +156,7 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            if step.lane not in _FAR or isinstance(step, AwaitEvent):  # the other library's: one call
+            if step.lane not in _OF_HOSTS or isinstance(step, AwaitEvent):  # the other library's: one call
                 issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):
@@ -246,7 +247,7 @@ class _Clock:
                 moved = (len(sources) + 1) * target.num_bytes
                 yield _Until(self.now + rates.kernel_us + moved / rates.hbm_gb_per_s / 1000)
             case Batch(operations):
-                yield _Until(self.now + (0.0 if step.lane in _FAR else rates.batch_us))
+                yield _Until(self.now + (0.0 if step.lane in _OF_HOSTS else rates.batch_us))
                 for operation in operations:
                     if isinstance(operation, Signal):
                         self.at(self.now + rates.signal_us, (operation.peer, operation.flag))

@@ -123,8 +123,12 @@ class CounterpointGroup(dist.ProcessGroup):
         self._background: Background | None = None
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
-        self._rank: int = options.group_rank
-        self._pairs = MessagePairs(options, self._options.mailbox_bytes, self._options.timeout_s)
+        self._pairs = MessagePairs(
+            options,
+            self._options.mailbox_bytes,
+            self._options.timeout_s,
+            getattr(self._options, "ranks_per_host", None),
+        )
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -305,7 +309,7 @@ class CounterpointGroup(dist.ProcessGroup):
     def _pair(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> MessagePair | None:
         """Return the pair if it takes a message, the same on both of its ranks; None: torch takes it. Count it."""
         tensor = tensors[0]
-        why = "to itself" if peer == self._rank else self._pairs.why_torch(tensor, tag)
+        why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.with_rank(peer, tensor.device)
         if isinstance(found, str):
             self._left(operation, tensor.nbytes, found)

@@ -64,23 +64,30 @@ class MessagePairs:
         options: what torch handed to the backend: store, rank, size, timeout and ranks.
         mailbox_bytes: room for messages in each direction; None: none, and torch takes all messages.
         timeout_s: seconds that a rank waits for another.
+        ranks_per_host: so many consecutive ranks count as a host; None: those of one machine do.
     """
 
     device_type = "cuda"  # of tensors that go through mailboxes
 
-    def __init__(self, options: Any, mailbox_bytes: int | None, timeout_s: float) -> None:
-        self._made_from, self._rank = options, options.group_rank
+    def __init__(
+        self, options: Any, mailbox_bytes: int | None, timeout_s: float, ranks_per_host: int | None = None
+    ) -> None:
+        self._made_from, self._rank, self._ranks_per_host = options, options.group_rank, ranks_per_host or 1 << 30
         self._store = c10d.PrefixStore("pairs/", options.store)
         self._options = CommunicatorOptions(channels=1, mailbox_bytes=mailbox_bytes, timeout_s=timeout_s)
         self._known: dict[int, MessagePair | str] = {}
         self._lock = threading.Lock()  # one thread at a time opens pairs
 
-    def why_torch(self, tensor: Tensor, tag: int) -> str | None:
+    def why_torch(self, peer: int, tensor: Tensor, tag: int) -> str | None:
         """Return why torch takes a message, the same on both ranks; None if the two may have mailboxes."""
         if tensor.device.type != self.device_type:
             return f"tensors on {tensor.device.type}"
         if self._options.mailbox_bytes is None:
             return "mailbox_bytes is None"
+        if peer == self._rank:
+            return "to itself"
+        if peer // self._ranks_per_host != self._rank // self._ranks_per_host:
+            return "on another host"
         return "a tag" if tag else None
 
     def with_rank(self, peer: int, device: torch.device) -> MessagePair | str:
