@@ -15,6 +15,7 @@ from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Progr
 from counterpoint.collectives.proof.check import check
 from counterpoint.errors import CounterpointError
 from tests.support.explore import explore
+from tests.support.mutants import mutants
 
 SLOT = 16
 Orders = list[list[tuple[Message, bool]]]
@@ -149,3 +150,15 @@ def test_bytes_sent_are_bytes_received() -> None:
     assert all(count % 2 == 0 for count in signals.values())
     places = {mailbox.slot(s, 0, k, SLOT).offset for s in range(1, 4) for k in range(mailbox.slots)}
     assert places == set(range(0, mailbox.num_bytes, SLOT))
+
+
+def test_every_mutant_of_a_message_is_found() -> None:
+    """Every step of sender and receiver removed, changed, and swapped with the next."""
+    programs = in_turn(Mailbox(world_size=2, slot_bytes=SLOT, slots=2), 2 * SLOT)[0]
+    missed = []
+    for rank, program in enumerate(programs):
+        for mutant in mutants(program):
+            one = tuple(mutant.program if other == rank else programs[other] for other in range(2))
+            if check([one] * 3).ok:
+                missed.append(mutant)
+    assert missed == []
