@@ -59,6 +59,7 @@ def test_multicast_is_off_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatc
 def memory() -> CudaMemory:
     """Rank 1 of 2, with one region of 4096 bytes that no torch made."""
     made = CudaMemory.__new__(CudaMemory)
+    made._located = {}
     made.rank, made.world_size, made.device = 1, 2, 0
     made._regions = {3: _Region(owner=None, handle=None, addresses=(0x10000, 0x20000), num_bytes=4096)}
     return made
