@@ -37,11 +37,11 @@ from counterpoint.parallel.backend.hosts import (
     open_communicator,
 )
 from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.backend.registration import NAME
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 
-NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
@@ -418,12 +418,6 @@ def group_of_backend(group: Any = None) -> CounterpointGroup:
             "counterpoint.torch_backend"
         )
     return group
-
-
-def register() -> None:
-    """Register the backend; twice is once."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, CounterpointGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _is_bucket(operation: str, output: Tensor) -> bool:
