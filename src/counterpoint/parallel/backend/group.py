@@ -39,7 +39,7 @@ from counterpoint.parallel.backend.hosts import (
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.registration import NAME
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
+from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, together
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
@@ -272,13 +272,41 @@ class CounterpointGroup(dist.ProcessGroup):
         """Do `alltoall_base`, by its name since torch 2.13."""
         return self.alltoall_base(output, input, output_splits, input_splits, opts)
 
+    # several calls at once; functional collectives, and DTensor with them, make even one call in this way
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce each tensor over all ranks, in place."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
+            return self.inner.group.allreduce_coalesced(tensors, opts)
+        return together([self.allreduce(tensor, opts) for tensor in tensors])
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather every rank's tensor in one, for each pair of an output and an input."""
+        opts = opts or c10d.AllgatherOptions()
+        if not self._takes_all("all_gather", outputs, outputs):
+            return self.inner.group.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return together([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Reduce each input over all ranks, a block on each."""
+        opts = opts or c10d.ReduceScatterOptions()
+        if not self._takes_all("reduce_scatter", outputs, inputs, opts.reduceOp):
+            return self.inner.group.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Do `allgather_into_tensor_coalesced`, by its name since torch 2.13."""
+        return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Do `reduce_scatter_tensor_coalesced`, by its name since torch 2.13."""
+        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
     # calls that it leaves to torch
 
     allgather = _left_to_torch("allgather")
     allgather_coalesced = _left_to_torch("allgather_coalesced")
-    allgather_into_tensor_coalesced = _left_to_torch("allgather_into_tensor_coalesced")
-    all_gather_single_coalesced = _left_to_torch("all_gather_single_coalesced")
-    allreduce_coalesced = _left_to_torch("allreduce_coalesced")
     alltoall = _left_to_torch("alltoall")
     barrier = _left_to_torch("barrier")
     gather = _left_to_torch("gather")
@@ -287,8 +315,6 @@ class CounterpointGroup(dist.ProcessGroup):
     recv_anysource = _left_to_torch("recv_anysource")
     reduce = _left_to_torch("reduce")
     reduce_scatter = _left_to_torch("reduce_scatter")
-    reduce_scatter_tensor_coalesced = _left_to_torch("reduce_scatter_tensor_coalesced")
-    reduce_scatter_single_coalesced = _left_to_torch("reduce_scatter_single_coalesced")
     scatter = _left_to_torch("scatter")
     send = _left_to_torch("send")
     set_timeout = _left_to_torch("set_timeout")
@@ -329,6 +355,15 @@ class CounterpointGroup(dist.ProcessGroup):
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
         """Count a call that torch makes."""
         self.counts.add(operation, num_bytes, "torch", why)
+
+    def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: Any = None) -> bool:
+        """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
+        whys = [self._why_torch(operation, [one], its.nbytes, op) for one, its in zip(outputs, full, strict=True)]
+        if not any(whys):
+            return True
+        for its, why in zip(full, whys, strict=True):
+            self._left(operation, its.nbytes, why or "coalesced with a call that torch makes")
+        return False
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
         if self.why_not is not None:

@@ -145,6 +145,12 @@ class BackgroundWork(TorchWork):
         return self._future
 
 
+def together(started: list[StartedWork]) -> StartedWork:
+    """Return one work for several calls."""
+    works = [work for one in started for work in one._works]
+    return StartedWork(works, [tensor for one in started for tensor in one.result()])
+
+
 @lru_cache(maxsize=64)
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device)
