@@ -51,10 +51,10 @@ def test_functional_collectives_in_a_full_graph(two_ranks: Ranks) -> None:
 
 
 def test_a_group_of_some_ranks(three_ranks: Ranks) -> None:
-    """The others have a placeholder of torch, of which the report says that it is no group."""
+    """The others have a placeholder of torch, which has no report."""
     first, outside, last = three_ranks.run(programs.part_of_the_ranks)
     assert first == last == (4.0, 2.0, [0, 2], {"all_reduce": 1, "broadcast": 1})
-    assert "not in this group" in outside
+    assert "this rank is not in the group" in outside
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def _pipelined(name: str, group: Any) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     last = 2 * size - 1
     numbers = {"interleaved": (rank, rank + size), "zbv": (rank, last - rank)}[name]
-    stages = []
+    stages: list[Any] = []
     for number in numbers:
         torch.manual_seed(number)
         stages.append(PipelineStage(nn.Linear(16, 16), number, 2 * size, torch.device("cpu"), group=group))
@@ -239,7 +239,7 @@ def begun_as(_: Session, spelling: str, path: str) -> Any:
     """What the default group finds, made by the name that a program gives."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    store = dist.FileStore(path, size)
+    store = torch._C._distributed_c10d.FileStore(path, size)
     dist.init_process_group(spelling, store=store, rank=rank, world_size=size, pg_options=taking())
     tensor = torch.full((4,), float(rank + 1))
     dist.all_reduce(tensor)

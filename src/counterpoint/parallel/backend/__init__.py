@@ -8,3 +8,5 @@
 - `symmetric.py`: tensors of unmodified code where peers can write them.
 - `report.py`: which calls went which way, and why.
 """
+
+NAME = "counterpoint"

@@ -29,6 +29,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.backend import NAME
 from counterpoint.parallel.backend.hosts import (
     HostsCommunicator,
     crossovers_over_hosts,
@@ -37,9 +38,8 @@ from counterpoint.parallel.backend.hosts import (
     open_communicator,
 )
 from counterpoint.parallel.backend.inner import InnerGroup
-from counterpoint.parallel.backend.registration import NAME
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, together
+from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, never_compiled, together
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
@@ -87,6 +87,7 @@ def _left_to_torch(name: str) -> Any:
     return call
 
 
+@never_compiled
 class CounterpointGroup(dist.ProcessGroup):
     """Is a process group whose large collectives take no SM.
 
@@ -195,15 +196,10 @@ class CounterpointGroup(dist.ProcessGroup):
         taken = self._take("all_reduce", tensors, tensors[0].nbytes, opts.reduceOp)
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
-        op, factor = _op_and_factor(opts.reduceOp)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
-            reduce = partial(all_reduce_in_pieces, taken, tensors[0], op, factor)
+            reduce = partial(all_reduce_in_pieces, taken, tensors[0], *_op_and_factor(opts.reduceOp))
             return BackgroundWork(self.background().start(reduce, tensors[0], tensors), tensors)
-        return self._started(
-            opts,
-            tensors,
-            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
-        )
+        return self._all_reduce(taken, tensors[0], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks."""
@@ -279,7 +275,12 @@ class CounterpointGroup(dist.ProcessGroup):
         opts = opts or c10d.AllreduceCoalescedOptions()
         if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
             return self.inner.group.allreduce_coalesced(tensors, opts)
-        return together([self.allreduce(tensor, opts) for tensor in tensors])
+        works = []
+        for tensor in tensors:
+            taken = self._take("all_reduce", [tensor], tensor.nbytes, opts.reduceOp)
+            assert taken is not None  # `_takes_all`
+            works.append(self._all_reduce(taken, tensor, opts))
+        return together(works)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Gather every rank's tensor in one, for each pair of an output and an input."""
@@ -418,6 +419,15 @@ class CounterpointGroup(dist.ProcessGroup):
         found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
+    def _all_reduce(self, taken: Communicator | HierarchicalCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
+        """Start an all_reduce by the communicator that takes it."""
+        op, factor = _op_and_factor(opts.reduceOp)
+        return self._started(
+            opts,
+            [tensor],
+            lambda async_op: taken.all_reduce(tensor, op, factor=factor, channel=_CHANNEL, async_op=async_op),
+        )
+
     def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
         if self._background is not None:
@@ -445,8 +455,10 @@ def report(group: Any = None) -> BackendReport:
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:
-    """Return `group` (None: the default one); raise `Misconfigured` if it is of another backend."""
+    """Return `group` (None: the default one); raise `Misconfigured` if it is another backend's or not this rank's."""
     group = group if group is not None else dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise Misconfigured("this rank is not in the group; ask one of its ranks")
     if not isinstance(group, CounterpointGroup):
         raise Misconfigured(
             f"a group of backend {dist.get_backend(group)}: make it with backend={NAME!r} after importing "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "counterpoint"
+from counterpoint.parallel.backend import NAME
 
 
 def register() -> None:
