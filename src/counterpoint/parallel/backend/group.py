@@ -106,7 +106,7 @@ class CounterpointGroup(dist.ProcessGroup):
                 f"pg_options of type {type(backend_options).__name__}: give counterpoint.torch_backend.BackendOptions "
                 "(its `nccl` holds those of NCCL), or none"
             )
-        self._options = backend_options or BackendOptions()
+        self._options = backend_options or BackendOptions(timeout_s=options.timeout.total_seconds())
         self.inner = InnerGroup(options, getattr(self._options, "nccl", None))
         for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
             self._register_backend(torch.device(device), kind, backend)
@@ -178,14 +178,14 @@ class CounterpointGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the group, as `destroy_process_group` does."""
         self.close()
-        self.inner.group.shutdown()
+        self.inner.end("shutdown")
 
     def abort(self) -> None:
         """End the group without waiting for calls under way."""
         if isinstance(self._communicator, HostsCommunicator):
             self._communicator.abort()
         self.close()
-        self.inner.group.abort()
+        self.inner.end("abort")
 
     # calls that a communicator may take
 
