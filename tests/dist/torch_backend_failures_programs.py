@@ -89,7 +89,7 @@ def each_its_own(_: Session, names: tuple[str, str]) -> tuple[str, float, str]:
     group = new_group(timeout_s=20)
     text, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
     dist.barrier()
-    again, _ = said(lambda: dist.all_reduce(torch.ones(3), group=group))
+    again = said(lambda: dist.all_reduce(torch.ones(3), group=group))[0]
     dist.barrier()
     dist.destroy_process_group(group)
     return text, seconds, again
@@ -105,26 +105,24 @@ def one_calls_torch(_: Session) -> str:
 
 
 def under_load(_: Session, how: str, ranks: list[int], times: int) -> list[tuple[list[str], float]]:
-    """What is said to works when these ranks end the group with calls under way, and to calls and ends after that."""
-    found = []
-    for _time in range(times):
-        group = new_group(timeout_s=20)
-        works = started(group, 10)
-        told, begun = [], time.monotonic()
-        if dist.get_rank() in ranks:
-            told.append(
-                said(group.abort if how == "abort" else lambda group=group: dist.destroy_process_group(group))[0]
-            )
-        told += [said(work.wait)[0] for work in works]
-        if how == "abort":
-            told.append(said(lambda group=group: dist.all_reduce(torch.ones(3), group=group))[0])
-            told.append(said(lambda group=group: dist.barrier(group))[0] if dist.get_rank() in ranks else "")
-            said(lambda group=group: dist.destroy_process_group(group))
-        elif dist.get_rank() not in ranks:
-            dist.destroy_process_group(group)
-        found.append((told, time.monotonic() - begun))
-        dist.barrier()
-    return found
+    """What is said to works when these ranks end the group with calls under way, and to calls after that."""
+    return [_ended_under_load(how, dist.get_rank() in ranks) for _time in range(times)]
+
+
+def _ended_under_load(how: str, by_me: bool) -> tuple[list[str], float]:
+    group = new_group(timeout_s=20)
+    works, told, begun = started(group, 10), [], time.monotonic()
+    if by_me:
+        told.append(said(group.abort if how == "abort" else lambda: dist.destroy_process_group(group))[0])
+    told += [said(work.wait)[0] for work in works]
+    if how == "abort":
+        told.append(said(lambda: dist.all_reduce(torch.ones(3), group=group))[0])
+        told.append(said(lambda: dist.barrier(group))[0] if by_me else "")
+    seconds = time.monotonic() - begun
+    if how == "abort" or not by_me:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return told, seconds
 
 
 def left_behind(_: Session, count: int, is_open: bool) -> dict[str, int]:

@@ -419,7 +419,7 @@ class CounterpointGroup(dist.ProcessGroup):
         found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
-    def _all_reduce(self, taken: Communicator | HierarchicalCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
+    def _all_reduce(self, taken: AnyCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
         """Start an all_reduce by the communicator that takes it."""
         op, factor = _op_and_factor(opts.reduceOp)
         return self._started(
