@@ -113,7 +113,7 @@ def test_groups_leave_nothing(two_ranks: Ranks, is_open: bool, turn: int) -> Non
 def test_the_timeout_of_torch_is_ours(tmp_path: Path) -> None:
     """Where no options are given; and `COUNTERPOINT_PROFILE` says which calls are taken."""
     shipped = json.loads((Path(profiles.__file__).parent / "profiles" / "h200.json").read_text())
-    shipped["nccl"]["crossover_bytes"] = dict.fromkeys(shipped["nccl"]["crossover_bytes"], 0)
+    shipped["nccl"]["crossover_bytes"] = dict.fromkeys(shipped["nccl"]["crossover_bytes"], 1)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(shipped))
     (text, seconds, taken), _ = run_once(2, programs.timeout_of_torch, str(path))
