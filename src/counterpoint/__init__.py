@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.measurement.api import measure
     from counterpoint.monitoring.api import watch
     from counterpoint.parallel import ddp
+    from counterpoint.parallel.backend.group import report
     from counterpoint.parallel.backend.symmetric import symmetric_memory
     from counterpoint.parallel.overlap import overlap
     from counterpoint.records.measurement import Measurement
@@ -44,6 +45,7 @@ __all__ = [
     "diagnose",
     "measure",
     "overlap",
+    "report",
     "symmetric_memory",
     "watch",
 ]
@@ -55,6 +57,7 @@ _MODULES = {
     "diagnose": "counterpoint.diagnosis.api",
     "measure": "counterpoint.measurement.api",
     "overlap": "counterpoint.parallel.overlap",
+    "report": "counterpoint.parallel.backend.group",
     "symmetric_memory": "counterpoint.parallel.backend.symmetric",
     "watch": "counterpoint.monitoring.api",
 }

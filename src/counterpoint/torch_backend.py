@@ -6,7 +6,8 @@ torch.distributed.init_process_group("counterpoint")
 print(counterpoint.torch_backend.report())
 """
 
-from counterpoint.parallel.backend.group import BackendOptions, register, report
+from counterpoint.parallel.backend.group import BackendOptions, report
+from counterpoint.parallel.backend.registration import register
 from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
 from counterpoint.parallel.backend.symmetric import symmetric_memory
 

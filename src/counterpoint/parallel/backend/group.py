@@ -30,6 +30,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback, TorchWork
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.backend import NAME
 from counterpoint.parallel.backend.hosts import (
     HostsCommunicator,
     crossovers_over_hosts,
@@ -40,10 +41,9 @@ from counterpoint.parallel.backend.hosts import (
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import BackgroundWork, StartedWork
+from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, never_compiled, together
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 
-NAME = "counterpoint"
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
@@ -91,6 +91,7 @@ def _left_to_torch(name: str) -> Any:
     return call
 
 
+@never_compiled
 class CounterpointGroup(dist.ProcessGroup):
     """Is a process group whose large collectives take no SM.
 
@@ -109,7 +110,7 @@ class CounterpointGroup(dist.ProcessGroup):
                 f"pg_options of type {type(backend_options).__name__}: give counterpoint.torch_backend.BackendOptions "
                 "(its `nccl` holds those of NCCL), or none"
             )
-        self._options = backend_options or BackendOptions()
+        self._options = backend_options or BackendOptions(timeout_s=options.timeout.total_seconds())
         self.inner = InnerGroup(options, getattr(self._options, "nccl", None))
         for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
             self._register_backend(torch.device(device), kind, backend)
@@ -190,14 +191,14 @@ class CounterpointGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the group, as `destroy_process_group` does."""
         self.close()
-        self.inner.group.shutdown()
+        self.inner.end("shutdown")
 
     def abort(self) -> None:
         """End the group without waiting for calls under way."""
         if isinstance(self._communicator, HostsCommunicator):
             self._communicator.abort()
         self.close()
-        self.inner.group.abort()
+        self.inner.end("abort")
 
     # calls that a communicator may take
 
@@ -208,15 +209,10 @@ class CounterpointGroup(dist.ProcessGroup):
         taken = self._take("all_reduce", tensors, tensors[0].nbytes, opts.reduceOp)
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
-        op, factor = _op_and_factor(opts.reduceOp)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
-            reduce = partial(all_reduce_in_pieces, taken, tensors[0], op, factor)
+            reduce = partial(all_reduce_in_pieces, taken, tensors[0], *_op_and_factor(opts.reduceOp))
             return BackgroundWork(self.background().start(reduce, tensors[0], tensors), tensors)
-        return self._started(
-            opts,
-            tensors,
-            lambda async_op: taken.all_reduce(tensors[0], op, factor=factor, channel=_CHANNEL, async_op=async_op),
-        )
+        return self._all_reduce(taken, tensors[0], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks."""
@@ -323,21 +319,52 @@ class CounterpointGroup(dist.ProcessGroup):
             self._coalesced.append(started)
         return started
 
+    # several calls at once; functional collectives, and DTensor with them, make even one call in this way
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce each tensor over all ranks, in place."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
+            return self.inner.group.allreduce_coalesced(tensors, opts)
+        works = []
+        for tensor in tensors:
+            taken = self._take("all_reduce", [tensor], tensor.nbytes, opts.reduceOp)
+            assert taken is not None  # `_takes_all`
+            works.append(self._all_reduce(taken, tensor, opts))
+        return together(works)
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather every rank's tensor in one, for each pair of an output and an input."""
+        opts = opts or c10d.AllgatherOptions()
+        if not self._takes_all("all_gather", outputs, outputs):
+            return self.inner.group.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return together([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Reduce each input over all ranks, a block on each."""
+        opts = opts or c10d.ReduceScatterOptions()
+        if not self._takes_all("reduce_scatter", outputs, inputs, opts.reduceOp):
+            return self.inner.group.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Do `allgather_into_tensor_coalesced`, by its name since torch 2.13."""
+        return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Do `reduce_scatter_tensor_coalesced`, by its name since torch 2.13."""
+        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
     # calls that it leaves to torch
 
     allgather = _left_to_torch("allgather")
     allgather_coalesced = _left_to_torch("allgather_coalesced")
-    allgather_into_tensor_coalesced = _left_to_torch("allgather_into_tensor_coalesced")
-    all_gather_single_coalesced = _left_to_torch("all_gather_single_coalesced")
-    allreduce_coalesced = _left_to_torch("allreduce_coalesced")
     alltoall = _left_to_torch("alltoall")
     barrier = _left_to_torch("barrier")
     gather = _left_to_torch("gather")
     monitored_barrier = _left_to_torch("monitored_barrier")
     reduce = _left_to_torch("reduce")
     reduce_scatter = _left_to_torch("reduce_scatter")
-    reduce_scatter_tensor_coalesced = _left_to_torch("reduce_scatter_tensor_coalesced")
-    reduce_scatter_single_coalesced = _left_to_torch("reduce_scatter_single_coalesced")
     scatter = _left_to_torch("scatter")
     set_timeout = _left_to_torch("set_timeout")
     split_group = _left_to_torch("split_group")
@@ -384,6 +411,15 @@ class CounterpointGroup(dist.ProcessGroup):
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
         """Count a call that torch makes."""
         self.counts.add(operation, num_bytes, "torch", why)
+
+    def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: Any = None) -> bool:
+        """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
+        whys = [self._why_torch(operation, [one], its.nbytes, op) for one, its in zip(outputs, full, strict=True)]
+        if not any(whys):
+            return True
+        for its, why in zip(full, whys, strict=True):
+            self._left(operation, its.nbytes, why or "coalesced with a call that torch makes")
+        return False
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
         if self.why_not is not None:
@@ -438,6 +474,15 @@ class CounterpointGroup(dist.ProcessGroup):
         found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
+    def _all_reduce(self, taken: AnyCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
+        """Start an all_reduce by the communicator that takes it."""
+        op, factor = _op_and_factor(opts.reduceOp)
+        return self._started(
+            opts,
+            [tensor],
+            lambda async_op: taken.all_reduce(tensor, op, factor=factor, channel=_CHANNEL, async_op=async_op),
+        )
+
     def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
         if self._background is not None:
@@ -467,20 +512,16 @@ def report(group: Any = None) -> BackendReport:
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:
-    """Return `group` (None: the default one); raise `Misconfigured` if it is of another backend."""
+    """Return `group` (None: the default one); raise `Misconfigured` if it is another backend's or not this rank's."""
     group = group if group is not None else dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise Misconfigured("this rank is not in the group; ask one of its ranks")
     if not isinstance(group, CounterpointGroup):
         raise Misconfigured(
             f"a group of backend {dist.get_backend(group)}: make it with backend={NAME!r} after importing "
             "counterpoint.torch_backend"
         )
     return group
-
-
-def register() -> None:
-    """Register the backend; twice is once."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, CounterpointGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _is_bucket(operation: str, output: Tensor) -> bool:

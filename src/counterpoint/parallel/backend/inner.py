@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
+
+from counterpoint.errors import Misconfigured
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _WORLD: Any = distributed_c10d._world
@@ -42,7 +44,7 @@ class InnerGroup:
         self._global_ranks = [known[one] if known else one for one in everyone]
         self.name = f"{options.group_id}:{name}"
         self._store = c10d.PrefixStore(f"{name}/", options.store)
-        self.group = c10d.ProcessGroup(self._store, rank, size)
+        self.group: Any = c10d.ProcessGroup(self._store, rank, size)
         self._with_nccl = with_nccl
         self.backends = self._backends(options, nccl, rank, size)
         for device, (kind, backend) in self.backends.items():
@@ -101,3 +103,21 @@ class InnerGroup:
             table.pop(self.group, None)
         if known:
             c10d._unregister_process_group(self.name)
+
+    def end(self, how: Literal["shutdown", "abort"]) -> None:
+        """Shut the group down, or abort it; calls of it raise from then on, which gloo's would not."""
+        group, self.group = self.group, _Ended()
+        getattr(group, how)()
+
+
+class _Ended:
+    """Stands where a group was that has ended."""
+
+    def shutdown(self) -> None:
+        """Do nothing: it has ended."""
+
+    def abort(self) -> None:
+        """Do nothing: it has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Misconfigured(f"{name} on a process group that was destroyed or aborted; make a new one")

@@ -5,15 +5,30 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
+from torch._C._dynamo import eval_frame
 
 from counterpoint.collectives.work import Work
 
+# as torch.compiler.disable, which would load the compiler
+_SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+AnyClass = TypeVar("AnyClass", bound=type)
 
+
+def never_compiled(kind: AnyClass) -> AnyClass:
+    """Return a class whose methods torch's compiler never compiles: it is on when compiled DDP calls them."""
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            eval_frame.set_code_exec_strategy(member.__code__, _SKIP)
+    return kind
+
+
+@never_compiled
 class StartedWork(TorchWork):
     """Represents a call of a communicator as torch's `Work`.
 
@@ -98,6 +113,7 @@ class StartedWork(TorchWork):
         return future
 
 
+@never_compiled
 class BackgroundWork(TorchWork):
     """Represents a call that another thread starts, by the future of its outputs."""
 
@@ -143,6 +159,12 @@ class BackgroundWork(TorchWork):
     def get_future(self) -> Any:
         """Return the future of the output tensors."""
         return self._future
+
+
+def together(started: list[StartedWork]) -> StartedWork:
+    """Return one work for several calls."""
+    works = [work for one in started for work in one._works]
+    return StartedWork(works, [tensor for one in started for tensor in one.result()])
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,166 @@
+"""What ranks run to test how groups of backend `counterpoint` fail and end: what each is told, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.dist.torch_backend_programs import EVERYTHING, newest
+
+import counterpoint.torch_backend as backend
+from counterpoint.measurement.session import Session
+
+LARGE = 300_000  # elements: calls that take long enough to be in the way of what ends them
+
+
+def new_group(timeout_s: float = 60, *, is_open: bool = True) -> Any:
+    """A group that takes every call that it can; `is_open`: it has taken one."""
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=timeout_s)
+    group = dist.new_group(backend="counterpoint", pg_options=options)
+    if is_open:
+        dist.all_reduce(torch.ones(3), group=group)
+    return group
+
+
+def said(do: Callable[[], object]) -> tuple[str, float]:
+    """The error of a call, and how long it took; an empty text if there was none."""
+    begun = time.monotonic()
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "", time.monotonic() - begun
+
+
+def started(group: Any, count: int) -> list[Any]:
+    """Calls under way."""
+    return [dist.all_reduce(torch.ones(LARGE), group=group, async_op=True) for _ in range(count)]
+
+
+def one_is_killed(_: Session, how: str, after_s: float) -> tuple[str, float, str]:
+    """What the others are told when rank 1 is killed, from when on, and what ending the group then says."""
+    group = new_group(is_open=how != "before the first call")
+    if dist.get_rank() == 1:
+        if how == "before the first call":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def calls() -> None:
+        while True:
+            if how == "in futures":
+                for future in [work.get_future() for work in started(group, 4)]:
+                    future.wait()
+            else:
+                dist.all_reduce(torch.ones(LARGE), group=group)
+
+    text, seconds = said(calls)
+    return text, seconds, said(lambda: dist.destroy_process_group(group))[0]
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(64), group=group),
+    "shorter all_reduce": lambda group: dist.all_reduce(torch.ones(32), group=group),
+    "int32 all_reduce": lambda group: dist.all_reduce(torch.ones(64, dtype=torch.int32), group=group),
+    "max all_reduce": lambda group: dist.all_reduce(torch.ones(64), dist.ReduceOp.MAX, group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(64), 0, group),
+    "asynchronous all_gather": lambda group: gathered(64, 32, group, async_op=True).wait(),
+    "all_gather": lambda group: gathered(128, 64, group),
+    "all_gather into too much": lambda group: gathered(129, 64, group),
+    "barrier of torch": dist.barrier,
+}
+
+
+def gathered(output: int, mine: int, group: Any, *, async_op: bool = False) -> Any:
+    function = newest("all_gather_single", "all_gather_into_tensor")
+    return function(torch.ones(output), torch.ones(mine), group, async_op)
+
+
+def each_its_own(_: Session, names: tuple[str, str]) -> tuple[str, float, str]:
+    """What each of two ranks is told that makes its own call; and of a good call by both after that."""
+    group = new_group(timeout_s=20)
+    text, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
+    dist.barrier()
+    again = said(lambda: dist.all_reduce(torch.ones(3), group=group))[0]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return text, seconds, again
+
+
+def one_calls_torch(_: Session) -> str:
+    """What is said to rank 0 when rank 1 makes a call that torch takes; rank 1 waits for it no longer than that."""
+    group = new_group(timeout_s=2)
+    if dist.get_rank() == 1:
+        work = group.recv([torch.ones(8)], 0, 0)
+        return said(lambda: work.wait(timedelta(seconds=5)))[0]
+    return said(lambda: dist.all_reduce(torch.ones(64), group=group))[0]
+
+
+def under_load(_: Session, how: str, ranks: list[int], times: int) -> list[tuple[list[str], float]]:
+    """What is said to works when these ranks end the group with calls under way, and to calls after that."""
+    return [_ended_under_load(how, dist.get_rank() in ranks) for _time in range(times)]
+
+
+def _ended_under_load(how: str, by_me: bool) -> tuple[list[str], float]:
+    group = new_group(timeout_s=20)
+    dist.barrier()
+    works: list[Any] = []
+    starts = [said(lambda: works.extend(started(group, 1)))[0] for _ in range(10)]  # the other may have ended by now
+    told, begun = [], time.monotonic()
+    if by_me:
+        told.append(said(group.abort if how == "abort" else lambda: dist.destroy_process_group(group))[0])
+    told += [text for text in starts if text] + [said(work.wait)[0] for work in works]
+    if how == "abort":
+        told.append(said(lambda: dist.all_reduce(torch.ones(3), group=group))[0])
+        told.append(said(lambda: dist.barrier(group))[0] if by_me else "")
+    seconds = time.monotonic() - begun
+    if how == "abort" or not by_me:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return told, seconds
+
+
+def left_behind(_: Session, count: int, is_open: bool) -> dict[str, int]:
+    """What `count` groups leave: threads, descriptors, mappings, files in shared memory, and KiB of memory."""
+    for _time in range(5):
+        _made_and_destroyed(is_open)
+    before = _resources()
+    for _time in range(count):
+        _made_and_destroyed(is_open)
+    return {name: size - before[name] for name, size in _resources().items()}
+
+
+def _made_and_destroyed(is_open: bool) -> None:
+    group = new_group(is_open=is_open)
+    if not is_open:
+        dist.barrier(group)
+    assert backend.report(group).taken == is_open
+    dist.destroy_process_group(group)
+
+
+def _resources() -> dict[str, int]:
+    gc.collect()
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("counterpoint"),
+        "files": sum("counterpoint" in path.name for path in Path("/dev/shm").iterdir()),
+        "kib": int(Path("/proc/self/statm").read_text().split()[1]) * 4,
+    }
+
+
+def timeout_of_torch(_: Session, profile: str) -> tuple[str, float, int]:
+    """What rank 0 is told that waits for rank 1 in a group without options, with a profile for all calls."""
+    os.environ["COUNTERPOINT_PROFILE"] = profile
+    group = dist.new_group(backend="counterpoint", timeout=timedelta(seconds=2))
+    dist.all_reduce(torch.ones(3), group=group)
+    text, seconds = said(lambda: dist.all_reduce(torch.ones(3), group=group)) if dist.get_rank() == 0 else ("", 0.0)
+    return text, seconds, backend.report(group).taken

@@ -1,0 +1,45 @@
+"""Programs name backend `counterpoint` without importing it: torch calls an entry point of the installed package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+print(sorted(name for name in sys.modules if name.startswith("counterpoint")))
+dist.init_process_group("counterpoint", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+import counterpoint
+print(type(dist.group.WORLD).__name__, counterpoint.report().rows[0].why)
+"""
+LOADED = ["", ".errors", ".parallel", ".parallel.backend", ".parallel.backend.registration", ".version"]
+
+
+def test_torch_knows_the_backend_by_name(tmp_path: Path) -> None:
+    """`import torch` then loads nothing of this package but what registers the name."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    installed = tmp_path / "counterpoint-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: counterpoint\nVersion: 0\n")
+    lines = [f"{name} = {target}\n" for name, target in entries.items()]
+    (installed / "entry_points.txt").write_text("[torch.backends]\n" + "".join(lines))
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, made = done.stdout.splitlines()
+    assert loaded == str([f"counterpoint{name}" for name in LOADED])
+    assert made == "CounterpointGroup one rank"
