@@ -86,8 +86,9 @@ class StartedWork(TorchWork):
         """Return a future completed under the stream that runs the call, whose events tell others when it has ended."""
         device = self._outputs[0].device
         future: Any = torch.futures.Future(devices=[device])
-        if len(self.works) == 1:
-            with torch.cuda.stream(_stream(self.works[0].ended.stream, device)):  # type: ignore[attr-defined]
+        ended = getattr(self.works[0], "ended", None) if len(self.works) == 1 else None
+        if ended is not None:
+            with torch.cuda.stream(_stream(ended.stream, device)):
                 future.set_result(self._outputs)
             return future
         for work in self.works:  # none: the current stream runs it
@@ -163,7 +164,7 @@ class BackgroundWork(TorchWork):
 
 def together(started: list[StartedWork]) -> StartedWork:
     """Return one work for several calls."""
-    works = [work for one in started for work in one._works]
+    works = [work for one in started for work in one.works]
     return StartedWork(works, [tensor for one in started for tensor in one.result()])
 
 
