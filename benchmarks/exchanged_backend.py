@@ -7,7 +7,8 @@ starts. What it does is in the variable COUNTERPOINT_EXCHANGE, a JSON object:
 - `fork`: start ranks by fork, with torch imported already, in place of spawn. Not with GPUs.
 - `calls`: file to which every group and every call of the backend appends a line: its test and its way.
 - `results`: file to which pytest appends a line for each test that starts or ends.
-- `list`: file to which pytest writes the names of all tests that would exercise a backend, and runs none.
+- `list`: file to which pytest writes the names of all tests that would exercise a backend, and whether they use ranks
+  of their class, started for its first test. It runs none then.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def exchange(names: list[str], calls: str | None = None) -> None:
         log(path)
 
     known._new_process_group_helper = make_exchanged
-    CounterpointGroup.__init__ = take_everything  # type: ignore[method-assign]
+    CounterpointGroup.__init__ = take_everything  # type: ignore[method-assign, assignment]
     CallCounts.add = add_and_log  # type: ignore[method-assign]
 
 
@@ -78,16 +79,18 @@ def _log(kind: str, **facts: Any) -> None:
         log.write(json.dumps({"kind": kind} | facts) + "\n")
 
 
-def _is_of_a_backend(item: Any) -> bool:
-    """Return whether a test can exercise a backend: torch has its own, of threads, for many."""
-    bases = {base.__name__ for base in inspect.getmro(item.cls)} if item.cls else set()
-    return not bases & {"MultiThreadedTestCase", "DTensorOpTestBase", "LocalDTensorTestBase"}
+def _bases(item: Any) -> set[str]:
+    return {base.__name__ for base in inspect.getmro(item.cls)} if item.cls else set()
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Write the names of the tests, if that is asked for, and take them out."""
     if "list" in ASKED:
-        Path(ASKED["list"]).write_text(json.dumps([item.nodeid for item in items if _is_of_a_backend(item)]))
+        threaded = {"MultiThreadedTestCase", "DTensorOpTestBase", "LocalDTensorTestBase"}  # a backend of torch's own
+        found = [
+            (item.nodeid, "MultiProcContinuousTest" in _bases(item)) for item in items if not _bases(item) & threaded
+        ]
+        Path(ASKED["list"]).write_text(json.dumps(found))
         items.clear()
 
 

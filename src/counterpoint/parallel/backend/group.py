@@ -206,7 +206,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Reduce a tensor over all ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("all_reduce", tensors, tensors[0].nbytes, opts.reduceOp)
+        taken = self._take("all_reduce", tensors, _num_bytes(tensors[0]), opts.reduceOp)
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
@@ -218,7 +218,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Send the root's tensor to all ranks."""
         opts = opts or c10d.BroadcastOptions()
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("broadcast", tensors, tensors[0].nbytes)
+        taken = self._take("broadcast", tensors, _num_bytes(tensors[0]))
         if taken is None:
             return self.inner.group.broadcast(tensors, opts)
         root = opts.rootRank
@@ -435,7 +435,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return "several tensors"
         if op is not None and not _reduces(op, output.dtype):
             return "a reduction that only torch has"
-        if not output.is_contiguous() or output.layout is not torch.strided:
+        if output.layout is not torch.strided or not output.is_contiguous():
             return "not contiguous"
         communicator = self.communicator(output.device)
         if communicator is None:
@@ -528,6 +528,11 @@ def _is_bucket(operation: str, output: Tensor) -> bool:
     """Return whether a call is taken for a reduction of a bucket of gradients: a flat tensor, in a backward pass."""
     reduces = operation in ("all_reduce", "reduce_scatter")
     return reduces and output.dim() == 1 and torch._C._current_graph_task_id() != -1
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _op_and_factor(op: Any) -> tuple[str, float]:
