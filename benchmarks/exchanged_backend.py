@@ -53,7 +53,9 @@ def exchange(names: list[str], calls: str | None = None) -> None:
 
     def take_everything(self: Any, options: Any, given: Any) -> None:
         if not isinstance(given, counterpoint.torch_backend.BackendOptions):  # None, or NCCL's
-            given = counterpoint.torch_backend.BackendOptions(crossover_bytes=everything, nccl=given)
+            given = counterpoint.torch_backend.BackendOptions(
+                crossover_bytes=everything, nccl=given, timeout_s=options.timeout.total_seconds()
+            )
         construct(self, options, given)
         log("group")
 

@@ -97,7 +97,8 @@ class CounterpointGroup(dist.ProcessGroup):
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout and ranks.
-        backend_options: the `pg_options` of the call that makes the group; None: the defaults.
+        backend_options: the `pg_options` of the call that makes the group; None: the defaults, with the timeout of
+            that call.
 
     Raises:
         Misconfigured: `backend_options` are those of another backend.
