@@ -249,13 +249,13 @@ def _read(log: Path) -> tuple[dict[str, dict[str, str]], str | None]:
     return ended, running
 
 
-def measure(runner: Runner, file: str, part: tuple[int, int] | None, only: str | None) -> Outcome:
+def measure(runner: Runner, file: str, parts: Sequence[tuple[int, int]], only: str | None) -> Outcome:
     """Run a file's tests on both backends."""
     begin, outcome = time.monotonic(), Outcome(file)
     shared = runner.names(file)
     names = [name for name in shared if only is None or only in name]
-    if part is not None:
-        names = [name for name in names if zlib.crc32(name.encode()) % part[1] == part[0] - 1]
+    if parts:
+        names = [name for name in names if any(zlib.crc32(name.encode()) % of == part - 1 for part, of in parts)]
     calls = runner.folder / f"{_flat(file)}.calls"
     calls.unlink(missing_ok=True)
     outcome.base = runner.run(file, names, ours=False, calls=calls)
@@ -301,6 +301,12 @@ def report(outcomes: Sequence[Outcome], base: str) -> tuple[list[str], list[list
     return [column.format(base=base) for column in COLUMNS], [*rows, total], 1 - missing / max(passed, 1)
 
 
+def _version(path: Path) -> str | None:
+    """Return the version of a checkout of pytorch."""
+    file = path / "version.txt"
+    return file.read_text().strip() if file.exists() else None
+
+
 def _short(test: str) -> str:
     return test.rpartition("::")[2]
 
@@ -326,7 +332,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="files at the same time")
     parser.add_argument("--ranks", type=int, help="of the tests of distributed_test.py; 4, with GPUs 2")
     parser.add_argument("--seconds", type=float, default=60.0, help="most that a test may take")
-    parser.add_argument("--part", type=_part, help="2/4: the second of four parts of the tests, drawn by their names")
+    parser.add_argument(
+        "--parts", type=_part, nargs="+", default=(), help="2/4: the second of four parts, drawn by the tests' names"
+    )
     parser.add_argument("--only", help="tests whose names contain this")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "counterpoint-torch-tests")
     parser.add_argument("--out", type=Path, help="write the result here, as JSON, and its table next to it")
@@ -336,7 +344,7 @@ def main() -> int:
     )
     files = [file for file in asked.files if (runner.tests / file).is_file()]
     with ThreadPoolExecutor(asked.jobs) as pool:
-        outcomes = list(pool.map(lambda file: measure(runner, file, asked.part, asked.only), files))
+        outcomes = list(pool.map(lambda file: measure(runner, file, asked.parts, asked.only), files))
     columns, rows, share = report(outcomes, runner.base)
     print_table(columns, rows)
     absent = ", ".join(sorted(set(asked.files) - set(files))) or "no file"
@@ -352,7 +360,12 @@ def main() -> int:
             }
             for one in outcomes
         }
-        write_result(asked.out, {"provenance": facts, "share": share, "tests": tests}, columns, rows)
+        write_result(
+            asked.out,
+            {"provenance": facts, "checkout": _version(asked.path), "share": share, "tests": tests},
+            columns,
+            rows,
+        )
     return 0 if share >= LEAST else 1
 
 
