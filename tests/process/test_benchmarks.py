@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from process_cost import run
+from torch_tests import Runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +45,18 @@ def test_pipeline_step_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
+
+
+def test_a_torch_test_that_crashes_is_alone(tmp_path: Path) -> None:
+    """Tests after one that ends its process still run; what failed and was skipped is told from what passed."""
+    folder = tmp_path / "test" / "distributed"
+    folder.mkdir(parents=True)
+    bodies = {"one": "pass", "two": "os._exit(3)", "three": "assert 0, 'wrong'", "four": "pytest.skip()", "five": "pass"}
+    tests = "".join(f"def test_{name}():\n    {body}\n" for name, body in bodies.items())
+    (folder / "test_made_up.py").write_text(f"import os\nimport pytest\n{tests}")
+    runner = Runner(tmp_path, "cpu", ranks=2, seconds=60, folder=tmp_path / "logs")
+    names = runner.names("test_made_up.py")
+    results = runner.run("test_made_up.py", list(names), ours=False, calls=tmp_path / "calls")
+    outcomes = [result["outcome"] for result in results.values()]
+    assert outcomes == ["passed", "crashed", "failed", "skipped", "passed"]
+    assert "wrong" in results["test_three"]["text"]
