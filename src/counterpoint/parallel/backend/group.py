@@ -121,7 +121,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._communicator: AnyCommunicator | None = None
         self._hosts: Grid | None = None
         self._crossovers: dict[str, int] | None = None
-        self.why_not = None if self._size > 1 else "one rank"
+        self.why_not = "one rank" if self._size == 1 else self.inner.why_alone
         self._background: Background | None = None
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
@@ -203,9 +203,9 @@ class CounterpointGroup(dist.ProcessGroup):
 
     # calls that a communicator may take
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Reduce a tensor over all ranks, in place."""
-        opts = opts or c10d.AllreduceOptions()
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:  # type: ignore[override]
+        """Reduce a tensor over all ranks, in place; as for torch, `opts` may be the reduction alone."""
+        opts = _options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("all_reduce", tensors, _num_bytes(tensors[0]), opts.reduceOp)
         if taken is None:
@@ -215,9 +215,9 @@ class CounterpointGroup(dist.ProcessGroup):
             return BackgroundWork(self.background().start(reduce, tensors[0], tensors), tensors)
         return self._all_reduce(taken, tensors[0], opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Send the root's tensor to all ranks."""
-        opts = opts or c10d.BroadcastOptions()
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
+        """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
+        opts = _options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("broadcast", tensors, _num_bytes(tensors[0]))
         if taken is None:
@@ -534,6 +534,17 @@ def _is_bucket(operation: str, output: Tensor) -> bool:
 def _num_bytes(tensor: Tensor) -> int:
     """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
     return tensor.numel() * tensor.element_size()
+
+
+def _options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
+    """Return the options of a call, of which torch takes one alone, too."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    for key, one in ((name, given if value is None else value), ("timeout", timeout)):
+        if one is not None:
+            setattr(options, key, one)
+    return options
 
 
 def _op_and_factor(op: Any) -> tuple[str, float]:

@@ -15,10 +15,14 @@ from counterpoint.errors import Misconfigured
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _WORLD: Any = distributed_c10d._world
+_CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # compares the calls of all ranks
 
 
 class InnerGroup:
     """Holds a process group of torch's own backends, which torch knows by name once `register` was called.
+
+    Where torch would compare the calls of all ranks, so do these backends, and `why_alone` says why: all calls have to
+    be theirs then.
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
@@ -43,6 +47,7 @@ class InnerGroup:
         self._options, self._nccl = options, nccl
         self._global_ranks = [known[one] if known else one for one in everyone]
         self.name = f"{options.group_id}:{name}"
+        self.why_alone = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if c10d.get_debug_level() == c10d.DebugLevel.DETAIL else None
         self._store = c10d.PrefixStore(f"{name}/", options.store)
         self.group: Any = c10d.ProcessGroup(self._store, rank, size)
         self._with_nccl = with_nccl
@@ -69,8 +74,12 @@ class InnerGroup:
             found["cuda"] = kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, nccl)
         store = c10d.PrefixStore("gloo/", self._store)
         found["cpu"] = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
-        for _, backend in found.values():
+        for device, (kind, backend) in found.items():
             backend._set_sequence_number_for_group()
+            if self.why_alone:
+                prefix = f"{self.name}:{device}"
+                wrapped = _CREATE_WRAPPER(backend, prefix, self._store, rank, size, options.timeout)
+                found[device] = kind, wrapped
         return found
 
     def register(self) -> None:

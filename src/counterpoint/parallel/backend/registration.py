@@ -13,10 +13,12 @@ from counterpoint.parallel.backend import NAME
 
 def register() -> None:
     """Register the backend; do nothing where torch was built without torch.distributed. Twice is once."""
-    import torch.distributed as dist  # here: torch may not be installed, and it is half imported when it calls this
+    import torch  # here: torch may not be installed, and it is half imported when it calls this
+    import torch.distributed as dist
 
     if dist.is_available():
-        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
+        devices = ["cpu", "cuda"] if torch.version.cuda else ["cpu"]  # torch prefers one that is not the CPU
+        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=devices)
 
 
 def _group(options: Any, backend_options: Any) -> Any:
