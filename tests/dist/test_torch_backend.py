@@ -17,6 +17,17 @@ def test_every_other_call_works(three_ranks: Ranks) -> None:
     three_ranks.run(programs.other_calls)
 
 
+def test_the_groups_own_calls_take_one_option_and_sparse_tensors(three_ranks: Ranks) -> None:
+    three_ranks.run(programs.short_forms)
+
+
+def test_torch_compares_calls_if_it_is_told_to(two_ranks: Ranks) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: a mismatch is an error on both ranks, not a hang."""
+    for message, why in two_ranks.run(programs.compared_calls):
+        assert message.startswith("Detected mismatch between collectives on ranks"), message
+        assert why == "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+
+
 def test_futures_complete_and_chain(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.futures) == [[1.0, 1.0]] * 2
 

@@ -130,6 +130,42 @@ def other_calls(_: Session) -> None:
     assert other.tolist() == [float((rank - 1) % size)] * 3
 
 
+def short_forms(_: Session) -> None:
+    """Calls of the group itself, with one option in place of all; a sparse tensor, which only torch reduces."""
+    ours, _gloo = groups()
+    rank, size, before = dist.get_rank(), dist.get_world_size(), ours.report().taken
+    one = torch.full((3,), float(rank))
+    ours.allreduce(one, dist.ReduceOp.MAX).wait()
+    assert one.tolist() == [size - 1.0] * 3
+    ours.allreduce([one], op=dist.ReduceOp.SUM).wait()
+    assert one.tolist() == [size * (size - 1.0)] * 3
+    two = torch.full((3,), float(rank))
+    ours.broadcast(two, size - 1).wait()
+    assert two.tolist() == [size - 1.0] * 3
+    assert ours.report().taken == before + 3
+    sparse = torch.eye(3).to_sparse()
+    dist.all_reduce(sparse, group=ours)
+    assert torch.equal(sparse.to_dense(), size * torch.eye(3))
+
+
+def compared_calls(_: Session) -> tuple[str, str]:
+    """What torch says of calls that differ, where it is to compare them, and why the backend takes none then."""
+    level = dist.get_debug_level()  # type: ignore[attr-defined]
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    try:
+        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+        ours: Any = dist.new_group(backend="counterpoint", pg_options=taking)
+    finally:
+        dist.set_debug_level(level)  # type: ignore[attr-defined]
+    dist.all_reduce(torch.ones(4), group=ours)
+    message = ""
+    try:
+        dist.all_reduce(torch.ones(4 + dist.get_rank()), group=ours)
+    except RuntimeError as error:
+        message = str(error).split(" with ")[0]
+    return message, ours.report().rows[0].why
+
+
 def futures(_: Session) -> list[float]:
     """A call's future, and what is chained to it."""
     ours, _gloo = groups()
