@@ -51,7 +51,13 @@ def test_a_torch_test_that_crashes_is_alone(tmp_path: Path) -> None:
     """Tests after one that ends its process still run; what failed and was skipped is told from what passed."""
     folder = tmp_path / "test" / "distributed"
     folder.mkdir(parents=True)
-    bodies = {"one": "pass", "two": "os._exit(3)", "three": "assert 0, 'wrong'", "four": "pytest.skip()", "five": "pass"}
+    bodies = {
+        "one": "pass",
+        "two": "os._exit(3)",
+        "three": "assert 0, 'wrong'",
+        "four": "pytest.skip()",
+        "five": "pass",
+    }
     tests = "".join(f"def test_{name}():\n    {body}\n" for name, body in bodies.items())
     (folder / "test_made_up.py").write_text(f"import os\nimport pytest\n{tests}")
     runner = Runner(tmp_path, "cpu", ranks=2, seconds=60, folder=tmp_path / "logs")
