@@ -18,37 +18,15 @@ import inspect
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import distributed_c10d
 
+c10d: Any = distributed_c10d  # its stubs lack half of it
 VARIABLE = "COUNTERPOINT_EXCHANGE"
 ASKED: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
-
-
-class _Constructor:
-    """Stands for gloo's class: a test that constructs it, with gloo's options, gets a group of `counterpoint`."""
-
-    def __init__(self, gloo: Any, made: Any) -> None:
-        self._gloo, self._made, self._count = gloo, made, 0
-
-    def __call__(self, store: Any, rank: int, size: int, *options: Any, **keywords: Any) -> Any:
-        if not options:  # this package's own call
-            return self._gloo(store, rank, size, **keywords)
-        if not dist.is_initialized():  # the ranks find each other by it
-            dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=size)
-        self._count += 1
-        name = f"constructed {self._count}"
-        asked = {"store": dist.PrefixStore(name, store), "group_rank": rank, "group_size": size, "group_id": name}
-        return self._made(
-            SimpleNamespace(**asked, timeout=options[0]._timeout, global_ranks_in_group=list(range(size))), None
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gloo, name)
 
 
 def exchange(names: list[str], calls: str | None = None) -> None:
@@ -58,8 +36,7 @@ def exchange(names: list[str], calls: str | None = None) -> None:
     from counterpoint.parallel.backend.report import CallCounts
 
     everything = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
-    known: Any = distributed_c10d
-    make, construct, add = known._new_process_group_helper, CounterpointGroup.__init__, CallCounts.add
+    make, construct, add = c10d._new_process_group_helper, CounterpointGroup.__init__, CallCounts.add
     signature = inspect.signature(make)
 
     def log(way: str) -> None:
@@ -86,11 +63,9 @@ def exchange(names: list[str], calls: str | None = None) -> None:
         add(self, operation, num_bytes, path, why)
         log(path)
 
-    known._new_process_group_helper = make_exchanged
+    c10d._new_process_group_helper = make_exchanged
     CounterpointGroup.__init__ = take_everything  # type: ignore[method-assign, assignment]
     CallCounts.add = add_and_log  # type: ignore[method-assign]
-    if "gloo" in names:
-        dist.ProcessGroupGloo = _Constructor(dist.ProcessGroupGloo, CounterpointGroup)  # type: ignore[misc, assignment]
 
 
 def fork_ranks() -> None:

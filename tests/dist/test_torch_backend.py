@@ -21,6 +21,11 @@ def test_the_groups_own_calls_take_one_option_and_sparse_tensors(three_ranks: Ra
     three_ranks.run(programs.short_forms)
 
 
+def test_a_barrier_waits_for_earlier_calls(four_ranks: Ranks) -> None:
+    """As torch's own does: nobody has to wait for each."""
+    assert four_ranks.run(programs.barrier_after_calls) == [True] * 4
+
+
 def test_torch_compares_calls_if_it_is_told_to(two_ranks: Ranks) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: a mismatch is an error on both ranks, not a hang."""
     for message, why in two_ranks.run(programs.compared_calls):

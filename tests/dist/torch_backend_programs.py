@@ -148,6 +148,16 @@ def short_forms(_: Session) -> None:
     assert torch.equal(sparse.to_dense(), size * torch.eye(3))
 
 
+def barrier_after_calls(_: Session) -> bool:
+    """Calls that nobody waits for, then a barrier: whether they have ended."""
+    ours, _gloo = groups()
+    tensors = [torch.full((100, 1000), float(i)) for i in range(16)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=ours, async_op=True)
+    dist.barrier(ours)
+    return all(torch.all(tensor == i * dist.get_world_size()) for i, tensor in enumerate(tensors))
+
+
 def compared_calls(_: Session) -> tuple[str, str]:
     """What torch says of calls that differ, where it is to compare them, and why the backend takes none then."""
     level = dist.get_debug_level()  # type: ignore[attr-defined]

@@ -207,7 +207,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Reduce a tensor over all ranks, in place; as for torch, `opts` may be the reduction alone."""
         opts = _options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("all_reduce", tensors, _num_bytes(tensors[0]), opts.reduceOp)
+        taken = self._take("all_reduce", tensors, sum(map(_num_bytes, tensors)), opts.reduceOp)
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
@@ -219,7 +219,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
         opts = _options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("broadcast", tensors, _num_bytes(tensors[0]))
+        taken = self._take("broadcast", tensors, sum(map(_num_bytes, tensors)))
         if taken is None:
             return self.inner.group.broadcast(tensors, opts)
         root = opts.rootRank
@@ -358,10 +358,17 @@ class CounterpointGroup(dist.ProcessGroup):
 
     # calls that it leaves to torch
 
+    def barrier(self, *args: Any, **keywords: Any) -> Any:
+        """Wait for all ranks, and as in torch's own backends for all earlier calls."""
+        if self._background is not None:
+            self._background.drain()
+        for work in self._running:
+            work.wait()
+        return self.inner.group.barrier(*args, **keywords)
+
     allgather = _left_to_torch("allgather")
     allgather_coalesced = _left_to_torch("allgather_coalesced")
     alltoall = _left_to_torch("alltoall")
-    barrier = _left_to_torch("barrier")
     gather = _left_to_torch("gather")
     monitored_barrier = _left_to_torch("monitored_barrier")
     reduce = _left_to_torch("reduce")
@@ -425,6 +432,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
         if self.why_not is not None:
             return self.why_not
+        if len(outputs) != 1:
+            return "several tensors" if outputs else "no tensor"
         output = outputs[0]
         if output.device.type != self._device_type:
             return f"tensors on {output.device.type}"
@@ -432,8 +441,6 @@ class CounterpointGroup(dist.ProcessGroup):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
-        if len(outputs) > 1:
-            return "several tensors"
         if op is not None and not _reduces(op, output.dtype):
             return "a reduction that only torch has"
         if output.layout is not torch.strided or not output.is_contiguous():
