@@ -123,7 +123,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs tests of a checkout of pytorch, each file's in one process of pytest, which is replaced if a test hangs.
+    """Runs tests of a checkout of pytorch, in one process of pytest for each job, which is replaced if a test hangs.
 
     Args:
         path: the checkout.
@@ -131,11 +131,12 @@ class Runner:
         ranks: how many processes a test of `distributed_test.py` starts; most others have a number of their own.
         seconds: most that a test may take.
         folder: where logs go.
+        jobs: how many of a file's tests run at the same time.
     """
 
-    def __init__(self, path: Path, device: str, ranks: int, seconds: float, folder: Path) -> None:
+    def __init__(self, path: Path, device: str, ranks: int, seconds: float, folder: Path, jobs: int = 1) -> None:
         self.tests = (path / "test" / "distributed").resolve()
-        self.device, self.ranks, self.seconds, self.folder = device, ranks, seconds, folder
+        self.device, self.ranks, self.seconds, self.folder, self.jobs = device, ranks, seconds, folder, jobs
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "site").mkdir(exist_ok=True)
         (folder / "site" / "sitecustomize.py").write_text("import exchanged_backend\n")
@@ -161,15 +162,23 @@ class Runner:
 
     def run(self, file: str, names: Sequence[str], *, ours: bool, calls: Path) -> dict[str, dict[str, str]]:
         """Return what each test did: passed, failed, skipped, hung or crashed."""
+        shares = [names[number :: self.jobs] for number in range(min(self.jobs, len(names)))]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            done = list(pool.map(lambda job: self._share(file, job, shares[job], ours, calls), range(len(shares))))
+        results = {name: result for share in done for name, result in share.items()}
+        return {name: results.get(name, {"outcome": "crashed", "text": "not run"}) for name in names}
+
+    def _share(self, file: str, job: int, names: Sequence[str], ours: bool, calls: Path) -> dict[str, dict[str, str]]:
+        """Return what those tests did that are a job's."""
         way, left = "counterpoint" if ours else self.base, list(names)
         results: dict[str, dict[str, str]] = {}
-        log = self.folder / f"{_flat(file)}.{way}.jsonl"
+        log = self.folder / f"{_flat(file)}.{way}.{job}.jsonl"
         while left:
             log.unlink(missing_ok=True)
             asked = {"results": str(log), "fork": self.device == "cpu"}
             if ours:
                 asked |= {"names": self.exchanged, "calls": str(calls)}
-            with self._pytest(file, asked, [f"{file}::{name}" for name in left], way) as process:
+            with self._pytest(file, asked, [f"{file}::{name}" for name in left], f"{way}.{job}") as process:
                 hung = self._wait(process, log)
             ended, running = _read(log)
             if not ended and running is None:
@@ -178,7 +187,7 @@ class Runner:
             if running is not None:
                 results[running] = {"outcome": "hung" if hung else "crashed", "text": ""}
             left = [name for name in left if name not in results] if running is not None else []
-        return {name: results.get(name, {"outcome": "crashed", "text": "not run"}) for name in names}
+        return results
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path) -> bool:
         """Wait until pytest has ended or a test takes too long; return whether one did."""
@@ -267,10 +276,8 @@ def measure(runner: Runner, file: str, parts: Sequence[tuple[int, int]], only: s
     passed = [name for name, result in outcome.base.items() if result["outcome"] == "passed"]
     outcome.ours = runner.run(file, passed, ours=True, calls=calls)
     again = [name for name, result in outcome.ours.items() if result["outcome"] != "passed"]
-    for name in again:
-        outcome.ours |= {
-            name: runner.run(file, [name], ours=True, calls=calls)[name] | {"first": outcome.ours[name]["text"]}
-        }
+    for name, result in runner.run(file, again, ours=True, calls=calls).items():
+        outcome.ours[name] = result | {"first": outcome.ours[name]["text"]}
     for line in calls.read_text().splitlines() if calls.exists() else []:
         test, _, way = line.rpartition("\t")
         outcome.calls["taken" if way in ("zero_sm", "hosts") else way] += 1
@@ -334,7 +341,7 @@ def main() -> int:
         "--files", nargs="+", default=FILES, help="below test/distributed; those that are absent: left out"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="files at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="tests at the same time")
     parser.add_argument("--ranks", type=int, help="of the tests of distributed_test.py; 4, with GPUs 2")
     parser.add_argument("--seconds", type=float, default=60.0, help="most that a test may take")
     parser.add_argument(
@@ -344,12 +351,10 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "counterpoint-torch-tests")
     parser.add_argument("--out", type=Path, help="write the result here, as JSON, and its table next to it")
     asked = parser.parse_args()
-    runner = Runner(
-        asked.path, asked.device, asked.ranks or (4 if asked.device == "cpu" else 2), asked.seconds, asked.logs
-    )
+    ranks = asked.ranks or (4 if asked.device == "cpu" else 2)
+    runner = Runner(asked.path, asked.device, ranks, asked.seconds, asked.logs, asked.jobs)
     files = [file for file in asked.files if (runner.tests / file).is_file()]
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        outcomes = list(pool.map(lambda file: measure(runner, file, asked.parts, asked.only), files))
+    outcomes = [measure(runner, file, asked.parts, asked.only) for file in files]
     columns, rows, share = report(outcomes, runner.base)
     print_table(columns, rows)
     absent = ", ".join(sorted(set(asked.files) - set(files))) or "no file"
