@@ -437,13 +437,15 @@ class CounterpointGroup(dist.ProcessGroup):
         output = outputs[0]
         if output.device.type != self._device_type:
             return f"tensors on {output.device.type}"
+        if output.layout is not torch.strided:
+            return "sparse"
         if num_bytes < self._crossover(operation, output):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
         if op is not None and not _reduces(op, output.dtype):
             return "a reduction that only torch has"
-        if output.layout is not torch.strided or not output.is_contiguous():
+        if not output.is_contiguous():
             return "not contiguous"
         communicator = self.communicator(output.device)
         if communicator is None:
