@@ -430,15 +430,10 @@ class CounterpointGroup(dist.ProcessGroup):
         return False
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
-        if self.why_not is not None:
-            return self.why_not
-        if len(outputs) != 1:
-            return "several tensors" if outputs else "no tensor"
+        why = self.why_not or self._why_not_these(outputs)
+        if why is not None:
+            return why
         output = outputs[0]
-        if output.device.type != self._device_type:
-            return f"tensors on {output.device.type}"
-        if output.layout is not torch.strided:
-            return "sparse"
         if num_bytes < self._crossover(operation, output):
             return "below the crossover"
         if self._coalescing:
@@ -454,6 +449,14 @@ class CounterpointGroup(dist.ProcessGroup):
         if lands and landing_bytes(communicator, operation, output.nbytes) > PIECE_BYTES:
             return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
         return None
+
+    def _why_not_these(self, outputs: Sequence[Tensor]) -> str | None:
+        """Return why no communicator takes these tensors, in whichever call."""
+        if len(outputs) != 1:
+            return "several tensors" if outputs else "no tensor"
+        if outputs[0].device.type != self._device_type:
+            return f"tensors on {outputs[0].device.type}"
+        return "sparse" if outputs[0].layout is not torch.strided else None
 
     def _crossover(self, operation: str, output: Tensor) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
