@@ -46,7 +46,7 @@ from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
-_REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min"}
+_REDUCTIONS = tuple((getattr(dist.ReduceOp, name.upper()), name) for name in ("sum", "avg", "max", "min"))
 _NEVER = 1 << 62
 _BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -434,7 +434,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if why is not None:
             return why
         output = outputs[0]
-        if num_bytes < self._crossover(operation, output):
+        if num_bytes < self._crossover(operation, output, num_bytes):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
@@ -445,7 +445,7 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator = self.communicator(output.device)
         if communicator is None:
             return self.why_not
-        lands = self._device_type == "cuda" and not communicator.is_symmetric(output)
+        lands = output.nbytes > PIECE_BYTES and self._device_type == "cuda" and not communicator.is_symmetric(output)
         if lands and landing_bytes(communicator, operation, output.nbytes) > PIECE_BYTES:
             return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
         return None
@@ -458,7 +458,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return f"tensors on {outputs[0].device.type}"
         return "sparse" if outputs[0].layout is not torch.strided else None
 
-    def _crossover(self, operation: str, output: Tensor) -> int:
+    def _crossover(self, operation: str, output: Tensor, num_bytes: int) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
 
         A flat tensor that is reduced in a backward pass is taken for a bucket of gradients (DDP, ZeRO), which runs
@@ -468,10 +468,11 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._crossovers is None:
             self._crossovers = self._measured(output.device)
         measured = self._crossovers.get(operation, 0)
+        if num_bytes >= measured or num_bytes < _BUCKET_BYTES or not _is_bucket(operation, output):
+            return measured
         given = operation in (self._options.crossover_bytes or {})
-        communicator = self._communicator
-        in_place = communicator is not None and communicator.is_symmetric(output)
-        return min(measured, _BUCKET_BYTES) if in_place and not given and _is_bucket(operation, output) else measured
+        in_place = self._communicator is not None and self._communicator.is_symmetric(output)
+        return _BUCKET_BYTES if in_place and not given else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
@@ -561,13 +562,17 @@ def _options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
 
 def _op_and_factor(op: Any) -> tuple[str, float]:
     """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM."""
+    for known, name in _REDUCTIONS:
+        if op == known:
+            return name, 1.0
     kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
-    return kind.name.lower(), 1.0 if factor is None else float(factor)
+    return kind.name.lower(), factor if isinstance(factor, float) else 1.0
 
 
 def _reduces(op: Any, dtype: torch.dtype) -> bool:
     """Return whether a communicator has this reduction."""
-    name = op.__getstate__()[0].name
-    if name == "PREMUL_SUM":
+    name, _ = _op_and_factor(op)
+    if name == "premul_sum":
         return dtype in _FLOATS and isinstance(op.__getstate__()[1], float)
-    return name in _REDUCTIONS and (dtype in _FLOATS or (dtype in _INTEGERS and name != "AVG"))
+    known = any(name == one for _, one in _REDUCTIONS)
+    return known and (dtype in _FLOATS or (dtype in _INTEGERS and name != "avg"))

@@ -8,7 +8,8 @@ from typing import Literal
 
 from counterpoint.errors import NoEffect
 
-_SIZES = {1 << 20: "below 1 MiB", 1 << 24: "1 to 16 MiB", 1 << 28: "16 to 256 MiB", 1 << 62: "256 MiB and more"}
+_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
+_SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ class CallCounts:
 
     def add(self, operation: str, num_bytes: int, path: Literal["zero_sm", "hosts", "torch"], why: str) -> None:
         """Count a call whose full array has `num_bytes`."""
-        self._counts[operation, _size_class(num_bytes), path, why] += 1
+        self._counts[operation, _SIZE_OF_BITS[num_bytes.bit_length()], path, why] += 1
 
     def report(self) -> BackendReport:
         """Return what was counted so far."""
@@ -74,7 +75,3 @@ class CallCounts:
             for (operation, size, path, why), calls in self._counts.most_common()
         ]
         return BackendReport(tuple(rows))
-
-
-def _size_class(num_bytes: int) -> str:
-    return next(name for limit, name in _SIZES.items() if num_bytes < limit)
