@@ -325,7 +325,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
+        repeated = len({tensor.data_ptr() for tensor in tensors}) < len(tensors)  # reduced once by gloo
+        if repeated or not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
             return self.inner.group.allreduce_coalesced(tensors, opts)
         works = []
         for tensor in tensors:
