@@ -65,6 +65,17 @@ def test_groups_that_are_destroyed_leave_no_thread(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(programs.made_and_destroyed, 10)) <= 0
 
 
+def test_a_timeout_that_is_set_reaches_the_communicator(two_ranks: Ranks) -> None:
+    waited, other = two_ranks.run(programs.shorter_timeout)
+    assert waited.startswith("PeerTimeout: ") and "no progress for 1 s; waiting for rank 1" in waited
+    assert other == "came not"
+
+
+def test_an_abort_fails_buckets_that_wait(two_ranks: Ranks) -> None:
+    """Those under way, and those that the thread has not started."""
+    assert two_ranks.run(programs.abort_with_buckets)[0] == ["Misconfigured"] * 5
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import functools
 import gc
 import random
 import threading
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint.torch_backend as backend
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from counterpoint.parallel.background import all_reduce_in_pieces
 
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
@@ -285,6 +288,48 @@ def made_and_destroyed(_: Session, count: int) -> int:
         assert backend.report(group).require().taken == 1
         dist.destroy_process_group(group)
     return threading.active_count() - before
+
+
+def shorter_timeout(_: Session) -> str:
+    """The error of a rank that waits in vain, after the group's timeout was set."""
+    group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING))
+    dist.all_reduce(torch.ones(10), group=group)
+    group.set_timeout(datetime.timedelta(seconds=1))
+    text = "came not"
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(10), group=group)
+        except CounterpointError as error:
+            text = f"{type(error).__name__}: {error}"
+    dist.barrier(groups()[1])
+    dist.destroy_process_group(group)
+    return text
+
+
+def abort_with_buckets(_: Session) -> list[str]:
+    """What the futures of buckets end with that nobody else reduces, when the group is aborted."""
+    group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING))
+    dist.all_reduce(torch.ones(10), group=group)
+    if dist.get_rank() == 0:
+        buckets = [torch.ones(1000) for _bucket in range(5)]
+        communicator, background = group.communicator(), group.background()
+        run = functools.partial(all_reduce_in_pieces, communicator)
+        futures = [background.start(functools.partial(run, one, "sum", 1.0), one, one) for one in buckets]
+        group.abort()
+        seen = [_ended_with(future) for future in futures]
+    else:
+        seen = []
+    dist.barrier(groups()[1])
+    dist.destroy_process_group(group)
+    return seen
+
+
+def _ended_with(future: Any) -> str:
+    try:
+        future.wait()
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
 
 
 def refused(_: Session, what: str) -> str:

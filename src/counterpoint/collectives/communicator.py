@@ -138,6 +138,10 @@ class Communicator:
         """
         self._transport.check()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for another before it gives up, from now on; on this rank only."""
+        self._transport.watchdog.timeout_s = timeout_s
+
     def path(self, operation: str, num_bytes: int) -> Path:
         """Return what runs a call with even blocks: `zero_sm`, or `torch` if the full array is below the crossover.
 

@@ -57,6 +57,7 @@ class CudaTransport:
         profile: Profile,
     ) -> None:
         self.device, self._rates = gpu.device, profile.rates
+        self.watchdog = watchdog
         self._boards, self._chunk_bytes, self._staging_bytes = boards, options.chunk_bytes, options.staging_bytes
         self.names, failure = watchdog.names, Failure(watchdog, prints=True)
         waiter, events = PeerWaiter(watchdog, failure), EventPool(gpu.driver)

@@ -111,6 +111,10 @@ class HierarchicalCommunicator:
         for work in list(self._under_way):
             work.end(self._failed)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for another of its host, from now on."""
+        self.inside.set_timeout(timeout_s)
+
     def check(self) -> None:
         """Raise the error that ended this communicator or that of this host, if there was one."""
         if self._failed is not None:

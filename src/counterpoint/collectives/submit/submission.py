@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from counterpoint.collectives.host.watchdog import CurrentCall
+from counterpoint.collectives.host.watchdog import CurrentCall, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
 from counterpoint.collectives.memory.pool import Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
@@ -129,6 +129,8 @@ class Transport(Tuner, Protocol):
     """Makes the tensors of `empty(early_release=True)`: peers are told as soon as one dies."""
     programs: Programs
     """Plans the programs of this rank."""
+    watchdog: Watchdog
+    """Says how long a rank waits for another, and which has died."""
     names: tuple[int, ...]
     """Holds the numbers by which errors call the ranks."""
     mailbox_channel: int | None

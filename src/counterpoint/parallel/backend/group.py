@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -195,9 +195,12 @@ class CounterpointGroup(dist.ProcessGroup):
         self.inner.end("shutdown")
 
     def abort(self) -> None:
-        """End the group without waiting for calls under way."""
-        if isinstance(self._communicator, HostsCommunicator):
-            self._communicator.abort()
+        """End the group without waiting for calls under way, and fail those that still have to be started."""
+        communicator = self._communicator
+        if isinstance(communicator, HostsCommunicator):
+            communicator.abort()
+        elif communicator is not None:
+            communicator.close()
         self.close()
         self.inner.end("abort")
 
@@ -359,6 +362,14 @@ class CounterpointGroup(dist.ProcessGroup):
 
     # calls that it leaves to torch
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a rank waits for another, in the communicators, too; over hosts: of the ranks of this one."""
+        self._options = replace(self._options, timeout_s=timeout.total_seconds())
+        if self._communicator is not None:
+            self._communicator.set_timeout(timeout.total_seconds())
+        self._pairs.set_timeout(timeout.total_seconds())
+        self.inner.group.set_timeout(timeout)
+
     def barrier(self, *args: Any, **keywords: Any) -> Any:
         """Wait for all ranks, and as in torch's own backends for all earlier calls."""
         if self._background is not None:
@@ -375,7 +386,6 @@ class CounterpointGroup(dist.ProcessGroup):
     reduce = _left_to_torch("reduce")
     reduce_scatter = _left_to_torch("reduce_scatter")
     scatter = _left_to_torch("scatter")
-    set_timeout = _left_to_torch("set_timeout")
     split_group = _left_to_torch("split_group")
     merge_remote_group = _left_to_torch("merge_remote_group")
     get_group_store = _left_to_torch("get_group_store")
@@ -423,11 +433,11 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: Any = None) -> bool:
         """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
-        whys = [self._why_torch(operation, [one], its.nbytes, op) for one, its in zip(outputs, full, strict=True)]
+        whys = [self._why_torch(operation, [one], _num_bytes(its), op) for one, its in zip(outputs, full, strict=True)]
         if not any(whys):
             return True
         for its, why in zip(full, whys, strict=True):
-            self._left(operation, its.nbytes, why or "coalesced with a call that torch makes")
+            self._left(operation, _num_bytes(its), why or "coalesced with a call that torch makes")
         return False
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:

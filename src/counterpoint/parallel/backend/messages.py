@@ -19,6 +19,7 @@ import random
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class MessagePair:
     def recv(self, tensor: Tensor) -> Work | None:
         """Start a receive."""
         return self._communicator.recv(tensor, self._peer, async_op=True)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for the other, from now on."""
+        self._communicator.set_timeout(timeout_s)
 
     def close(self) -> None:
         """End the communicator, which waits for messages under way."""
@@ -103,6 +108,13 @@ class MessagePairs:
                 self._open(peer, device)
             found = self._known[peer]
         return found
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for another, from now on."""
+        self._options = replace(self._options, timeout_s=timeout_s)
+        for pair in self._known.values():
+            if isinstance(pair, MessagePair):
+                pair.set_timeout(timeout_s)
 
     def close(self) -> None:
         """End all communicators."""
