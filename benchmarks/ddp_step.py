@@ -13,9 +13,6 @@ buckets. With float32, parameters and gradients are float32 and matmuls run in b
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, batch
-from provenance import gpu_provenance, provenance, write_result
+from step_rig import Step, block, show, start, synchronize, write
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,10 +31,8 @@ import counterpoint.torch_backend as backend
 from llama import Llama  # isort: skip - found by fsdp_variants
 
 COLUMNS = ("tokens", "bucket MiB", "variant", "ms", "times", "won", "host ms", "loss", "norm")
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 STOCK, BOUND = "stock", "bound"
 VARIANTS = (STOCK, "backend", "backend registered", "overlap")
-Step = Callable[[], object]
 
 
 def no_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,10 +48,8 @@ no_hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future
 class Bench:
     """This rank: the models, one for each variant, and how to time them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.rank = args, dist.get_rank()
-        on_gpu = args.device == "cuda"
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.rank, self.device = args, dist.get_rank(), device
         self.shape = SHAPES[args.model]
         if args.layers is not None:
             self.shape = replace(self.shape, layers=args.layers)
@@ -89,12 +82,6 @@ class Bench:
         names = [(size, name) for size in self.args.buckets for name in chosen if name in self.args.variants]
         return {key: self.model(key[1], key[0]) for key in [*names, (max(self.args.buckets), BOUND)]}
 
-    def synchronize(self) -> None:
-        """All ranks, GPUs included, at one moment."""
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def step(self, model: torch.nn.Module, tokens: int) -> Step:
         """Forward and backward on one batch; gradients are set to zero in their buckets."""
         text = batch(self.shape, tokens, self.device, seed=self.rank)
@@ -123,19 +110,6 @@ class Bench:
         model.zero_grad(set_to_none=False)
         return {"loss": loss.item(), "norm": norm.item()}
 
-    def block(self, step: Step) -> tuple[float, float]:
-        """ms of a step within several, and of the host for the first of them."""
-        step()
-        self.synchronize()
-        started = time.perf_counter()
-        step()
-        host_ms = (time.perf_counter() - started) * 1e3
-        for _ in range(self.args.steps - 1):
-            step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - started) * 1e3 / self.args.steps, host_ms
-
     def timed(self, models: dict[tuple[float, str], DistributedDataParallel], tokens: int) -> list[dict[str, Any]]:
         """A row for each variant."""
         steps = {key: self.step(model, tokens) for key, model in models.items()}
@@ -143,7 +117,7 @@ class Bench:
         found: dict[tuple[float, str], list[tuple[float, float]]] = {key: [] for key in models}
         for index in range(self.args.rounds + 1):
             for key, step in steps.items():
-                seen = self.block(step)
+                seen = block(step, self.device, self.args.steps)
                 if index:
                     found[key].append(seen)
         mine = {key: tuple(median(column) for column in zip(*times, strict=True)) for key, times in found.items()}
@@ -169,13 +143,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
 
 
-def show(table: list[list[str]]) -> None:
-    """Print a table in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
-
-
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,15 +162,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure, print and keep."""
     args = parsed()
-    os.environ.update(NO_MULTICAST)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    bench = Bench(args)
+    device = start(args.device)
+    bench = Bench(args, device)
     models = bench.variants()
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
@@ -216,22 +176,11 @@ def main() -> None:
     if bench.rank == 0:
         print("\n".join(said), flush=True)
         if args.out is not None:
-            write(args.out, rows, said, bench)
-    bench.synchronize()
+            write(args.out, args, rows, [COLUMNS, *map(cells, rows)], said)
+    synchronize(bench.device)
     for handle in bench.handles.values():
         handle.restore()
     dist.destroy_process_group()
-
-
-def write(path: Path, rows: list[dict[str, Any]], said: list[str], bench: Bench) -> None:
-    """JSON with where it came from, and the table beside it."""
-    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
-    on_gpus = bench.device.type == "cuda"
-    facts = gpu_provenance(packages, world_size=world_size) if on_gpus else provenance(packages)
-    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
-    options = {name: value for name, value in vars(bench.args).items() if name != "out"}
-    record = {"provenance": facts, "options": options, "rows": rows, "report": said}
-    write_result(path, record, COLUMNS, [cells(row) for row in rows])
 
 
 if __name__ == "__main__":

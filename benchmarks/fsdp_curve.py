@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_step import NO_MULTICAST, show
 from fsdp_variants import Sharded
 from llama import Shape, rotary_table
 from provenance import gpu_provenance, provenance, write_result
+from step_rig import NO_MULTICAST, show
 
 from counterpoint.parallel.overlap import overlap
 

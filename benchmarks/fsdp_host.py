@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_step import NO_MULTICAST
 from fsdp_variants import SHAPES, Sharded, Variant, batch
 from provenance import gpu_provenance, provenance, write_result
+from step_rig import NO_MULTICAST
 from tables import print_table
 
 from counterpoint.parallel.overlap import OverlapOptions

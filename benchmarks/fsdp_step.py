@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,23 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
-from provenance import gpu_provenance, provenance, write_result
+from step_rig import Step, block, show, start, synchronize, write
 
 from counterpoint.parallel.overlap import OverlapOptions
 
 COLUMNS = ("tokens", "variant", "ms", "times", "won", "host ms", "peak GB", "of stock", "loss", "norm")
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-Step = Callable[[], object]
 
 
 class Bench:
     """This rank: the model, its variants, and how to time them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.rank = args, dist.get_rank()
-        self.device = (
-            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
-        )
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.rank, self.device = args, dist.get_rank(), device
         self.shape = replace(SHAPES[args.model], layers=args.layers)
         if args.vocabulary is not None:
             self.shape = replace(self.shape, vocabulary=args.vocabulary)
@@ -54,12 +46,6 @@ class Bench:
         self.variants = list(self.sharded.stock_variants())
         self.handle: Any = None
         self.floor: Any = None
-
-    def synchronize(self) -> None:
-        """All ranks, GPUs included, at one moment."""
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def step(self, model: Any, tokens: int) -> Step:
         """Forward and backward on one batch; gradients are dropped."""
@@ -87,7 +73,7 @@ class Bench:
         return seen
 
     def reset_peak(self) -> None:
-        self.synchronize()
+        synchronize(self.device)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -96,7 +82,7 @@ class Bench:
         """Device memory in use that torch's allocator does not know: symmetric memory is there."""
         if self.device.type != "cuda":
             return 0.0
-        self.synchronize()
+        synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         return (total - free - torch.cuda.memory_reserved(self.device)) / 1e9
 
@@ -119,19 +105,6 @@ class Bench:
                 seen[tokens][variant.name]["peak_gb"] += self.outside_gb() - self.before_gb
         return seen
 
-    def block(self, step: Step) -> tuple[float, float]:
-        """ms of a step within several, and of the host for the first of them."""
-        step()
-        self.synchronize()
-        started = time.perf_counter()
-        step()
-        host_ms = (time.perf_counter() - started) * 1e3
-        for _ in range(self.args.steps - 1):
-            step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - started) * 1e3 / self.args.steps, host_ms
-
     def timed(self, tokens: int) -> dict[str, tuple[float, float]]:
         """ms and host ms of every variant."""
         if self.floor is None:
@@ -142,8 +115,8 @@ class Bench:
         for index in range(self.args.rounds + 1):
             for variant in self.variants:
                 self.sharded.use(variant)
-                found.setdefault(variant.name, []).append(self.block(step))
-            found.setdefault("floor", []).append(self.block(floor))
+                found.setdefault(variant.name, []).append(block(step, self.device, self.args.steps))
+            found.setdefault("floor", []).append(block(floor, self.device, self.args.steps))
             if index == 0:
                 found.clear()
         mine = {name: tuple(median(column) for column in zip(*times, strict=True)) for name, times in found.items()}
@@ -178,12 +151,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
 
 
-def show(table: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="8b")
@@ -206,15 +173,8 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    os.environ.update(NO_MULTICAST)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    bench = Bench(args)
+    device = start(args.device)
+    bench = Bench(args, device)
     looks = bench.look()
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
@@ -225,22 +185,12 @@ def main() -> None:
     if bench.rank == 0:
         print(bench.handle, flush=True)
         if args.out is not None:
-            write(args.out, rows, bench)
+            table = [COLUMNS, *map(cells, rows)]
+            write(args.out, args, rows, table, str(bench.handle).splitlines())
     bench.sharded.use(bench.variants[0])
-    bench.synchronize()
+    synchronize(bench.device)
     bench.handle.restore()
     dist.destroy_process_group()
-
-
-def write(path: Path, rows: list[dict[str, Any]], bench: Bench) -> None:
-    """JSON with where it came from, and the table beside it."""
-    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
-    on_gpus = bench.device.type == "cuda"
-    facts = gpu_provenance(packages, world_size=world_size) if on_gpus else provenance(packages)
-    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
-    options = {name: value for name, value in vars(bench.args).items() if name != "out"}
-    record = {"provenance": facts, "options": options, "rows": rows, "report": str(bench.handle).splitlines()}
-    write_result(path, record, COLUMNS, [cells(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -12,35 +12,29 @@ variant's. `alone`: a step of this rank's stage without messages or bubbles, all
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import gpu_provenance, provenance, write_result
+from step_rig import Step, block, show, start, synchronize, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import counterpoint.torch_backend as backend
 
 COLUMNS = ("activation MiB", "variant", "ms", "times", "host ms", "loss")
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 STOCK, OURS, ALONE = "stock", "counterpoint", "alone"
-Step = Callable[[], Any]
 
 
 class Bench:
     """This rank: a stage for each variant, and how to time them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.rank, self.size = args, dist.get_rank(), dist.get_world_size()
-        on_gpu = args.device == "cuda"
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.ours = dist.new_group(backend="counterpoint")
         self.groups: dict[str, Any] = {STOCK: dist.group.WORLD, OURS: self.ours}
 
@@ -94,25 +88,6 @@ class Bench:
 
         return step
 
-    def synchronize(self) -> None:
-        """All ranks, GPUs included, at one moment."""
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def block(self, step: Step) -> tuple[float, float]:
-        """ms of a step within several, and of the host for the first of them."""
-        step()
-        self.synchronize()
-        started = time.perf_counter()
-        step()
-        host_ms = (time.perf_counter() - started) * 1e3
-        for _ in range(self.args.steps - 1):
-            step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - started) * 1e3 / self.args.steps, host_ms
-
     def timed(self, mib: float) -> list[dict[str, Any]]:
         """A row for each variant."""
         steps = self.steps(mib)
@@ -120,7 +95,7 @@ class Bench:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for index in range(self.args.rounds + 1):
             for name, step in steps.items():
-                seen = self.block(step)
+                seen = block(step, self.device, self.args.steps)
                 if index:
                     found[name].append(seen)
         mine = {
@@ -147,13 +122,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
 
 
-def show(table: list[list[str]]) -> None:
-    """Print a table in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
-
-
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,15 +139,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure, print and keep."""
     args = parsed()
-    os.environ.update(NO_MULTICAST)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    bench = Bench(args)
+    device = start(args.device)
+    bench = Bench(args, device)
     rows: list[dict[str, Any]] = []
     for mib in args.activations:
         new = bench.timed(mib)
@@ -190,20 +151,9 @@ def main() -> None:
     if bench.rank == 0:
         print("\n".join(said), flush=True)
         if args.out is not None:
-            write(args.out, rows, said, bench)
-    bench.synchronize()
+            write(args.out, args, rows, [COLUMNS, *map(cells, rows)], said)
+    synchronize(bench.device)
     dist.destroy_process_group()
-
-
-def write(path: Path, rows: list[dict[str, Any]], said: list[str], bench: Bench) -> None:
-    """JSON with where it came from, and the table beside it."""
-    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
-    on_gpus = bench.device.type == "cuda"
-    facts = gpu_provenance(packages, world_size=world_size) if on_gpus else provenance(packages)
-    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
-    options = {name: value for name, value in vars(bench.args).items() if name != "out"}
-    record = {"provenance": facts, "options": options, "rows": rows, "report": said}
-    write_result(path, record, COLUMNS, [cells(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Start the ranks of a benchmark of training steps, time its steps, and keep what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from provenance import gpu_provenance, provenance, write_result
+
+__all__ = ["NO_MULTICAST", "Step", "block", "show", "start", "synchronize", "write"]
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+Step = Callable[[], Any]
+
+
+def start(kind: str) -> torch.device:
+    """Make the default group of this job, by NCCL or gloo, and return this rank's device; `kind` is cuda or cpu."""
+    os.environ.update(NO_MULTICAST)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Bring all ranks, GPUs included, to one moment."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def block(step: Step, device: torch.device, steps: int) -> tuple[float, float]:
+    """Return ms of a step within several, and of the host for the first of them; one before is not timed."""
+    step()
+    synchronize(device)
+    started = time.perf_counter()
+    step()
+    host_ms = (time.perf_counter() - started) * 1e3
+    for _ in range(steps - 1):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) * 1e3 / steps, host_ms
+
+
+def show(table: Sequence[Sequence[str]]) -> None:
+    """Print a table in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
+
+
+def write(
+    path: Path,
+    args: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    table: Sequence[Sequence[str]],
+    report: Sequence[str],
+) -> None:
+    """Write JSON with where it came from, and beside it the table, whose first row names the columns."""
+    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
+    facts = gpu_provenance(packages, world_size=world_size) if args.device == "cuda" else provenance(packages)
+    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
+    options = {name: value for name, value in vars(args).items() if name != "out"}
+    record = {"provenance": facts, "options": options, "rows": rows, "report": list(report)}
+    write_result(path, record, table[0], table[1:])
