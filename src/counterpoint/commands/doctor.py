@@ -7,10 +7,21 @@ from typing import Annotated
 import typer
 
 from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
+from counterpoint.errors import Misconfigured
+
+_TIMEOUT_S = 60.0
 
 
 def doctor(
-    json: Annotated[str | None, typer.Option(help="Write the checkup as JSON; - prints it (and only it).")] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACES",
+            help="Prove from traces of some steps that counterpoint took effect, and look at nothing else: a file, "
+            "folder, glob, tar or zip of Kineto JSON or Nsight SQLite, one per rank; may be repeated.",
+        ),
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the answer as JSON; - prints it (and only it).")] = None,
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth/--no-bandwidth", help="Copy between GPUs: seconds, 512 MiB on each.")
     ] = True,
@@ -20,15 +31,22 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a driver that hangs is given up.", min=1.0)
-    ] = 60.0,
+    ] = _TIMEOUT_S,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report and no progress.")] = False,
 ) -> None:
     """Is this machine set up to overlap at all? Looks at GPUs, links, NCCL, environment and network; needs no GPU."""
+    json_path = json_file(json)
+    check_outputs(json_path)
+    if check:
+        if "" in check:
+            raise Misconfigured("--check without a name; give a trace file, or a folder with one for each rank")
+        if not bandwidth or device_checks or strict or timeout != _TIMEOUT_S:
+            raise Misconfigured("--check looks at traces, not at the machine: only --json and --quiet go with it")
+        _check(check, json, quiet=quiet)
+        return
     from counterpoint.machine.checkup import collect_readings, examine, exit_code
     from counterpoint.machine.profile import profile_of
 
-    json_path = json_file(json)
-    check_outputs(json_path)
     with progress(quiet, "looking") as tell:
         readings = collect_readings(
             bandwidth=bandwidth, torch=device_checks, limit_s=timeout, tell=lambda what: tell(0, 0, what)
@@ -45,3 +63,20 @@ def doctor(
 
         render_checkup(checkup, Console(soft_wrap=False))
     raise typer.Exit(exit_code(checkup.checks, strict=strict))
+
+
+def _check(traces: list[str], json: str | None, *, quiet: bool) -> None:
+    """Say whether copy engines moved the communication of these traces; exit with 1 if on a rank they did not."""
+    from counterpoint.diagnosis.effect import check_effect
+
+    with progress(quiet, "looking for traces") as tell:
+        effect = check_effect(traces, progress=tell)
+    if json is not None:
+        write_json(effect, json_file(json))
+    if not quiet and json != "-":
+        from rich.console import Console
+
+        from counterpoint.rendering.effect_terminal import render_effect
+
+        render_effect(effect, Console(soft_wrap=False))
+    raise typer.Exit(0 if effect.took_effect else 1)

@@ -107,16 +107,40 @@ def diagnose(
         BadTrace: nothing to read, a damaged file, or ranks of different jobs; names the file and the byte offset.
         Unsupported: the engine is dask, but its package is not installed or its scheduler does not answer.
     """
+    notes: list[str] = []
+    digests, names = read_ranks(source, notes, engine=engine, limits=limits, progress=progress)
+    return diagnose_digests(digests, names, notes)
+
+
+def read_ranks(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    notes: list[str],
+    *,
+    engine: Engine | None = None,
+    limits: Limits | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[list[RankDigest], list[str]]:
+    """Return the digests of a job's ranks and the names of their files, of the last recording where there are several.
+
+    Args:
+        source: as of `diagnose`.
+        notes: gets what is to be said of the files.
+        engine: how the ranks are read; by default in processes of this machine.
+        limits: caps on what compressed inputs may expand to.
+        progress: called as (files done, files, what is going on).
+
+    Raises:
+        BadTrace: as of `diagnose`.
+    """
     sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()
-    notes: list[str] = []
     with find_traces(sources, limits, notes) as files:
         files = _last_recording(files, notes)
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [f.label for f in files]
     if not digests:
         raise BadTrace("no rank in these files", path=sources[0])
-    return diagnose_digests(digests, names, notes)
+    return digests, names
 
 
 def diagnose_trend(
@@ -168,7 +192,7 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
     if others:
         shown = ", ".join(others[-8:]) + (" …" if len(others) > 8 else "")
         notes.append(
-            f"{len(found)} recordings of one job: the last, {last}, is diagnosed; --trend shows all; give one of "
+            f"{len(found)} recordings of one job: the last, {last}, is read; diagnose --trend shows all; give one of "
             f"{shown} by itself"
         )
     return found[last]

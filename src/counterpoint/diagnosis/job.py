@@ -141,9 +141,9 @@ def gpus_of(digest: RankDigest) -> tuple[int, ...]:
 def assemble(digests: list[RankDigest]) -> TracedJob:
     """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
     notes: list[str] = []
-    digests = _numbered(digests, notes)
-    world = _world_size(digests)
-    missing = tuple(r for r in range(min(world, 1 << 20)) if r not in {d.rank for d in digests})
+    digests = numbered(digests, notes)
+    world = world_size_of(digests)
+    missing = missing_ranks(digests, world)
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     ranks = tuple(d.rank for d in digests)
     joined = join(ranks, [d.comm for d in digests], base)
@@ -182,7 +182,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     )
 
 
-def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
+def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     """Return the digests with distinct ranks: as their traces state, else numbered in the order of the files."""
     stated: dict[int, RankDigest] = {}
     for d in (d for d in digests if d.rank_known):
@@ -204,7 +204,14 @@ def _numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
 
 
-def _world_size(digests: list[RankDigest]) -> int:
+def missing_ranks(digests: list[RankDigest], world_size: int) -> tuple[int, ...]:
+    """Return the ranks of a job of which there is no digest, of a million at most."""
+    there = {d.rank for d in digests}
+    return tuple(r for r in range(min(world_size, 1 << 20)) if r not in there)
+
+
+def world_size_of(digests: list[RankDigest]) -> int:
+    """Return the number of ranks of the job, as its traces state it; raise `BadTrace` for ranks of different jobs."""
     for key in ("world_size", "backend", "nccl_version"):
         values = {d.job[key]: d for d in digests if key in d.job}
         if len(values) > 1:

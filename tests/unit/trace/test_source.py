@@ -279,7 +279,7 @@ def test_the_last_recording_of_a_folder_is_diagnosed(tmp_path: Path) -> None:
     diagnosis = diagnose(tmp_path).diagnosis
     last = tmp_path / "iteration_100"
     assert diagnosis.source.files == (str(last / "rank0_trace.json"), str(last / "rank1_trace.json"))
-    assert diagnosis.notes[0].startswith("3 recordings of one job: the last, iteration_100, is diagnosed")
+    assert diagnosis.notes[0].startswith("3 recordings of one job: the last, iteration_100, is read")
     assert "iteration_9, iteration_10" in diagnosis.notes[0]
 
 

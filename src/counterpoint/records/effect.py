@@ -1,0 +1,54 @@
+"""Hold what `doctor --check` says of a trace: whether copy engines moved its communication, rank by rank.
+
+`Effect` is the contract `counterpoint.effect/1`: keys may be added, never renamed. Times are µs, sizes bytes. What is
+not known is `null`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from counterpoint.records import Record
+
+SCHEMA = "counterpoint.effect/1"
+
+
+class CommCalls(Record, frozen=True, kw_only=True):
+    """Counts the calls of one operation that copy engines of ours did not make."""
+
+    by: Literal["nccl", "other"]
+    operation: str
+    calls: int
+    us: float  # sum of their times, waiting for other ranks included
+
+
+class RankEffect(Record, frozen=True, kw_only=True):
+    """Says how one rank communicated. Times but those of `calls` count once where several run at the same time."""
+
+    rank: int
+    copies: int  # between GPUs, by copy engines
+    copied_bytes: int | None
+    copies_us: float
+    own_copies: int  # within the own GPU, on the streams of those copies
+    own_copied_bytes: int | None
+    own_copies_us: float
+    sums: int  # kernels that add up what peers have sent
+    sums_us: float
+    calls: tuple[CommCalls, ...]  # longest first
+    communication_us: float  # of the copies between GPUs and of the calls
+
+
+class Effect(Record, frozen=True, kw_only=True):
+    """Holds the whole answer."""
+
+    schema: str = SCHEMA
+    files: tuple[str, ...]
+    world_size: int
+    ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    took_effect: bool
+    without_effect: tuple[int, ...]  # ranks that communicate, without one copy between GPUs
+    verdict: str
+    fix: str  # empty if it took effect
+    per_rank: tuple[RankEffect, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,66 @@
+"""Print on a terminal whether copy engines moved the communication of a trace: the verdict, then rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.records.effect import CommCalls, Effect, RankEffect
+from counterpoint.rendering import formatting as say
+
+MAX_RANKS = 32
+_OF_COPIES = ("rank", "copies", "size", "ms", "own copies", "size", "ms", "sums", "ms")
+_OF_CALLS = ("by", "operation", "calls", "ms", "most on rank", "ms")
+
+
+def render_effect(effect: Effect, console: Console) -> None:
+    """Print the verdict, what to do, the copies of each rank, all other calls, and the notes."""
+    mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
+    console.print(Text.assemble(mark, say.text(effect.verdict, "bold")), soft_wrap=True)
+    if effect.fix:
+        console.print(say.text(f"→ {effect.fix}"), soft_wrap=True)
+    if any(rank.copies for rank in effect.per_rank):
+        shown = sorted(sorted(effect.per_rank, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
+        say.heading(console, "By copy engines", "between GPUs, and within the own GPU beside it")
+        say.print_table(console, _OF_COPIES, map(_copies, shown), left=())
+        if len(shown) < len(effect.per_rank):
+            console.print(f"the {len(shown)} ranks of which copy engines moved least; --json has all")
+    if any(rank.calls for rank in effect.per_rank):
+        say.heading(console, "By NCCL and other kernels", "all ranks; times hold waiting for other ranks")
+        say.print_table(console, _OF_CALLS, _calls(effect.per_rank), left=("by", "operation"))
+    if effect.notes:
+        say.heading(console, "Notes")
+    for note in effect.notes:
+        console.print(Text.assemble("· ", say.text(note)))
+
+
+def _share(rank: RankEffect) -> float:
+    return rank.copies_us / rank.communication_us if rank.communication_us else 1.0
+
+
+def _copies(rank: RankEffect) -> tuple[str, ...]:
+    return (
+        str(rank.rank),
+        f"{rank.copies:,}",
+        say.size(rank.copied_bytes),
+        say.milliseconds(rank.copies_us),
+        f"{rank.own_copies:,}",
+        say.size(rank.own_copied_bytes),
+        say.milliseconds(rank.own_copies_us),
+        f"{rank.sums:,}",
+        say.milliseconds(rank.sums_us),
+    )
+
+
+def _calls(ranks: Sequence[RankEffect]) -> Iterator[tuple[str, ...]]:
+    kinds: dict[tuple[str, str], list[tuple[int, CommCalls]]] = {}
+    for rank in ranks:
+        for call in rank.calls:
+            kinds.setdefault((call.by, call.operation), []).append((rank.rank, call))
+    for (by, operation), rows in kinds.items():
+        worst, most = max(rows, key=lambda row: row[1].us)
+        calls, us = sum(call.calls for _, call in rows), sum(call.us for _, call in rows)
+        shown = "NCCL" if by == "nccl" else by
+        yield shown, operation, f"{calls:,}", say.milliseconds(us), str(worst), say.milliseconds(most.us)
