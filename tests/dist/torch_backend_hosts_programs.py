@@ -78,14 +78,7 @@ def errors_of_scaled_sums(_: Session) -> list[tuple[float, float]]:
 
 def ddp_errors(_: Session) -> tuple[float, float, int]:
     """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took."""
-    ours, gloo = groups()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-    before = ours.report().taken
-    exact = programs.trained(copy.deepcopy(model).double(), gloo)
-    found = [programs.trained(copy.deepcopy(model), group) for group in (ours, gloo)]
-    mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in found)
-    return mine, theirs, ours.report().taken - before
+    return programs.errors_of_ddp(*groups())
 
 
 def ddp_hook_errors(_: Session) -> tuple[float, float, int]:

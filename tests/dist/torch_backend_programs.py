@@ -239,6 +239,22 @@ def trained(
     return losses
 
 
+def ddp_errors(_: Session) -> tuple[float, float, int]:
+    """What `errors_of_ddp` gives of the ranks of one host."""
+    return errors_of_ddp(*groups())
+
+
+def errors_of_ddp(ours: Any, gloo: Any) -> tuple[float, float, int]:
+    """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    before = ours.report().taken
+    exact = trained(copy.deepcopy(model).double(), gloo)
+    found = [trained(copy.deepcopy(model), group) for group in (ours, gloo)]
+    mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in found)
+    return mine, theirs, ours.report().taken - before
+
+
 def tensor_parallel(_: Session) -> tuple[list[float], list[float], int]:
     """A block split over an axis of a mesh with its own backend, and over gloo's: losses, and calls that ours took."""
     taking = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
