@@ -106,6 +106,10 @@ class Background:
         self._items.put(item)
         return future
 
+    def stream_of(self, tensor: Tensor) -> Any:
+        """Return torch's stream that runs work on this tensor; None on a CPU."""
+        return self._streams[self._place(tensor).channel] if self._streams else None
+
     def _place(self, tensor: Tensor) -> _Place:
         """Return a tensor's place; in plain memory, whose addresses differ between ranks, that has channel 0."""
         if not self._communicator.is_symmetric(tensor):

@@ -215,7 +215,8 @@ class CounterpointGroup(dist.ProcessGroup):
             return self.inner.group.allreduce(tensors, opts)
         if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
             reduce = partial(all_reduce_in_pieces, taken, tensors[0], *_op_and_factor(opts.reduceOp))
-            return BackgroundWork(self.background().start(reduce, tensors[0], tensors), tensors)
+            background = self.background()
+            return BackgroundWork(background.start(reduce, tensors[0], tensors), tensors, background)
         return self._all_reduce(taken, tensors[0], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torch._C._dynamo import eval_frame
 
 from counterpoint.collectives.work import Work
+from counterpoint.parallel.background import Background
 
 # as torch.compiler.disable, which would load the compiler
 _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -116,11 +117,17 @@ class StartedWork(TorchWork):
 
 @never_compiled
 class BackgroundWork(TorchWork):
-    """Represents a call that another thread starts, by the future of its outputs."""
+    """Represents a call that another thread starts.
 
-    def __init__(self, future: Any, outputs: list[Tensor]) -> None:
+    Args:
+        future: the future of its outputs.
+        outputs: tensors that the call writes.
+        background: what has the thread.
+    """
+
+    def __init__(self, future: Any, outputs: list[Tensor], background: Background) -> None:
         super().__init__()
-        self._future, self._outputs = future, outputs
+        self._future, self._outputs, self._background = future, outputs, background
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is queued and let the current stream wait for it (on a CPU, this thread)."""
@@ -136,8 +143,9 @@ class BackgroundWork(TorchWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call is queued (on a CPU: has ended), with or without an error."""
-        return bool(self._future.done())
+        """Return whether the call has ended, with or without an error, and on a GPU those queued behind it, too."""
+        stream = self._background.stream_of(self._outputs[0])
+        return bool(self._future.done()) and (stream is None or bool(stream.query()))
 
     def is_success(self) -> bool:
         """Return whether there is no error."""
