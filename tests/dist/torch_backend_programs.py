@@ -258,11 +258,10 @@ def errors_of_ddp(ours: Any, gloo: Any) -> tuple[float, float, int]:
 def tensor_parallel(_: Session) -> tuple[list[float], list[float], int]:
     """A block split over an axis of a mesh with its own backend, and over gloo's: losses, and calls that ours took."""
     taking = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
-    names = ("dp", "tp")
     shape = (dist.get_world_size() // 2, 2)
-    override: Any = {"tp": ("counterpoint", taking)}
-    ours = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)["tp"]
-    gloo = init_device_mesh("cpu", shape, mesh_dim_names=names)["tp"]
+    override: Any = {"by_ours": ("counterpoint", taking)}  # names of their own: DTensor takes equal meshes for one
+    ours = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "by_ours"), backend_override=override)["by_ours"]
+    gloo = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "by_gloo"))["by_gloo"]
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
     found = []

@@ -136,9 +136,12 @@ def tensor_parallel(one: Rank) -> Seen:
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     found, taken = [], 0
-    for override in (("counterpoint", TAKING), one.other):
-        chosen: Any = {"tp": override}
-        mesh = init_device_mesh(one.device.type, (one.size,), mesh_dim_names=("tp",), backend_override=chosen)
+    for axis, override in (
+        ("ours", ("counterpoint", TAKING)),
+        ("theirs", one.other),
+    ):  # DTensor takes equal meshes for one
+        chosen: Any = {axis: override}
+        mesh = init_device_mesh(one.device.type, (one.size,), mesh_dim_names=(axis,), backend_override=chosen)
         styles = {
             "0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)),
             "3": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
@@ -151,8 +154,8 @@ def tensor_parallel(one: Rank) -> Seen:
             return loss
 
         found.append(one.losses(model, forward))
-        if override != one.other:
-            taken = backend.report(mesh.get_group("tp")).taken
+        if axis == "ours":
+            taken = backend.report(mesh.get_group(axis)).taken
     furthest = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(*found, strict=True))
     return {"close": str(furthest < 1e-5), "taken": str(taken > 0)}
 

@@ -1,1 +1,7 @@
-"""Put zero-SM collectives under torch's own parallelism: users call `overlap.py`, which is built on `fsdp/`."""
+"""Put zero-SM collectives under torch's own parallelism.
+
+- `overlap.py`: the one line for FSDP2 (`fsdp/`) and DDP (`ddp.py`).
+- `backend/`: a backend of torch.distributed, for everything else.
+- `background.py`: the thread that launches reductions of gradient buckets.
+- `arguments.py`: the arguments that torch gives to both.
+"""

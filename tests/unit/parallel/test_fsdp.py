@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.fsdp import FSDPModule
 
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.fsdp.hooks import GatherHook, op_and_factor
+from counterpoint.parallel.arguments import op_and_factor
+from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.fsdp.modules import sharded_modules
 from counterpoint.parallel.overlap import OverlapOptions, overlap
 

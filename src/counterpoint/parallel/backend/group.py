@@ -30,6 +30,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback, TorchWork
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.arguments import call_options, is_bucket, num_bytes_of, op_and_factor, reduces
 from counterpoint.parallel.backend import NAME
 from counterpoint.parallel.backend.hosts import (
     HostsCommunicator,
@@ -46,11 +47,8 @@ from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
-_REDUCTIONS = tuple((getattr(dist.ReduceOp, name.upper()), name) for name in ("sum", "avg", "max", "min"))
 _NEVER = 1 << 62
 _BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,22 +206,22 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:  # type: ignore[override]
         """Reduce a tensor over all ranks, in place; as for torch, `opts` may be the reduction alone."""
-        opts = _options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
+        opts = call_options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("all_reduce", tensors, sum(map(_num_bytes, tensors)), opts.reduceOp)
+        taken = self._take("all_reduce", tensors, sum(map(num_bytes_of, tensors)), opts.reduceOp)
         if taken is None:
             return self.inner.group.allreduce(tensors, opts)
-        if opts.asyncOp and _is_bucket("all_reduce", tensors[0]):
-            reduce = partial(all_reduce_in_pieces, taken, tensors[0], *_op_and_factor(opts.reduceOp))
+        if opts.asyncOp and is_bucket("all_reduce", tensors[0]):
+            reduce = partial(all_reduce_in_pieces, taken, tensors[0], *op_and_factor(opts.reduceOp))
             background = self.background()
             return BackgroundWork(background.start(reduce, tensors[0], tensors), tensors, background)
         return self._all_reduce(taken, tensors[0], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
-        opts = _options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
+        opts = call_options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("broadcast", tensors, sum(map(_num_bytes, tensors)))
+        taken = self._take("broadcast", tensors, sum(map(num_bytes_of, tensors)))
         if taken is None:
             return self.inner.group.broadcast(tensors, opts)
         root = opts.rootRank
@@ -247,7 +245,7 @@ class CounterpointGroup(dist.ProcessGroup):
         taken = self._take("reduce_scatter", [output], input.nbytes, opts.reduceOp)
         if taken is None:
             return self.inner.group._reduce_scatter_base(output, input, opts)
-        op, factor = _op_and_factor(opts.reduceOp)
+        op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
             [output],
@@ -434,11 +432,13 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: Any = None) -> bool:
         """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
-        whys = [self._why_torch(operation, [one], _num_bytes(its), op) for one, its in zip(outputs, full, strict=True)]
+        whys = [
+            self._why_torch(operation, [one], num_bytes_of(its), op) for one, its in zip(outputs, full, strict=True)
+        ]
         if not any(whys):
             return True
         for its, why in zip(full, whys, strict=True):
-            self._left(operation, _num_bytes(its), why or "coalesced with a call that torch makes")
+            self._left(operation, num_bytes_of(its), why or "coalesced with a call that torch makes")
         return False
 
     def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
@@ -450,7 +450,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
-        if op is not None and not _reduces(op, output.dtype):
+        if op is not None and not reduces(op, output.dtype):
             return "a reduction that only torch has"
         if not output.is_contiguous():
             return "not contiguous"
@@ -480,7 +480,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._crossovers is None:
             self._crossovers = self._measured(output.device)
         measured = self._crossovers.get(operation, 0)
-        if num_bytes >= measured or num_bytes < _BUCKET_BYTES or not _is_bucket(operation, output):
+        if num_bytes >= measured or num_bytes < _BUCKET_BYTES or not is_bucket(operation, output):
             return measured
         given = operation in (self._options.crossover_bytes or {})
         in_place = self._communicator is not None and self._communicator.is_symmetric(output)
@@ -502,7 +502,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _all_reduce(self, taken: AnyCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
         """Start an all_reduce by the communicator that takes it."""
-        op, factor = _op_and_factor(opts.reduceOp)
+        op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
             [tensor],
@@ -548,43 +548,3 @@ def group_of_backend(group: Any = None) -> CounterpointGroup:
             "counterpoint.torch_backend"
         )
     return group
-
-
-def _is_bucket(operation: str, output: Tensor) -> bool:
-    """Return whether a call is taken for a reduction of a bucket of gradients: a flat tensor, in a backward pass."""
-    reduces = operation in ("all_reduce", "reduce_scatter")
-    return reduces and output.dim() == 1 and torch._C._current_graph_task_id() != -1
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
-    return tensor.numel() * tensor.element_size()
-
-
-def _options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
-    """Return the options of a call, of which torch takes one alone, too."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    for key, one in ((name, given if value is None else value), ("timeout", timeout)):
-        if one is not None:
-            setattr(options, key, one)
-    return options
-
-
-def _op_and_factor(op: Any) -> tuple[str, float]:
-    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM."""
-    for known, name in _REDUCTIONS:
-        if op == known:
-            return name, 1.0
-    kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
-    return kind.name.lower(), factor if isinstance(factor, float) else 1.0
-
-
-def _reduces(op: Any, dtype: torch.dtype) -> bool:
-    """Return whether a communicator has this reduction."""
-    name, _ = _op_and_factor(op)
-    if name == "premul_sum":
-        return dtype in _FLOATS and isinstance(op.__getstate__()[1], float)
-    known = any(name == one for _, one in _REDUCTIONS)
-    return known and (dtype in _FLOATS or (dtype in _INTEGERS and name != "avg"))

@@ -41,6 +41,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import TensorList
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
 from counterpoint.parallel.fsdp.placeholders import GatherPlaceholder, ScatterPlaceholder, ScatterSource
 from counterpoint.parallel.fsdp.prefetch import Prefetch
@@ -258,15 +259,6 @@ class ScatterHook(ReduceScatter):
             op=op,
             direct=self._was_direct,
         )
-
-
-def op_and_factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> tuple[str, float]:
-    """Return the name that `Communicator` has for torch's ReduceOp, and the factor of PREMUL_SUM."""
-    kind: Any = op
-    factor: Any = None
-    if not isinstance(op, dist.ReduceOp.RedOpType):
-        kind, factor = kind.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
-    return kind.name.lower(), 1.0 if factor is None else float(factor)
 
 
 class _WorkForTorch(TorchWork):

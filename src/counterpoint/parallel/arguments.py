@@ -1,0 +1,56 @@
+"""Read the arguments that torch gives to its process groups and to FSDP2's hooks: options, reductions, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_REDUCTIONS = tuple((getattr(dist.ReduceOp, name.upper()), name) for name in ("sum", "avg", "max", "min"))
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def is_bucket(operation: str, output: Tensor) -> bool:
+    """Return whether a call is taken for a reduction of a bucket of gradients: a flat tensor, in a backward pass."""
+    is_reduced = operation in ("all_reduce", "reduce_scatter")
+    return is_reduced and output.dim() == 1 and torch._C._current_graph_task_id() != -1
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
+    return tensor.numel() * tensor.element_size()
+
+
+def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
+    """Return the options of a call, of which torch takes one alone, too."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    for key, one in ((name, given if value is None else value), ("timeout", timeout)):
+        if one is not None:
+            setattr(options, key, one)
+    return options
+
+
+def op_and_factor(op: Any) -> tuple[str, float]:
+    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM."""
+    for known, name in _REDUCTIONS:
+        if op == known:
+            return name, 1.0
+    kind: Any = op
+    factor: Any = None
+    if not isinstance(op, dist.ReduceOp.RedOpType):
+        kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    return kind.name.lower(), factor if isinstance(factor, float) else 1.0
+
+
+def reduces(op: Any, dtype: torch.dtype) -> bool:
+    """Return whether a communicator has this reduction."""
+    name, _ = op_and_factor(op)
+    if name == "premul_sum":
+        return dtype in _FLOATS and isinstance(op.__getstate__()[1], float)
+    known = any(name == one for _, one in _REDUCTIONS)
+    return known and (dtype in _FLOATS or (dtype in _INTEGERS and name != "avg"))
