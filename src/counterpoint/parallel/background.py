@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,10 +29,14 @@ Run: TypeAlias = Callable[[int], object]
 """Queues work on the current stream, with calls of the communicator on the channel that it is given."""
 
 
+def pieces(values: Tensor) -> Sequence[Tensor]:
+    """Return a flat tensor in pieces of up to `PIECE_BYTES`."""
+    return (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
+
+
 def all_reduce_in_pieces(communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int) -> None:
     """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`."""
-    pieces = (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
-    for piece in pieces:
+    for piece in pieces(values):
         communicator.all_reduce(piece, op, factor=factor, channel=channel)
 
 

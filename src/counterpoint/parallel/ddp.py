@@ -24,7 +24,7 @@ from counterpoint.collectives.multihost.communicator import AnyCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup
-from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
+from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces, pieces
 from counterpoint.records import Record
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"
@@ -156,7 +156,7 @@ class HookState:
         all_reduce_in_pieces(self.communicator, values, "avg", 1.0, channel)
 
     def _average_as_bfloat16(self, values: Tensor, channel: int) -> None:
-        for piece in values.split(PIECE_BYTES // values.itemsize):
+        for piece in pieces(values):
             self._average_piece_as_bfloat16(piece, channel)
 
     def _average_piece_as_bfloat16(self, values: Tensor, channel: int) -> None:
@@ -166,7 +166,7 @@ class HookState:
         values.copy_(wire)
 
     def _average_as_float8(self, values: Tensor, channel: int) -> None:
-        for piece in values.split(PIECE_BYTES // values.itemsize):
+        for piece in pieces(values):
             self._average_piece_as_float8(piece, channel)
 
     def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:

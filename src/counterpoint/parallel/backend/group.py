@@ -79,6 +79,19 @@ class BackendOptions(CommunicatorOptions):
         return timedelta(seconds=self.timeout_s)
 
 
+_DECIDED_HERE: dict[str, Any] = {"crossover_bytes": None, "mailbox_bytes": None}  # not by the communicator
+
+
+def _shared_options(options: CommunicatorOptions) -> dict[str, Any]:
+    """Return the options that every communicator has, by name."""
+    return {field.name: getattr(options, field.name) for field in fields(CommunicatorOptions)}
+
+
+def _own_options(options: CommunicatorOptions) -> BackendOptions:
+    """Return the options of a group, given those of any communicator."""
+    return options if isinstance(options, BackendOptions) else BackendOptions(**_shared_options(options))
+
+
 def _left_to_torch(name: str) -> Any:
     """Return a method that makes the same call of the inner group, and is not counted."""
 
@@ -109,8 +122,8 @@ class CounterpointGroup(dist.ProcessGroup):
                 f"pg_options of type {type(backend_options).__name__}: give counterpoint.torch_backend.BackendOptions "
                 "(its `nccl` holds those of NCCL), or none"
             )
-        self._options = backend_options or BackendOptions(timeout_s=options.timeout.total_seconds())
-        self.inner = InnerGroup(options, getattr(self._options, "nccl", None))
+        self._options = _own_options(backend_options or BackendOptions(timeout_s=options.timeout.total_seconds()))
+        self.inner = InnerGroup(options, self._options.nccl)
         for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
             self._register_backend(torch.device(device), kind, backend)
         self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
@@ -124,10 +137,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
         self._pairs = MessagePairs(
-            options,
-            self._options.mailbox_bytes,
-            self._options.timeout_s,
-            getattr(self._options, "ranks_per_host", None),
+            options, self._options.mailbox_bytes, self._options.timeout_s, self._options.ranks_per_host
         )
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
 
@@ -148,9 +158,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._communicator is None and hosts is not None:
             on_gpu = self._device_type == "cuda"
             device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-            others = ("crossover_bytes", "mailbox_bytes")
-            names = [field.name for field in fields(CommunicatorOptions) if field.name not in others]
-            options = CommunicatorOptions(**{name: getattr(self._options, name) for name in names})
+            options = CommunicatorOptions(**(_shared_options(self._options) | _DECIDED_HERE))
             try:
                 self._communicator = open_communicator(self.inner, hosts, device, options)
             except Unsupported as error:
@@ -162,7 +170,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._hosts is None and self.why_not is None:
             self.inner.register()
             try:
-                self._hosts = grid_of_group(self.inner.group, getattr(self._options, "ranks_per_host", None))
+                self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)
             except Unsupported as error:
                 self.why_not = str(error)
         return self._hosts
