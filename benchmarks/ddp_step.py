@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, batch
-from step_rig import Step, block, show, start, synchronize, write
+from step_rig import Step, block, formatted, show, start, synchronize, write
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,7 +140,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "tokens": "d", "bucket_mb": "g", "variant": "", "ms": ".1f", "times": ".3f", "won": ".0%", "host_ms": ".1f",
         "loss": ".6f", "norm": ".4f",
     }  # fmt: skip
-    return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
+    return formatted(row, formats)
 
 
 def parsed() -> argparse.Namespace:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
-from step_rig import Step, block, show, start, synchronize, write
+from step_rig import Step, block, formatted, show, start, synchronize, write
 
 from counterpoint.parallel.overlap import OverlapOptions
 
@@ -148,7 +148,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "tokens": "d", "variant": "", "ms": ".1f", "times": ".3f", "won": ".0%", "host_ms": ".1f", "peak_gb": ".2f",
         "of_stock": ".3f", "loss": ".6f", "norm": ".4f",
     }  # fmt: skip
-    return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
+    return formatted(row, formats)
 
 
 def parsed() -> argparse.Namespace:

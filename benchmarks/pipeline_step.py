@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_rig import Step, block, show, start, synchronize, write
+from step_rig import Step, block, formatted, show, start, synchronize, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -119,7 +119,7 @@ def _number(loss: Any) -> float | None:
 def cells(row: dict[str, Any]) -> list[str]:
     """As printed, in the order of `COLUMNS`."""
     formats = {"activation_mib": "g", "variant": "", "ms": ".2f", "times": ".3f", "host_ms": ".1f", "loss": ".6f"}
-    return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
+    return formatted(row, formats)
 
 
 def parsed() -> argparse.Namespace:

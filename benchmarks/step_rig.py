@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, provenance, write_result
 
-__all__ = ["NO_MULTICAST", "Step", "block", "show", "start", "synchronize", "write"]
+__all__ = ["NO_MULTICAST", "Step", "block", "formatted", "show", "start", "synchronize", "write"]
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 Step = Callable[[], Any]
@@ -51,6 +51,11 @@ def block(step: Step, device: torch.device, steps: int) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - started) * 1e3 / steps, host_ms
+
+
+def formatted(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    """Return the cells of a row, by the format of each name; empty where it has no value."""
+    return ["" if row.get(name) is None else format(row[name], how) for name, how in formats.items()]
 
 
 def show(table: Sequence[Sequence[str]]) -> None:
