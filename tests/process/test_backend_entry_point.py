@@ -18,6 +18,7 @@ dist.init_process_group("counterpoint", store=dist.HashStore(), rank=0, world_si
 dist.all_reduce(torch.ones(4))
 import counterpoint
 print(type(dist.group.WORLD).__name__, counterpoint.report().rows[0].why)
+dist.destroy_process_group()  # else gloo's thread may drop the tensor, which is Python's, after Python has ended
 """
 LOADED = ["", ".errors", ".parallel", ".parallel.backend", ".parallel.backend.registration", ".version"]
 
