@@ -136,7 +136,8 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
     """Return the partner in `reference` of each element of `other`; -1 if none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
-    difference of their ends should be that of the match before (clocks may differ, but not the times between ends). An
+    difference of their ends should be that of the match before (clocks may differ, but not the times between ends; what
+    a busy machine holds up costs less than to leave it out, however long it takes). An
     element of the reference left out costs one penalty, one of `other` two, wherever it stands. Where these times do
     not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
     """
@@ -168,7 +169,7 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
         for before, moves in ((1, skip), (2, None)):
             if i < before:
                 continue
-            rhythm = np.abs(lag[i][:, None] - lag[i - before][None, :])
+            rhythm = np.minimum(np.abs(lag[i][:, None] - lag[i - before][None, :]), 1.5 * penalty)
             if moves is None:  # element i - 1 of `other` has no partner
                 moves = np.where(band[:, None] + 1 == band[None, :], 2 * penalty, far)
             step = np.where(np.isfinite(rhythm), rhythm, far) + moves + cost[i - before][None, :]

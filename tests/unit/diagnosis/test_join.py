@@ -95,6 +95,16 @@ def test_late_rank_is_no_missing_collective() -> None:
     assert rows(job(plain(*ends, width=60), plain(*ends, width=60, late=50))) == [[i, i] for i in range(4)]
 
 
+def test_a_busy_machine_loses_no_partner() -> None:
+    """Equal sequences whose ends differ by much more than the usual pause, at many places, match one to one."""
+    rng = np.random.default_rng(7)
+    ends = np.cumsum(rng.uniform(20, 100, 43))
+    token = [("all_gather", 8)] * 43
+    for _ in range(20):
+        noisy = ends + np.where(rng.random(43) < 0.4, rng.uniform(0, 4000, 43), 0.0)
+        assert align(token, ends, token, np.maximum.accumulate(noisy)).tolist() == list(range(43))
+
+
 def test_groups_of_equal_name_and_other_ranks_are_apart() -> None:
     """Two tensor-parallel groups "1" of two ranks each: two collectives, not one of four."""
     ranks = [
