@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.tensor.matmul import Weight
 
@@ -70,6 +72,7 @@ class TensorGroup:
         """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
         scatter_dim = _rows_dim(a, scatter_dim)
         _check_product(a, weight.matrix)
+        _check_op(reduce_op)
         if a.shape[scatter_dim] % self.world_size:
             raise Misconfigured(
                 f"matmul_reduce_scatter of {a.shape[scatter_dim]} rows over {self.world_size} ranks: give a multiple"
@@ -90,9 +93,10 @@ class TensorGroup:
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_all_reduce`."""
         _check_product(a, weight.matrix)
+        _check_op(reduce_op)
         product = _product(a, weight, None)
-        dist.all_reduce(product, _torch_op(reduce_op), self.group)
-        return product
+        torch_function("all_reduce")(product, group=self.group)
+        return self._averaged(product, reduce_op)
 
     # by torch's own collectives
 
@@ -100,15 +104,19 @@ class TensorGroup:
         """Return all ranks' shards behind one another along `dim`."""
         shard = shard.contiguous()
         stacked = shard.new_empty(self.world_size, *shard.shape)
-        dist.all_gather_into_tensor(stacked.view(-1), shard.view(-1), self.group)
+        torch_function("all_gather")(flat_bytes(stacked), flat_bytes(shard), group=self.group)
         return stacked.movedim(0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
     def _scattered(self, whole: Tensor, reduce_op: str, dim: int) -> Tensor:
         """Return this rank's part along `dim` of the sum of all ranks' tensors."""
         parts = whole.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), _torch_op(reduce_op), self.group)
-        return out
+        torch_function("reduce_scatter")(out.view(-1), parts.view(-1), group=self.group)
+        return self._averaged(out, reduce_op)
+
+    def _averaged(self, total: Tensor, reduce_op: str) -> Tensor:
+        """Return what `reduce_op` makes of a sum over ranks; gloo has sums only."""
+        return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:
@@ -133,11 +141,9 @@ def _check_product(rows: Tensor, matrix: Tensor) -> None:
         raise Misconfigured(f"rows {tuple(rows.shape)} times {tuple(matrix.shape)}: give a matrix [k, n] for [..., k]")
 
 
-def _torch_op(reduce_op: str) -> Any:
-    found = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}.get(reduce_op)
-    if found is None:
+def _check_op(reduce_op: str) -> None:
+    if reduce_op not in ("sum", "avg"):
         raise Misconfigured(f"reduce_op={reduce_op!r}: allowed are 'sum' and 'avg'")
-    return found
 
 
 _GROUPS: dict[str, TensorGroup] = {}

@@ -78,7 +78,5 @@ class Weight:
                 self._multiply_scaled(rows[one], out[one], row_scale[one] if apart else row_scale)
             return
         options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": self.use_fast_accum}
-        product = torch._scaled_mm(
-            rows, self.matrix, row_scale, self.scale, self.bias, self.result_scale, **options
-        )
+        product = torch._scaled_mm(rows, self.matrix, row_scale, self.scale, self.bias, self.result_scale, **options)
         out.copy_(product)

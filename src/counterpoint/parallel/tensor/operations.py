@@ -42,7 +42,7 @@ def _fake(name: str) -> Any:
 
 
 @_operation(
-    "all_gather_matmul(Tensor a_shard, Tensor[] weights, int gather_dim, str group_name, Tensor[] biases=[], "
+    "all_gather_matmul(Tensor a_shard, Tensor[] weights, int gather_dim, str group_name, Tensor[]? biases=None, "
     "*, bool return_gathered=True) -> (Tensor?, Tensor[])"
 )
 def all_gather_matmul(
@@ -50,7 +50,7 @@ def all_gather_matmul(
     weights: Sequence[Tensor],
     gather_dim: int,
     group_name: str,
-    biases: Sequence[Tensor] = (),
+    biases: Sequence[Tensor] | None = None,
     *,
     return_gathered: bool = True,
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -61,7 +61,7 @@ def all_gather_matmul(
         weights: matrices `[k, n]`, which may differ in `n`; a view `weight.t()` costs nothing.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
-        biases: for each weight `[n]`, or none at all.
+        biases: for each weight `[n]`; None: there are none.
         return_gathered: return the gathered rows, too; without them this rank's own are never copied.
 
     Returns:
@@ -82,8 +82,8 @@ def _gathered_like(a_shard: Tensor, gather_dim: int, group_name: str) -> Tensor:
 
 
 @_fake("all_gather_matmul")
-def _(a_shard: Any, weights: Any, gather_dim: int, group_name: str, biases: Any = (), return_gathered: Any = True) -> Any:
-    gathered = _gathered_like(a_shard, gather_dim, group_name)
+def _(a: Any, weights: Any, dim: int, group: str, biases: Any = None, return_gathered: bool = True) -> Any:
+    gathered = _gathered_like(a, dim, group)
     outs = [gathered.new_empty(*gathered.shape[:-1], weight.shape[1]) for weight in weights]
     return gathered if return_gathered else None, outs
 
@@ -125,16 +125,17 @@ def all_gather_matmul_backward(
 
 
 @_fake("all_gather_matmul_backward")
-def _(a: Any, weights: Any, grads: Any, grad_gathered: Any, dim: int, group: str, needs_a: bool, needs_weights: bool) -> Any:
+def _(a: Any, weights: Any, grads: Any, grad_gathered: Any, dim: int, group: str, *needs: bool) -> Any:
+    needs_a, needs_weights = needs
     return (
-        torch.empty_like(a, memory_format=torch.contiguous_format) if needs_a else None,
+        a.new_empty(a.shape) if needs_a else None,
         [weight.new_empty(weight.shape) for weight in weights] if needs_weights else [],
     )
 
 
 def _save_for_gather(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     a_shard, weights, ctx.gather_dim, ctx.group_name, biases = inputs
-    ctx.num_biases = len(biases)
+    ctx.has_biases = biases is not None
     ctx.save_for_backward(a_shard, *weights)
     ctx.set_materialize_grads(False)
 
@@ -153,7 +154,9 @@ def _gather_backward(ctx: Any, grad_gathered: Tensor | None, grads: Any) -> Any:
         any(_flat(ctx.needs_input_grad[1])),
     )
     by_index = dict(zip(used, grad_weights, strict=False))
-    grad_biases = [None if grad is None else grad.flatten(0, -2).sum(dim=0) for grad in grads[: ctx.num_biases]]
+    grad_biases = None
+    if ctx.has_biases:
+        grad_biases = [None if grad is None else grad.flatten(0, -2).sum(dim=0) for grad in grads]
     return grad_a, [by_index.get(index) for index in range(len(weights))], None, None, grad_biases
 
 
@@ -344,7 +347,12 @@ def all_gather_scaled_matmul(
     lists = (weights, scales, biases, result_scales, out_dtypes, use_fast_accum)
     given = [
         Weight(
-            matrix=matrix, scale=scale, bias=bias, result_scale=result_scale, out_dtype=dtype, use_fast_accum=fast
+            matrix=matrix,
+            scale=scale,
+            bias=bias,
+            result_scale=result_scale,
+            out_dtype=_dtype(dtype),
+            use_fast_accum=fast,
         )
         for matrix, scale, bias, result_scale, dtype, fast in zip(
             *(_for_each(one, count) for one in lists), strict=True
@@ -357,10 +365,11 @@ def all_gather_scaled_matmul(
 
 
 @_fake("all_gather_scaled_matmul")
-def _(a: Any, weights: Any, a_scale: Any, scales: Any, dim: int, group: str, b: Any, r: Any, dtypes: Any, f: Any) -> Any:
+def _(a: Any, weights: Any, a_scale: Any, scales: Any, dim: int, group: str, *rest: Any) -> Any:
+    dtypes = rest[2]
     gathered = _gathered_like(a, dim, group)
     return gathered, [
-        gathered.new_empty(*gathered.shape[:-1], weight.shape[1], dtype=dtype or a.dtype)
+        gathered.new_empty(*gathered.shape[:-1], weight.shape[1], dtype=_dtype(dtype) or a.dtype)
         for weight, dtype in zip(weights, _for_each(dtypes, len(weights)), strict=True)
     ]
 
@@ -412,7 +421,7 @@ def scaled_matmul_reduce_scatter(
         Misconfigured: shapes do not fit, or a bias is given.
     """
     if bias is not None:
-        raise Misconfigured("scaled_matmul_reduce_scatter with a bias, which every rank would add: add it to the result")
+        raise Misconfigured("scaled_matmul_reduce_scatter with a bias, which all ranks would add: add it to the result")
     weight = Weight(
         matrix=b, scale=b_scale, result_scale=result_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum
     )
@@ -449,6 +458,13 @@ def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
     if len(found) != count:
         raise Misconfigured(f"{len(found)} values for {count} weights: give one for each, or none")
     return found
+
+
+def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
+    """Return a dtype, of which torch's dispatcher gives the number where it is in a list."""
+    if isinstance(given, int):
+        return torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
+    return given
 
 
 def _flat(needs: Any) -> list[bool]:
