@@ -15,19 +15,16 @@ def two_ranks() -> Iterator[Ranks]:
     yield from _ranks(2)
 
 
-
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[Ranks]:
     """An odd number: rotations and shards have no symmetry to hide behind."""
     yield from _ranks(3)
 
 
-
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Two axes of two."""
     yield from _ranks(4)
-
 
 
 def _ranks(world_size: int) -> Iterator[Ranks]:

@@ -24,7 +24,11 @@ def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> Non
 
 @pytest.mark.parametrize(
     ("world_size", "count"),
-    [(1, 200), (4, 200), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((5, 100), (6, 80), (7, 60), (8, 60)))],
+    [
+        (1, 200),
+        (4, 200),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((5, 100), (6, 80), (7, 60), (8, 60))),
+    ],
 )
 def test_random_collectives_on_more_and_fewer_ranks(world_size: int, count: int) -> None:
     """The same on other numbers of ranks, one alone among them."""

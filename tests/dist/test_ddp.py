@@ -53,9 +53,9 @@ def test_sums_are_exact_without_a_wire_dtype(four_ranks: Ranks) -> None:
 
 
 def test_the_hook_by_itself(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.by_hook) == [
-        "DDP over 2 ranks: 0 buckets in place, 1 copied from a landing, 0.0 MB"
-    ] * 2
+    assert (
+        two_ranks.run(programs.by_hook) == ["DDP over 2 ranks: 0 buckets in place, 1 copied from a landing, 0.0 MB"] * 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,10 @@ def test_an_abort_fails_buckets_that_wait(two_ranks: Ranks) -> None:
     [
         ("other options", "Misconfigured: pg_options of type _Options: give counterpoint.torch_backend.BackendOptions"),
         ("other group", "Misconfigured: a group of backend gloo: make it with backend='counterpoint'"),
-        ("none taken", "NoEffect: backend counterpoint had no effect: asked for calls by copy engines, saw 1 all_reduce below 1 MiB"),
+        (
+            "none taken",
+            "NoEffect: backend counterpoint had no effect: asked for calls by copy engines, saw 1 all_reduce below 1 MiB",
+        ),
     ],
 )
 def test_what_cannot_work_says_so(two_ranks: Ranks, what: str, message: str) -> None:

@@ -20,7 +20,9 @@ def test_a_planted_stall_stands_in_the_log(four_ranks: Ranks, tmp_path: Path) ->
     found = re.fullmatch(r"step 10: \d+ ms, \d+ % hidden, rank 3 late (\d+) ms: .+", *logged[0])
     assert found is not None, logged[0]
     assert int(found[1]) > 0.5e3 * programs.STALL_S
-    (record,) = [msgspec.json.decode(line, type=WatchedStep) for line in (tmp_path / "watch.jsonl").read_bytes().splitlines()]
+    (record,) = [
+        msgspec.json.decode(line, type=WatchedStep) for line in (tmp_path / "watch.jsonl").read_bytes().splitlines()
+    ]
     assert (record.line, record.step, record.ranks, record.late_rank) == (logged[0][0], 10, (0, 1, 2, 3), 3)
     gauges = dict(line.rsplit(" ", 1) for line in (tmp_path / "job.prom").read_text().splitlines() if line[0] != "#")
     assert float(gauges["counterpoint_step_seconds"]) == pytest.approx(record.step_us / 1e6)

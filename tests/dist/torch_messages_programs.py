@@ -172,7 +172,9 @@ def pipeline(_: Session, schedule: str, microbatches: int) -> tuple[list[float],
 
 def _losses(group: Any, name: str, microbatches: int) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    numbers = {"1F1B": [rank], "Interleaved1F1B": [rank, size + rank], "ZBVZeroBubble": [rank, 2 * size - 1 - rank]}[name]
+    numbers = {"1F1B": [rank], "Interleaved1F1B": [rank, size + rank], "ZBVZeroBubble": [rank, 2 * size - 1 - rank]}[
+        name
+    ]
     count, cpu, stages = size * len(numbers), torch.device("cpu"), []
     for number in numbers:
         torch.manual_seed(number)

@@ -29,18 +29,19 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, Unpack
+from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
 
 from counterpoint.collectives.connect import GpuStandIn, device_profile, open_transport
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
 from counterpoint.collectives.program.operations import find_operation
-from counterpoint.collectives.submit import request
+from counterpoint.collectives.submit import partitioned, request
 from counterpoint.collectives.submit.fallback import Fallback, Path
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import TensorList, reduction_name, tensor_list
-from counterpoint.collectives.work import Work
+from counterpoint.collectives.work import PartitionedWork, Work
+from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
     import torch
@@ -355,6 +356,54 @@ class Communicator:
             return self._submitter.submit(request.all_to_all, output, input, channel, async_op, leave_own)
         sizes = output_split_sizes, input_split_sizes
         return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
+
+    def partitioned_all_gather(
+        self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
+    ) -> PartitionedWork:
+        """Gather the ranks' inputs along a dimension; the caller takes the rows of `output` as they come.
+
+        This rank's own rows stay in `input`: those of `output` are not written. Torch takes no such call.
+
+        Args:
+            output: tensor of `empty`, of the shape of `input` but `world_size` times as long in `dim`.
+            input: this rank's rows, contiguous, equal in shape and dtype on all ranks.
+            dim: dimension along which inputs lie behind one another by rank.
+            chunk_rows: rows of a partition, counted through all dimensions but the last: the block of a rank comes in
+                chunks of so many, the last one may have fewer.
+            channel: runs the call, behind its earlier ones.
+
+        Returns:
+            The work, whose partitions come from rank - 1 first, then from rank - 2, and so on.
+        """
+        build = partitioned.partitioned_all_gather
+        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows)
+        return cast("PartitionedWork", work)
+
+    def partitioned_all_to_all(
+        self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
+    ) -> PartitionedWork:
+        """Send part r of the input along a dimension to rank r, chunk by chunk as the caller writes it.
+
+        This rank's own part stays in `input`. Torch takes no such call.
+
+        Args:
+            output: tensor of `empty`, `[world_size, ...]`; block r is from rank r.
+            input: contiguous, `world_size` times as long in `dim` as a block of `output`; not written yet.
+            dim: dimension of which each rank gets an equal part.
+            chunk_rows: rows of a partition, as in `partitioned_all_gather`.
+            channel: runs the call, behind its earlier ones.
+
+        Returns:
+            The work, whose partitions leave to rank + 1 first, then to rank + 2, and so on.
+
+        Raises:
+            Misconfigured: the tensors do not fit, or `input` is not contiguous.
+        """
+        if not input.is_contiguous():
+            raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it is written later")
+        build = partitioned.partitioned_all_to_all
+        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows)
+        return cast("PartitionedWork", work)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank `src` to every rank; `src` sends a large one once, in parts that others pass on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal, Protocol
 
+from counterpoint.collectives.program.partitions import Partition
 from counterpoint.errors import PeerTimeout
 
 
@@ -31,6 +32,31 @@ class Work(Protocol):
 
     def exception(self) -> BaseException | None:
         """Return the error that the collective failed with; None if it did not fail, or if that is not known yet."""
+
+
+class PartitionedWork(Protocol):
+    """Represents a call whose caller supplies the input, and takes the output, partition by partition.
+
+    Partitions leave and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
+    current stream. The channel runs no other call before `finish`.
+    """
+
+    sent: tuple[Partition, ...]
+    """Names the partitions of the input, in the order in which they leave."""
+    received: tuple[Partition, ...]
+    """Names the partitions of the output, in the order in which they come."""
+
+    def ready(self, count: int) -> None:
+        """Say that the first `count` partitions of the input are written, so that they may leave."""
+
+    def arrived(self, count: int) -> None:
+        """Return when the first `count` partitions of the output may be read; on a GPU the current stream waits."""
+
+    def finish(self) -> None:
+        """Let all partitions leave and arrive, and return when the input may be overwritten, too.
+
+        `PeerTimeout` is raised if a rank died or made no such call in time; `Misconfigured` if it made a different one.
+        """
 
 
 class HostWork:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from counterpoint.collectives.cpu.channel import BeforeStep, Channel, CpuCall
+from counterpoint.collectives.cpu.partitioned import PartitionedCpuCall
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.status import MAX_CHUNKS
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
@@ -18,7 +19,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging_slices
-from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished
 from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured, Unsupported
@@ -48,6 +49,7 @@ class CpuTransport:
             self.pool.reserve()
         self._chunk_bytes, self._staging_bytes = options.chunk_bytes or CHUNK_BYTES, options.staging_bytes
         self.programs = Programs(memory.rank, self)
+        self._cut: dict[int, PartitionedCpuCall] = {}  # by channel the latest call in partitions
         waiter = PeerWaiter(watchdog, self.failure)
         self._channels = [
             Channel(memory, waiter, index, failure=self.failure, programs=self.programs, before_step=before_step)
@@ -87,7 +89,7 @@ class CpuTransport:
         """Accept every submission; raise only if the communicator has failed."""
         self.check()
 
-    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork:
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork | PartitionedCpuCall:
         """Queue a call behind the others of its channel; raise if an earlier one failed. See `Transport.start`."""
         self.check()
         self.early.collect()
@@ -96,9 +98,18 @@ class CpuTransport:
         if early is not None:
             early.block.ready = False
         channel = self._channels[submission.channel]
-        call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
-        channel.lanes[COPY].put(call)
-        return call.work
+        before = self._cut.get(submission.channel)
+        if before is not None and not before.is_finished:
+            raise unfinished(before.current)
+        if submission.partitioned == "no":
+            call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
+            channel.lanes[COPY].put(call)
+            return call.work
+        cut = self._cut[submission.channel] = PartitionedCpuCall(
+            channel, submission, number, handshake=handshake, keep=keep
+        )
+        channel.lanes[COPY].put(cut)
+        return cut
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""

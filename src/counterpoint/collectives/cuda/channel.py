@@ -28,12 +28,14 @@ from counterpoint.collectives.cuda.context import STEPS, CudaContext
 from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
 from counterpoint.collectives.cuda.events import StreamPoint
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, lower
+from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork, PreparedPartitions
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
 from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
+from counterpoint.collectives.program.partitions import partitions
 from counterpoint.collectives.program.steps import COPY, Copy, Program
-from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits
+from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits, unfinished
 from counterpoint.errors import Misconfigured
 
 LANDING = Location(-2, 0)  # stands for an output that peers cannot write: they write the landing, which is copied
@@ -121,12 +123,25 @@ class CallQueue:
             raise first from error
         if not submission.async_op:
             keep = ()
-        work = CudaWork(self.context, submission, number, record, prepared.calls, begin, end, keep)
+        work = self._work(submission, number, record, prepared, begin, end, keep)
         if not capture:
             self.under_way.append(work)
         elif record.number == number:
             record.step = STEPS
         return work
+
+    def _work(
+        self,
+        submission: Submission,
+        number: int,
+        record: RankStatus,
+        prepared: Prepared,
+        begin: StreamPoint,
+        end: StreamPoint,
+        keep: tuple[Any, ...],
+    ) -> CudaWork:
+        """Return the work of a call that was issued."""
+        return CudaWork(self.context, submission, number, record, prepared.calls, begin, end, keep)
 
     def _issue(
         self, submission: Submission, prepared: Prepared, current: int, capture: int
@@ -175,11 +190,36 @@ class CudaChannel(CallQueue):
         self._latest: dict[tuple[Submission, bool], Prepared] = {}  # by handshake; only calls that need no meeting
         self._epoch = 0  # epoch of memory in which `_latest` is valid
         self._needs: dict[int, _Needs] = {}
+        self._cut: PartitionedCudaWork | None = None  # the latest call in partitions
 
     def close(self) -> None:
         """Free graphs, events and streams; only when all calls have run."""
         super().close()
         self.executor.close()
+
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
+        """Queue a call; raise `Misconfigured` while one in partitions is not finished. See `CallQueue.start`."""
+        if self._cut is not None and not self._cut.is_finished:
+            raise unfinished(self._cut.current)
+        return super().start(submission, number, keep)
+
+    def _work(
+        self,
+        submission: Submission,
+        number: int,
+        record: RankStatus,
+        prepared: Prepared,
+        begin: StreamPoint,
+        end: StreamPoint,
+        keep: tuple[Any, ...],
+    ) -> CudaWork:
+        if not isinstance(prepared, PreparedPartitions):
+            return super()._work(submission, number, record, prepared, begin, end, keep)
+        self._cut = PartitionedCudaWork(
+            self.context, submission, number, record, prepared, begin, end, keep,
+            stream=self.stream, note_end=self.last.__setitem__,
+        )  # fmt: skip
+        return self._cut
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
         """Return the call's driver calls: cached ones, unless an address or size that they depend on has changed."""
@@ -251,6 +291,15 @@ class CudaChannel(CallQueue):
     def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
         """Lower the program to driver calls at real addresses, and add the copy from the landing if there is one."""
         addresses = self._addresses(submission, needs, met)
+        if submission.partitioned != "no":
+            return PreparedPartitions(
+                needs.program,
+                partitions(needs.program, early_release=not handshake),
+                partial(lower, needs.program, addresses),
+                self.executor,
+                supplied=submission.partitioned == "output",
+                graphs=self.context.options.graphs is not False,
+            )
         steps = needs.program.cycle(early_release=not handshake)
         calls: tuple[DriverCall, ...] = lower(needs.program, addresses, steps)
         own = addresses.output[needs.program.rank]

@@ -88,7 +88,7 @@ class Watch:
 
     def _ended(self, call: CudaWork) -> bool:
         """Return whether the first call of a channel has ended, and update its step in the status."""
-        step = 2 if self._events.passed(call.ended) else int(self._events.passed(call.began))
+        step = STEPS if call.is_completed() else int(self._events.passed(call.began))
         if step and call.begun_s is None:
             call.begun_s = time.monotonic()
         if call.record.number == call.number:
@@ -99,7 +99,7 @@ class Watch:
         """Check the first call of each channel, for which those behind it wait; fail if one will not end."""
         for call in first:
             error = self._judge(call)
-            if error is not None and not self._events.passed(call.ended):
+            if error is not None and not call.is_completed():
                 self._failure.set(error)
                 return
         dead = self._watchdog.dead_ranks() if self.captured else ()

@@ -160,6 +160,13 @@ def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning
         peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
         for peer, (source, target) in moves.items()
     }
+    if tuning.peers_first:
+        for peer, spans in cut.items():
+            for chunk, (source, target) in enumerate(spans):
+                if source.num_bytes:
+                    yield Copy(peer, source, target)
+                yield Batch((arrival(peer, target, rank, chunk),))
+        return
     rounds = max(map(len, cut.values()), default=0)
     buffer: Symmetric = "staging" if call.reduces else "output"
     first = next(iter(cut.values()), [])

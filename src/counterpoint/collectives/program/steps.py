@@ -54,6 +54,7 @@ class Tuning:
             Nothing hides the reduction of the last chunk. Multiple of 16.
         arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
             chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
+        peers_first: with `arrivals="each"`, push all chunks for one peer before those for the next.
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
         turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
             push to one receiver at once (`LinkTurns`), where every rank sends as much to every other; None: no chunk.
@@ -67,6 +68,7 @@ class Tuning:
     chunk_bytes: int | None = None
     last_bytes: int | None = None
     arrivals: Literal["each", "together"] = "each"
+    peers_first: bool = False
     relay_bytes: int = 1 << 18
     turn_bytes: int | None = None
     staging_bytes: int | None = None
@@ -79,6 +81,10 @@ class Tuning:
                 )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise Misconfigured(f"staging_bytes={self.staging_bytes}: give 1 or more, or None for what a call needs")
+        if self.peers_first and (self.arrivals != "each" or self.turn_bytes is not None):
+            raise Misconfigured(
+                "peers_first with arrivals together or in turns, which go round by round: leave one out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

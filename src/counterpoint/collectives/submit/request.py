@@ -105,18 +105,21 @@ class RankContext(GroupRank):
         layout: TensorLayout = (),
         local: tuple[tuple[Buffer, TensorAddresses], ...] = (),
         overlaps: bool = False,
+        partitioned: Literal["no", "output", "both"] = "no",
+        tuning: Tuning | None = None,
     ) -> Submission:
         """Return the submission of a call on these tensors, with channel 0 (`Submitter` sets the real one).
 
         Output and input are tensors, `TensorList`s or None. `text` describes the call in words that are equal on all
         ranks. `line` is the line of the status that counts the call; None: that of calls of all ranks. For several
         tensors `layout` says where each lies in the buffers of the call, and `local` at which addresses, if no peer
-        writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `Misconfigured`
-        is raised if the output is one of an early release and the call does not allow that.
+        writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `tuning`
+        None is what the transport chooses. `Misconfigured` is raised if the output is one of an early release and the
+        call does not allow that.
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
-        if known is not None and not layout and self.fallback.takes(known, reduction):
+        if known is not None and not layout and partitioned == "no" and self.fallback.takes(known, reduction):
             return Submission(
                 text=text, channel=0, line=-1, call=call, by_torch=True, reduction=reduction, overlaps=overlaps,
                 epoch=transport.epoch,
@@ -131,7 +134,8 @@ class RankContext(GroupRank):
             channel=0,
             line=self.world_size if line is None else line,
             call=call,
-            program=None if known is None else transport.programs.get(known, early is not None, layout),
+            program=None if known is None else transport.programs.get(known, early is not None, layout, tuning),
+            partitioned=partitioned,
             meets=self.debug or known is None,
             reduction=reduction,
             layout=layout,

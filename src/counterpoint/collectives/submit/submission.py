@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from counterpoint.collectives.host.watchdog import CurrentCall, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
@@ -21,7 +21,7 @@ from counterpoint.collectives.program.mailbox import Message
 from counterpoint.collectives.program.operations import all_to_all, plan
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Tuning
-from counterpoint.collectives.work import Work
+from counterpoint.collectives.work import PartitionedWork, Work
 from counterpoint.errors import Misconfigured
 
 NOWHERE = Location(-1, 0)
@@ -62,6 +62,7 @@ class Submission:
     by_torch: bool = False  # the process group of `fallback` takes it
     meets: bool = False  # all ranks announce and compare it before any begins
     async_op: bool = False  # the caller does not wait for it
+    partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces
     reduction: Reduction | None = None  # how values are combined, if the call reduces
     layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
     local: tuple[tuple[Buffer, TensorAddresses], ...] = ()  # addresses of several tensors, of buffers no peer writes
@@ -89,6 +90,13 @@ class Submission:
         return CurrentCall(text=self.text, channel=self.channel, line=self.line, number=number)
 
 
+def unfinished(current: CurrentCall) -> Misconfigured:
+    """Return the error of a call behind one in partitions, which its caller has to finish."""
+    return Misconfigured(
+        f"a call behind {current}, which is under way in partitions: finish it first, or take another channel"
+    )
+
+
 _MOST_PROGRAMS = 1024
 
 
@@ -104,16 +112,21 @@ class Programs:
 
     def __init__(self, rank: int, tuner: Tuner) -> None:
         self._rank, self._tuner = rank, tuner
-        self._known: dict[tuple[Call, bool, TensorLayout], Program] = {}
+        self._known: dict[tuple[Call, bool, TensorLayout, Tuning | None], Program] = {}
 
-    def get(self, call: Call, early_release: bool = False, layout: TensorLayout = ()) -> Program:
-        """Return this rank's program for a call; for several tensors `layout` says where each lies in the buffers."""
-        key = call, early_release, layout
+    def get(
+        self, call: Call, early_release: bool = False, layout: TensorLayout = (), tuning: Tuning | None = None
+    ) -> Program:
+        """Return this rank's program for a call; for several tensors `layout` says where each lies in the buffers.
+
+        `tuning` None is what the tuner chooses.
+        """
+        key = call, early_release, layout, tuning
         program = self._known.get(key)
         if program is None:
             if len(self._known) >= _MOST_PROGRAMS:
                 self._known.clear()
-            program = plan(call, self._rank, self._tuner.tuning(call, early_release=early_release))
+            program = plan(call, self._rank, tuning or self._tuner.tuning(call, early_release=early_release))
             program = self._known[key] = place_on_tensors(program, layout) if layout else program
         return program
 
@@ -155,8 +168,10 @@ class Transport(Tuner, Protocol):
     def accept(self, submission: Submission) -> None:
         """Check a new submission before its first start; raise if this device cannot run it."""
 
-    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | None:
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | PartitionedWork | None:
         """Queue a call behind the others of its channel and return at once; None if there is nothing to wait for.
+
+        The work of a call in partitions is a `PartitionedWork`.
 
         `submission` was made in this transport's current epoch, `number` counts the call on its line, and the tensors
         of `keep` live until it has ended. `PeerTimeout` or `Misconfigured` is raised if an earlier call failed, or this

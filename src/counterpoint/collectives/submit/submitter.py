@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.submit.fallback import Fallback
@@ -61,7 +61,8 @@ class Submitter:
             options: further arguments of `build`.
 
         Returns:
-            The call's `Work` with `async_op`; else None, when the output may be read.
+            The call's `Work` with `async_op` (`PartitionedWork` of one in partitions); else None, when the output may
+            be read.
         """
         sent = input
         try:
@@ -80,7 +81,7 @@ class Submitter:
         if counter is None:
             counter = self._counters.setdefault(line, _Counter())
         with self._lock:
-            work = self._transport.start(submission, counter.latest + 1, (sent, output))
+            work = cast("Work | None", self._transport.start(submission, counter.latest + 1, (sent, output)))
             counter.latest += 1
         if work is None or async_op:
             return work

@@ -1,0 +1,128 @@
+"""Issue a call in partitions on a GPU: pushes on the channel's stream, waits for arrivals on the caller's.
+
+The waits take no SM: each is one stream memory operation on the stream that reads the rows. A partition leaves when the
+stream that wrote it has come to the moment of `ready`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from counterpoint.collectives.cuda.call import CudaWork, Prepared
+from counterpoint.collectives.cuda.context import CudaContext
+from counterpoint.collectives.cuda.driver import Executor
+from counterpoint.collectives.cuda.events import EventPool, StreamPoint
+from counterpoint.collectives.cuda.lower import DriverCall
+from counterpoint.collectives.host.status import RankStatus
+from counterpoint.collectives.program.partitions import Partitions
+from counterpoint.collectives.program.steps import Program, Step
+from counterpoint.collectives.submit.submission import Submission
+
+
+class PreparedPartitions(Prepared):
+    """Holds the driver calls of a call in partitions: those of its start, and of each partition.
+
+    With `supplied` the start pushes everything.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: Partitions,
+        lowered: Callable[[Sequence[Step]], tuple[DriverCall, ...]],
+        executor: Executor,
+        *,
+        supplied: bool,
+        graphs: bool,
+    ) -> None:
+        super().__init__(program, lowered(cut.steps), executor, None, graphs=False)
+        self.cut = cut
+        pushes = [step for steps in cut.sends for step in steps] if supplied else []
+        self._first = Prepared(program, lowered([*cut.begin, *pushes]), executor, None, graphs=graphs and supplied)
+        self.sends, self.receives = (
+            [Prepared(program, lowered(steps), executor, None, graphs=False) for steps in each]
+            for each in (() if supplied else cut.sends, cut.receives)
+        )
+
+    def start(self, stream: int, events: EventPool, capture: int) -> None:
+        """Issue the start of the call; see `Prepared.start`."""
+        self.captured |= bool(capture)
+        self._first.start(stream, events, capture)
+
+    def close(self) -> None:
+        """Free graphs and events; only when the last issued calls have run."""
+        for one in (self._first, *self.sends, *self.receives):
+            one.close()
+
+
+class PartitionedCudaWork(CudaWork):
+    """Represents a call in partitions; see `PartitionedWork`. It has ended after `finish`, in stream order."""
+
+    def __init__(
+        self,
+        context: CudaContext,
+        submission: Submission,
+        number: int,
+        record: RankStatus,
+        prepared: PreparedPartitions,
+        began: StreamPoint,
+        ended: StreamPoint,
+        keep: tuple[Any, ...],
+        *,
+        stream: int,
+        note_end: Callable[[int, StreamPoint], None],
+    ) -> None:
+        super().__init__(context, submission, number, record, prepared.calls, began, ended, keep)
+        self._prepared, self._stream, self._note_end = prepared, stream, note_end
+        self.sent, self.received = prepared.cut.sent, prepared.cut.received
+        self._left = self._come = 0
+        self.is_finished = False
+
+    def ready(self, count: int) -> None:
+        """Let the first `count` partitions leave after what the current stream holds; see `PartitionedWork`."""
+        sends = self._prepared.sends[self._left : count]
+        if not sends:
+            return
+        events, (current, capture) = self._context.events, self._current()
+        events.wait(self._stream, events.record(current, capture))
+        for one in sends:
+            one.start(self._stream, events, capture)
+        self._left += len(sends)
+
+    def arrived(self, count: int) -> None:
+        """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
+        receives = self._prepared.receives[self._come : count]
+        if not receives:
+            return
+        current, capture = self._current()
+        for one in receives:
+            one.start(current, self._context.events, capture)
+        self._come += len(receives)
+
+    def finish(self) -> None:
+        """Let all partitions leave and arrive, and the current stream wait for that; see `PartitionedWork`."""
+        if self.is_finished:
+            return
+        self.ready(len(self.sent))
+        self.arrived(len(self.received))
+        context, (current, capture) = self._context, self._current()
+        events = context.events
+        events.wait(self._stream, events.record(current, capture))
+        self.ended = self._prepared.last = events.record(self._stream, capture)
+        if self._submission.at is not None:
+            context.order.used(self._submission.at, current, capture)
+        events.wait(current, self.ended)
+        self._note_end(capture, self.ended)
+        self.is_finished, self.keep = True, ()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error; see `CudaWork.is_completed`."""
+        return self.is_finished and super().is_completed()
+
+    def _current(self) -> tuple[int, int]:
+        """Return the current stream, and the id of its graph capture; raise if the communicator has failed."""
+        self._context.failure.check()
+        gpu = self._context.gpu
+        current = gpu.current_stream()
+        return current, gpu.capture_of(self._context.events.handle(current))
