@@ -73,6 +73,13 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
     full_speed_ctas: Count  # CTAs with which it about fills the links
 
 
+class NcclRates(_Group, frozen=True, kw_only=True):
+    """Holds how long NCCL takes alone, with all its CTAs: latency + what crosses a GPU's links / bus bandwidth."""
+
+    latency_us: Micros
+    bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
+
+
 class SumRates(_Group, frozen=True, kw_only=True):
     """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted."""
 
@@ -144,6 +151,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
     same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
     rates: Rates
     nccl: NcclFacts
+    nccl_rates: NcclRates
     sums: SumRates
     chip: Chip
     contention: Contention
@@ -176,7 +184,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
         return self.note() or f"measured on {self.gpu}, {self.rates.date}"
 
 
-GROUPS = ("rates", "nccl", "sums", "chip", "contention", "mechanisms", "efficiency")
+GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanisms", "efficiency")
 
 
 def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:

@@ -1,13 +1,6 @@
 """Compute the time of one operation on one GPU by the roofline model, with the part of each peak that is reached.
 
-matmul   us = max(math, memory) + launch
-         math = waves · tile,   waves = ceil(batch · ceil(m / tile_m) · ceil(n / tile_n) / SMs)
-         tile = 2 · tile_m · tile_n · (k + depth) · max(1 + edge · e, load · e) / (peak · matmul / SMs)
-         e = 1 / tile_m + 1 / tile_n, what is loaded over what is computed
-         depth: filling and draining the pipeline of a tile, in elements of k; edge: loading operands costs more the
-         smaller the tile is; load: tiles that are smaller still wait for their operands
-         of the tile sizes the fastest is taken, as cuBLAS does; where waves are few, also with k cut (split-k): each
-         part writes its sums in float32, and one more kernel adds them up
+matmul   us = max(math, memory) + launch,   math: waves of tiles (`machine/matmul.py`)
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
 streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
@@ -20,13 +13,11 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from counterpoint.errors import Misconfigured
+from counterpoint.machine.matmul import matmul_math_us
 from counterpoint.machine.profile import Efficiency, shipped_profile
-from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
+from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
-
-SPLITS = (1, 2, 4, 8)
-SUM_BYTES = 8  # of an element in float32, written and read again
 
 
 class GpuRates(Record, frozen=True, kw_only=True):
@@ -77,7 +68,10 @@ def cost(operation: Operation, rates: GpuRates) -> Cost:
     elif isinstance(operation, FlashAttentionOp):
         math_us = _flash_us(operation, rates)
     else:
-        math_us = _matmul_us(operation, rates)
+        math_us = matmul_math_us(
+            operation.m, operation.n, operation.k,
+            batch=operation.batch, peak=rates.peak, sms=rates.sms, bandwidth=rates.bandwidth, known=rates.efficiency,
+        )  # fmt: skip
     memory_us = operation.num_bytes / bandwidth
     us = max(math_us, memory_us) + launch_us
     return Cost(us=us, math_us=math_us, memory_us=memory_us, launch_us=launch_us)
@@ -92,20 +86,3 @@ def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:
     known = rates.efficiency
     reached = known.flash_backward if operation.backward else known.flash_forward
     return operation.flops / (rates.peak * reached * operation.keys / (operation.keys + known.flash_length))
-
-
-def _matmul_us(operation: MatmulOp, rates: GpuRates) -> float:
-    """Return the µs of arithmetic of a matrix product with the fastest tile size."""
-    known, sms = rates.efficiency, rates.sms
-    per_sm = rates.peak * known.matmul / sms
-    sums_us = SUM_BYTES * operation.batch * operation.m * operation.n / rates.bandwidth
-    best = float("inf")
-    for high, wide in known.tiles:
-        tiles = operation.batch * -(-operation.m // high) * -(-operation.n // wide)
-        loaded = 1.0 / high + 1.0 / wide
-        depth_us = 2.0 * high * wide * max(1.0 + known.edge * loaded, known.load * loaded) / per_sm
-        for split in SPLITS if tiles < 2 * sms else SPLITS[:1]:
-            waves = -(-tiles * split // sms)
-            us = waves * (operation.k / split + known.depth) * depth_us
-            best = min(best, us + (split * sums_us + known.launch_us if split > 1 else 0.0))
-    return best

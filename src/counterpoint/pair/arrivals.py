@@ -1,0 +1,265 @@
+"""Describe a matmul that depends on communication: when its rows arrive or are sent, and whether that can hide.
+
+`ShardedMatmul`    an all_gather whose output is multiplied, or a matmul whose output is reduced and scattered
+`segments_of`      its rows in the order of communication, each with the time of its arrival
+`hiding`           whether so much communication can hide behind so much arithmetic at all
+
+Rank r of w pushes to r + 1, r + 2, ..., so it receives from r - 1, r - 2, ...: every link carries one copy at a time.
+docs/design/tensor.md has the equations and what they leave out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile, default_profile
+from counterpoint.pair.row_curves import DTYPES, RowCurve
+from counterpoint.pair.together import disturbance
+
+TensorOperation = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without SMs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedMatmul:
+    """Describes matmuls of one rank with gathered rows, or one whose rows are reduced and scattered.
+
+    The whole has [batch, rows of all ranks] rows, flattened; a rank's shard is `shard_rows` of each batch element.
+    """
+
+    operation: TensorOperation
+    curves: tuple[RowCurve, ...]  # of each matmul that shares the gathered rows, such as q, k and v; one to scatter
+    shard_rows: tuple[int, ...]  # of each rank, in each batch element; they may differ
+    batch: int = 1
+    chunks: int = 1  # in which a shard is sent, each with its own arrival
+    message_bytes: int | None = None  # of an element that is sent; None: those of the operands, in fp8 rounded up to 2
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2 or min(self.shard_rows) < 0 or not sum(self.shard_rows):
+            raise Misconfigured(f"shard_rows={self.shard_rows}: give the rows of each rank, of two ranks or more")
+        if min(self.batch, self.chunks, 1 if self.message_bytes is None else self.message_bytes) < 1:
+            given = f"batch={self.batch}, chunks={self.chunks}, message_bytes={self.message_bytes}"
+            raise Misconfigured(f"{given}: give 1 or more of each")
+        if len({(curve.k, curve.dtype) for curve in self.curves}) != 1 or (self.is_scatter and len(self.curves) != 1):
+            allowed = "one curve" if self.is_scatter else "curves of one k and dtype"
+            raise Misconfigured(f"{len(self.curves)} curves of {self.operation}: give {allowed}")
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.shard_rows)
+
+    @property
+    def is_scatter(self) -> bool:
+        """Return whether the matmul comes first, and then the communication."""
+        return self.operation == "matmul_reduce_scatter"
+
+    @property
+    def collective(self) -> Literal["all_gather", "reduce_scatter"]:
+        """Return PyTorch's name of the communication."""
+        return "reduce_scatter" if self.is_scatter else "all_gather"
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the whole."""
+        return self.batch * sum(self.shard_rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row that is sent: of the input to gather, of the output to scatter."""
+        curve = self.curves[0]
+        return (curve.n if self.is_scatter else curve.k) * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Return the bytes of an element that is sent."""
+        own = DTYPES[self.curves[0].dtype][1]
+        return self.message_bytes or (max(own, 2) if self.is_scatter else own)
+
+    @property
+    def alone_us(self) -> float:
+        """Return the µs of the matmuls alone, of all rows."""
+        return sum(curve.us(self.rows) for curve in self.curves)
+
+    @property
+    def flop(self) -> float:
+        """Return the floating-point operations of the matmuls on one rank."""
+        return 2.0 * self.rows * sum(curve.n * curve.k for curve in self.curves)
+
+    def chunk_rows(self, rank: int) -> list[tuple[int, int]]:
+        """Return (first row, rows) of each chunk of a rank's shard, in each batch element; the last may be shorter."""
+        shard = self.shard_rows[rank]
+        size = -(-shard // self.chunks)
+        starts = [min(shard, chunk * size) for chunk in range(self.chunks)]
+        return [(start, min(size, shard - start)) for start in starts]
+
+
+class Slab(NamedTuple):
+    """Names consecutive rows of the flattened whole."""
+
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Holds rows that arrive, or are sent, together: one slab for each batch element.
+
+    `us` of an all_gather: when they are there, after the call began. Of a reduce_scatter: what the call takes at least
+    from when they are computed.
+    """
+
+    rank: int  # whose shard it is
+    slabs: tuple[Slab, ...]
+    us: float
+
+
+def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> tuple[Segment, ...]:
+    """Return the rows of the whole on one rank, in the order in which it multiplies them.
+
+    An all_gather has the own shard first, which is there at 0, then chunk after chunk of rank - 1, rank - 2, ...
+    A reduce_scatter has chunk after chunk for rank + 1, rank + 2, ..., and the own shard last.
+
+    Raises:
+        Misconfigured: there is no such rank.
+    """
+    profile = profile or default_profile()
+    if not 0 <= rank < task.world_size:
+        raise Misconfigured(f"rank {rank} of {task.world_size}: give one of 0 to {task.world_size - 1}")
+    turns = range(1, task.world_size)
+    step = 1 if task.is_scatter else -1
+    peers = [(rank + step * turn) % task.world_size for turn in turns]
+    times = _tails_us(task, rank, peers, profile) if task.is_scatter else _arrivals_us(task, peers, profile)
+    parts = [(peer, start, rows) for peer in peers for start, rows in task.chunk_rows(peer)]
+    others = [
+        Segment(rank=peer, slabs=_slabs(task, peer, start, rows), us=us)
+        for (peer, start, rows), us in zip(parts, times, strict=True)
+    ]
+    own_us = sum(_sums_us(task, rank, profile)) if task.is_scatter else 0.0
+    own = Segment(rank=rank, slabs=_slabs(task, rank, 0, task.shard_rows[rank]), us=own_us)
+    return (*others, own) if task.is_scatter else (own, *others)
+
+
+def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
+    """Return the µs of the collective alone by NCCL; Misconfigured if the profile has no bus bandwidth of it."""
+    rates = (profile or default_profile()).nccl_rates
+    if task.collective not in rates.bus_gb_per_s:
+        known = ", ".join(rates.bus_gb_per_s) or "none"
+        raise Misconfigured(f"the profile has no nccl_rates of {task.collective}, but of {known}; add it")
+    shared = task.rows * task.row_bytes * (task.world_size - 1) / task.world_size
+    return rates.latency_us + shared / rates.bus_gb_per_s[task.collective] / 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hiding:
+    """Says whether communication can hide behind the matmul that depends on it, whoever writes the kernels."""
+
+    hides: bool
+    size: int  # columns of the local weights that follow an all_gather; their depth before a reduce_scatter
+    least: float  # size from which on it can
+    why: str
+
+
+def hiding(
+    operation: TensorOperation,
+    size: int,
+    world_size: int,
+    *,
+    flop_per_s: float,
+    link_bytes_per_s: float,
+    element_bytes: int = 2,
+) -> Hiding:
+    """Return whether the arithmetic takes at least as long as the bytes, which is needed to hide them, not enough.
+
+        all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
+        matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same
+
+    Args:
+        operation: which of the two.
+        size: N per rank, of all weights that share the gathered rows; or K per rank.
+        world_size: w, the ranks.
+        flop_per_s: R, what such matmuls reach.
+        link_bytes_per_s: B, into one GPU.
+        element_bytes: b, of an element that is sent.
+    """
+    least = element_bytes * flop_per_s * (world_size - 1) / (2 * world_size * link_bytes_per_s)
+    scatter = operation == "matmul_reduce_scatter"
+    name, collective = ("K", "reduce_scatter") if scatter else ("N", "all_gather")
+    hides = size >= least
+    what = f"the {collective} {'can' if hides else 'cannot'} hide behind the matmul"
+    why = f"{what}: {name} = {size:,} per rank, and at least {math.ceil(least):,} are needed with {world_size} ranks"
+    return Hiding(hides=hides, size=size, least=least, why=why)
+
+
+def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
+    """Return `hiding` of a matmul, by the rate that its curves reach and the links of the profile."""
+    rates = (profile or default_profile()).rates
+    size = task.curves[0].k if task.is_scatter else sum(curve.n for curve in task.curves)
+    return hiding(
+        task.operation, size, task.world_size,
+        flop_per_s=task.flop / task.alone_us * 1e6,
+        link_bytes_per_s=min(rates.push_gb_per_s, rates.link_gb_per_s) * 1e9,
+        element_bytes=task.element_bytes,
+    )  # fmt: skip
+
+
+def _arrivals_us(task: ShardedMatmul, peers: Iterable[int], profile: Profile) -> list[float]:
+    """Return when each chunk of each peer is there: pushed at the peer's pace, and behind what came before it."""
+    rates, then, found = profile.rates, 0.0, []
+    for turn, peer in enumerate(peers):
+        copies = [_copy_us(task, rows, profile) for _, rows in task.chunk_rows(peer)]
+        before = turn * sum(copies)  # its pushes to others
+        for pushed, copy in zip(accumulate(copies), copies, strict=True):
+            then = max(before + pushed, then + copy)
+            found.append(rates.launch_us + 2 * rates.signal_us + rates.batch_us + then)
+    return found
+
+
+def _tails_us(task: ShardedMatmul, rank: int, peers: Iterable[int], profile: Profile) -> list[float]:
+    """Return what is left from when each chunk is computed: its send, those behind it, and the sums.
+
+    Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
+    last peer. Its sum then needs those before it to have ended.
+    """
+    rates = profile.rates
+    sends = [_copy_us(task, rows, profile) for peer in peers for _, rows in task.chunk_rows(peer)]
+    sums = _sums_us(task, rank, profile)
+    sent = list(accumulate(sends))
+    first_of_last = len(sends) - task.chunks
+    found = []
+    for index, send in enumerate(sends):
+        since = sent[index] - send
+        later = range(max(0, index - first_of_last), task.chunks)
+        tail = max(sent[first_of_last + chunk] - since + sum(sums[chunk:]) for chunk in later)
+        found.append(rates.signal_us + rates.batch_us + tail)
+    return found
+
+
+def _copy_us(task: ShardedMatmul, rows: int, profile: Profile) -> float:
+    """Return the µs of a chunk on the link beside matmuls: a copy for each batch element, its bytes, and a signal."""
+    rates, kept = profile.rates, disturbance(COPY_ENGINES, profile).comm_kept
+    bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s) * kept
+    fixed_us = task.batch * rates.copy_us + rates.batch_us  # the signal behind it
+    return fixed_us + task.batch * rows * task.row_bytes / bytes_per_us if rows else 0.0
+
+
+def _sums_us(task: ShardedMatmul, rank: int, profile: Profile) -> list[float]:
+    """Return the µs of the sum of each own chunk: partials of all ranks are read, and the sum is written."""
+    bytes_per_us = 1000 * profile.sums.memory_gb_per_s
+    return [
+        profile.rates.kernel_us + (task.world_size + 1) * task.batch * rows * task.row_bytes / bytes_per_us
+        if rows
+        else 0.0
+        for _, rows in task.chunk_rows(rank)
+    ]
+
+
+def _slabs(task: ShardedMatmul, rank: int, start: int, rows: int) -> tuple[Slab, ...]:
+    """Return some rows of a rank's shard as slabs of the flattened whole, one for each batch element."""
+    sequence, first = sum(task.shard_rows), sum(task.shard_rows[:rank]) + start
+    return tuple(Slab(each * sequence + first, rows) for each in range(task.batch) if rows)

@@ -1,0 +1,229 @@
+"""Cut the rows of a matmul that depends on communication into pieces, so that it ends as early as it can. No torch.
+
+A piece is multiplied as soon as its rows have come (all_gather), or sent as soon as it is computed (reduce_scatter).
+The cuts with the least predicted time are found by dynamic programming over the µs of rows (`row_curves.py`) and the
+times of arrival (`arrivals.py`).
+
+One axis of rows serves both: own rows, then those of rank - 1, rank - 2, ... An all_gather goes along it. A
+reduce_scatter comes back along it, so it is the same in reversed time: an arrival, after the begin, becomes what is
+left to do until the end. docs/design/tensor.md has the equations and what they leave out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile, default_profile
+from counterpoint.pair.arrivals import (
+    COPY_ENGINES,
+    Segment,
+    ShardedMatmul,
+    Slab,
+    segments_of,
+)
+from counterpoint.pair.together import disturbance
+
+MAX_CELLS = 64  # of the grid, which grows with the rows
+MAX_SLABS = 128  # with more, as of large batches, segments are not cut
+_SAME = 1e-9  # of a time: rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Holds one step: the rows that are multiplied together, by a matmul for each slab.
+
+    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before. A
+    reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
+    """
+
+    segment: int
+    slabs: tuple[Slab, ...]
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return sum(slab.rows for slab in self.slabs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """Holds the pieces in the order in which they are multiplied, and the predicted µs of the call."""
+
+    pieces: tuple[Piece, ...]
+    us: float
+
+
+def cut(
+    task: ShardedMatmul,
+    rank: int,
+    profile: Profile | None = None,
+    *,
+    grid_rows: int | None = None,
+    launch_us: float | None = None,
+) -> Cuts:
+    """Return the cuts with the least predicted time; of equal ones few pieces.
+
+    Args:
+        task: the matmul.
+        rank: this rank.
+        profile: of the machine; None: the default one, H200.
+        grid_rows: pieces begin and end at multiples of so many rows of a slab, or at its end; None: those of a tile,
+            more where there would be over `MAX_CELLS`.
+        launch_us: cost of a matmul beyond what its curve says; None: that of a kernel in the profile.
+    """
+    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowAxis:
+    """Holds the rows of a task on one rank, along the axis of this module, as cells that are not cut."""
+
+    task: ShardedMatmul
+    segments: tuple[Segment, ...]  # in their own order
+    cells: tuple[tuple[Slab, ...], ...]
+    of_cell: tuple[int, ...]  # segment of each cell, counted along the axis
+    kept: float  # speed that matmuls keep during the communication
+    launch_us: float
+
+    @classmethod
+    def of(
+        cls, task: ShardedMatmul, rank: int, profile: Profile, grid_rows: int | None, launch_us: float | None
+    ) -> RowAxis:
+        """Return the axis of a task; the arguments are those of `cut`."""
+        tile = profile.chip.matmul_tile[0]
+        if grid_rows is not None and grid_rows < 1:
+            raise Misconfigured(f"grid_rows={grid_rows}: give 1 or more, such as the {tile} of a tile")
+        step = grid_rows or tile * max(1, math.ceil(task.rows / (tile * MAX_CELLS)))
+        segments = segments_of(task, rank, profile)
+        whole = sum(len(segment.slabs) for segment in segments) > MAX_SLABS
+        cells = [
+            (index, cell)
+            for index, segment in enumerate(segments[::-1] if task.is_scatter else segments)
+            for cell in ([segment.slabs] if whole and segment.slabs else _cells(segment.slabs, step))
+        ]
+        return cls(
+            task=task,
+            segments=segments,
+            cells=tuple(cell for _, cell in cells),
+            of_cell=tuple(index for index, _ in cells),
+            kept=disturbance(COPY_ENGINES, profile).compute_kept,
+            launch_us=profile.efficiency.launch_us if launch_us is None else launch_us,
+        )
+
+    @cached_property
+    def along(self) -> tuple[Segment, ...]:
+        """Return the segments in the order of the axis."""
+        return self.segments[::-1] if self.task.is_scatter else self.segments
+
+    @cached_property
+    def busy_us(self) -> float:
+        """Return when the communication has ended; in reversed time, when it began."""
+        return max(segment.us for segment in self.segments)
+
+    @cached_property
+    def _known_us(self) -> dict[int, float]:
+        return {0: 0.0}
+
+    def cost_us(self, rows: int) -> float:
+        """Return the µs of so many consecutive rows, alone."""
+        known = self._known_us
+        if rows not in known:
+            known[rows] = sum(curve.us(rows) + self.launch_us for curve in self.task.curves)
+        return known[rows]
+
+    def after(self, start_us: float, work_us: float) -> float:
+        """Return when work ends that takes `work_us` alone; until `busy_us` it is slower."""
+        beside_us = max(0.0, self.busy_us - start_us) * self.kept
+        if work_us <= beside_us:
+            return start_us + work_us / self.kept
+        return max(start_us, self.busy_us) + work_us - beside_us
+
+    def ends(self, start: int) -> Iterator[tuple[int, float]]:
+        """Yield each end of a piece that begins at a cell, with the µs of its matmuls: one for each merged slab."""
+        below: dict[int, int] = {}  # rows of a merged slab by its end, and by its start
+        above: dict[int, int] = {}
+        total = 0.0
+        for index in range(start, len(self.cells)):
+            for first, rows in self.cells[index]:
+                left, right = below.pop(first, 0), above.pop(first + rows, 0)
+                merged = left + rows + right
+                total += self.cost_us(merged) - self.cost_us(left) - self.cost_us(right)
+                above[first - left] = below[first + rows + right] = merged
+            yield index + 1, total
+
+    def cuts(self) -> Cuts:
+        """Return the best cuts: end(j) = min over i < j of after(max(end(i), us of segment(j - 1)), us(i..j))."""
+        size = len(self.cells)
+        best, since = [0.0, *[math.inf] * size], [0] * (size + 1)
+        for start in range(size):
+            for end, work_us in self.ends(start):
+                us = self.after(max(best[start], self.along[self.of_cell[end - 1]].us), work_us)
+                if us < best[end] * (1 - _SAME):
+                    best[end], since[end] = us, start
+        bounds = [size]
+        while bounds[0]:
+            bounds.insert(0, since[bounds[0]])
+        bounds = self._fewer(bounds, best[size])
+        return Cuts(pieces=self.pieces(bounds), us=self.end_us(bounds))
+
+    def end_us(self, bounds: Sequence[int]) -> float:
+        """Return when the pieces between these cells end."""
+        now = 0.0
+        for start, end in pairwise(bounds):
+            work_us = next(us for at, us in self.ends(start) if at == end)
+            now = self.after(max(now, self.along[self.of_cell[end - 1]].us), work_us)
+        return now
+
+    def flagged_us(self, work_us: float) -> float:
+        """Return when one matmul ends that takes rows as they come, without loss."""
+        now = 0.0
+        for segment in self.along:
+            rows = sum(slab.rows for slab in segment.slabs)
+            now = self.after(max(now, segment.us), work_us * rows / self.task.rows)
+        return now
+
+    def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the pieces between these cells, in the order in which they are multiplied."""
+        found = [
+            Piece(segment=self._segment(start, end), slabs=_merged(self.cells[start:end]))
+            for start, end in pairwise(bounds)
+        ]
+        return tuple(found[::-1] if self.task.is_scatter else found)
+
+    def _segment(self, start: int, end: int) -> int:
+        if not self.task.is_scatter:
+            return self.of_cell[end - 1]
+        index = len(self.segments) - 1 - self.of_cell[start]
+        complete = start == 0 or self.of_cell[start - 1] != self.of_cell[start]
+        return index if complete else index - 1
+
+    def _fewer(self, bounds: list[int], us: float) -> list[int]:
+        """Return the bounds without those that do not make the call faster."""
+        for bound in bounds[1:-1]:
+            without = [each for each in bounds if each != bound]
+            if self.end_us(without) <= us * (1 + _SAME):
+                bounds = without
+        return bounds
+
+
+def _cells(slabs: Sequence[Slab], step: int) -> Iterator[tuple[Slab]]:
+    """Yield slabs cut at multiples of `step`, the last rows of each first: then they touch what follows on the axis."""
+    for first, rows in slabs:
+        for start in reversed(range(0, rows, step)):
+            yield (Slab(first + start, min(step, rows - start)),)
+
+
+def _merged(cells: Sequence[Sequence[Slab]]) -> tuple[Slab, ...]:
+    """Return the rows of cells as few slabs, ascending."""
+    found: list[Slab] = []
+    for slab in sorted(slab for cell in cells for slab in cell):
+        if found and found[-1].start + found[-1].rows == slab.start:
+            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
+        else:
+            found.append(slab)
+    return tuple(found)
