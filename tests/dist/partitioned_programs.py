@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def mixed_up(session: Session) -> list[str]:
     with Communicator() as communicator:
         n = communicator.world_size
         input, output = torch.zeros(4, 8), communicator.empty(4 * n, 8)
-        for make in (
+        made: list[Callable[[], object]] = [
             lambda: communicator.partitioned_all_gather(torch.zeros(4 * n, 8), input, chunk_rows=4),
             lambda: communicator.partitioned_all_gather(output, input, chunk_rows=0),
             lambda: communicator.partitioned_all_gather(output, input, dim=2, chunk_rows=4),
@@ -115,7 +116,8 @@ def mixed_up(session: Session) -> list[str]:
             lambda: communicator.partitioned_all_gather(
                 communicator.empty(400 * n, 8), torch.zeros(400, 8), chunk_rows=1
             ),
-        ):
+        ]
+        for make in made:
             try:
                 make()
             except CounterpointError as error:

@@ -358,11 +358,18 @@ class Communicator:
         return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def partitioned_all_gather(
-        self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        dim: int = 0,
+        chunk_rows: int,
+        supplied: bool = True,
+        channel: int = 0,
     ) -> PartitionedWork:
         """Gather the ranks' inputs along a dimension; the caller takes the rows of `output` as they come.
 
-        This rank's own rows stay in `input`: those of `output` are not written. Torch takes no such call.
+        This rank's own rows stay in `input`, which may be its part of `output`. Torch takes no such call.
 
         Args:
             output: tensor of `empty`, of the shape of `input` but `world_size` times as long in `dim`.
@@ -370,13 +377,19 @@ class Communicator:
             dim: dimension along which inputs lie behind one another by rank.
             chunk_rows: rows of a partition, counted through all dimensions but the last: the block of a rank comes in
                 chunks of so many, the last one may have fewer.
+            supplied: `input` is written; False: it is written chunk by chunk, each of which leaves to all when `ready`.
             channel: runs the call, behind its earlier ones.
 
         Returns:
             The work, whose partitions come from rank - 1 first, then from rank - 2, and so on.
+
+        Raises:
+            Misconfigured: the tensors do not fit, or `input` is not contiguous.
         """
+        if not input.is_contiguous():
+            raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it stays where it is")
         build = partitioned.partitioned_all_gather
-        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows)
+        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows, supplied)
         return cast("PartitionedWork", work)
 
     def partitioned_all_to_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal, Protocol
 
-from counterpoint.collectives.program.partitions import Partition
+from counterpoint.collectives.program.partitions import BlockPartition
 from counterpoint.errors import PeerTimeout
 
 
@@ -41,9 +41,9 @@ class PartitionedWork(Protocol):
     current stream. The channel runs no other call before `finish`.
     """
 
-    sent: tuple[Partition, ...]
+    sent: tuple[BlockPartition, ...]
     """Names the partitions of the input, in the order in which they leave."""
-    received: tuple[Partition, ...]
+    received: tuple[BlockPartition, ...]
     """Names the partitions of the output, in the order in which they come."""
 
     def ready(self, count: int) -> None:

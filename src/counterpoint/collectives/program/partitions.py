@@ -16,7 +16,7 @@ from counterpoint.errors import Misconfigured
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class BlockPartition:
     """Names a chunk of the block that a rank sends to `peer`, or receives from it."""
 
     peer: int
@@ -36,9 +36,9 @@ class Partitions:
     """
 
     begin: tuple[Step, ...]
-    sent: tuple[Partition, ...]
+    sent: tuple[BlockPartition, ...]
     sends: tuple[tuple[Step, ...], ...]
-    received: tuple[Partition, ...]
+    received: tuple[BlockPartition, ...]
     receives: tuple[tuple[Step, ...], ...]
 
     @property
@@ -59,7 +59,7 @@ def partitions(program: Program, *, early_release: bool = False) -> Partitions:
         Misconfigured: the program does something between or after its pushes, as reductions and relays do.
     """
     begin = () if early_release else program.release
-    sent: list[Partition] = []
+    sent: list[BlockPartition] = []
     sends: list[tuple[Step, ...]] = []
     group: list[Step] = []
     for step in program.steps:
@@ -83,13 +83,13 @@ def partitions(program: Program, *, early_release: bool = False) -> Partitions:
         begin=begin,
         sent=tuple(sent),
         sends=tuple(sends),
-        received=tuple(Partition(one.flag.peer, one.flag.chunk) for one in waits if isinstance(one, Wait)),
+        received=tuple(BlockPartition(one.flag.peer, one.flag.chunk) for one in waits if isinstance(one, Wait)),
         receives=tuple((Batch((one,)),) for one in waits),
     )
 
 
-def _arrivals_signalled(step: Step) -> list[Partition]:
+def _arrivals_signalled(step: Step) -> list[BlockPartition]:
     if not isinstance(step, Batch):
         return []
     signals = (one for one in step.operations if isinstance(one, Signal) and one.flag.kind == "arrived")
-    return [Partition(signal.peer, signal.flag.chunk) for signal in signals]
+    return [BlockPartition(signal.peer, signal.flag.chunk) for signal in signals]

@@ -16,7 +16,9 @@ from counterpoint.collectives.submit.tensors import block_bytes, described
 from counterpoint.errors import Misconfigured
 
 
-def partitioned_all_gather(ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int) -> Submission:
+def partitioned_all_gather(
+    ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int, supplied: bool
+) -> Submission:
     """Describe an all_gather along `dim` whose output is taken chunk by chunk; the own block stays in input."""
     count = ranks.world_size
     share = block_bytes(output, input, outputs=count, device=ranks.device)
@@ -29,11 +31,11 @@ def partitioned_all_gather(ranks: RankContext, output: Any, input: Any, dim: int
     return ranks.submission(
         output,
         input,
-        text=f"all_gather of {described(input)} a rank along {dim}, {chunk_rows} rows at a time",
+        text=f"all_gather of {described(input)} a rank along {dim}, {chunk_rows} rows at a time, {supplied=}",
         call=all_gather(count, share, own="consumer"),
         layout=layout,
-        partitioned="output",
-        tuning=_tuning(input, share, chunk_rows),
+        partitioned="output" if supplied else "both",
+        tuning=_tuning(input, share, chunk_rows, peers_first=supplied),
     )
 
 
@@ -54,7 +56,7 @@ def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int
         call=all_to_all(((share,) * count,) * count, own="consumer"),
         layout=layout,
         partitioned="both",
-        tuning=_tuning(output[0], share, chunk_rows),
+        tuning=_tuning(output[0], share, chunk_rows, peers_first=True),
     )
 
 
@@ -76,7 +78,7 @@ def _parts(each: int, whole: int, batch: int) -> Parts:
     return Parts(starts=starts, shares=(each,) * batch, sizes=(whole,) * batch)
 
 
-def _tuning(block: Any, share: int, chunk_rows: int) -> Tuning:
+def _tuning(block: Any, share: int, chunk_rows: int, *, peers_first: bool) -> Tuning:
     """Return the tuning that cuts blocks after every `chunk_rows` rows, counted through all dimensions but the last."""
     row_bytes = block.shape[-1] * block.element_size()
     if chunk_rows < 1 or chunk_rows * row_bytes % ALIGNMENT:
@@ -86,4 +88,4 @@ def _tuning(block: Any, share: int, chunk_rows: int) -> Tuning:
     size = chunk_rows * row_bytes
     if share > MAX_CHUNKS * size:
         raise Misconfigured(f"chunks of {chunk_rows} rows: {-(-share // size)} of them, and {MAX_CHUNKS} are allowed")
-    return Tuning(chunk_bytes=None if size >= share else size, peers_first=True)
+    return Tuning(chunk_bytes=None if size >= share else size, peers_first=peers_first)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from counterpoint.errors import NoEffect
 
 _SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
+
+RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,12 +19,13 @@ class RoutedCalls:
     """Counts calls of one kind: which way they went, and why.
 
     `path` is `zero_sm` for calls by copy engines (on CPUs: by this package's threads), `hosts` for those that go over
-    several hosts, and `torch` for those that torch's own backend made.
+    several hosts, and `torch` for those that torch's own backend made. Tensor-parallel matmuls have `serial` and `cuts`
+    (`parallel/tensor`).
     """
 
     operation: str
     size_class: str
-    path: Literal["zero_sm", "hosts", "torch"]
+    path: RoutedPath
     why: str
     calls: int
 
@@ -62,9 +65,9 @@ class CallCounts:
     """Counts the calls of one group."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, Literal["zero_sm", "hosts", "torch"], str]] = Counter()
+        self._counts: Counter[tuple[str, str, RoutedPath, str]] = Counter()
 
-    def add(self, operation: str, num_bytes: int, path: Literal["zero_sm", "hosts", "torch"], why: str) -> None:
+    def add(self, operation: str, num_bytes: int, path: RoutedPath, why: str) -> None:
         """Count a call whose full array has `num_bytes`."""
         self._counts[operation, _SIZE_OF_BITS[num_bytes.bit_length()], path, why] += 1
 

@@ -1,27 +1,75 @@
-"""Run the matmuls of one process group with their collectives, and count which way each call went."""
+"""Run the matmuls of one process group with their collectives, and count which way each call went.
+
+A call goes the way that was planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by
+torch's own collective and one matmul. Where the ranks cannot share memory, all calls go torch's way, and the report
+says so.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import torch_function
-from counterpoint.collectives.submit.tensors import flat_bytes
-from counterpoint.errors import Misconfigured
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.machine.profile import default_profile
+from counterpoint.pair.arrivals import Slab, TensorOperation
+from counterpoint.pair.matmul_choice import MatmulPlan
+from counterpoint.parallel.backend.group import CounterpointGroup
+from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.overlapped import (
+    GATHER,
+    RowLayout,
+    copy_blocks,
+    empty_for_op,
+    gather_and_multiply,
+    multiply_and_scatter,
+)
+from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions
+
+_c10d: Any = distributed_c10d
+_ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
 
 class TensorGroup:
-    """Runs the operations of one process group."""
+    """Runs the operations of one process group; its communicator is made at the first call that it may take.
 
-    def __init__(self, group: Any) -> None:
+    Args:
+        group: the process group.
+        options: what decides, and the options of the communicator; None: the defaults.
+    """
+
+    def __init__(self, group: Any, options: TensorOptions | None = None) -> None:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.options = options or TensorOptions()
+        self._counts = CallCounts()
+        self._communicator: Communicator | None = None
+        self._plans: Plans | None = None
+        self._why_not = "one rank" if self.world_size == 1 else None
+
+    def report(self) -> BackendReport:
+        """Return which calls went which way, and why."""
+        return self._counts.report()
+
+    def close(self) -> None:
+        """Close the communicator; all ranks call it. Later calls go torch's way."""
+        communicator, self._communicator = self._communicator, None
+        self._why_not = "the group is closed"
+        if communicator is not None:
+            communicator.close()
+
+    # the operations
 
     def all_gather_matmul(
         self,
@@ -32,14 +80,63 @@ class TensorGroup:
         return_gathered: bool,
         a_scale: Tensor | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`."""
-        gather_dim = _rows_dim(a_shard, gather_dim)
+        """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`.
+
+        The gathered rows are a copy: symmetric memory has to be dropped in the same order on all ranks, which only the
+        operations themselves can promise.
+
+        Returns:
+            The gathered rows, if they are asked for, and the products.
+        """
+        return self._gather_and_multiply(
+            a_shard, weights, gather_dim, keep="copy" if return_gathered else "no", a_scale=a_scale
+        )
+
+    def _gather_and_multiply(
+        self,
+        a_shard: Tensor,
+        weights: Sequence[Weight],
+        gather_dim: int,
+        *,
+        keep: Literal["no", "copy", "symmetric"],
+        a_scale: Tensor | None = None,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the gathered rows, in the memory that `keep` names, and the products."""
+        dim = _rows_dim(a_shard, gather_dim)
         for weight in weights:
             _check_product(a_shard, weight.matrix)
-        gathered = self._gathered(a_shard, gather_dim)
         if a_scale is not None and a_scale.numel() == a_shard.numel() // a_shard.shape[-1] > 1:
-            a_scale = self._gathered(a_scale, gather_dim)
-        return gathered if return_gathered else None, [_product(gathered, weight, a_scale) for weight in weights]
+            a_scale = self._gathered(a_scale, dim)
+        scale = _flat_scale(a_scale)
+        columns = [weight.columns for weight in weights]
+        planned = self._planned("all_gather_matmul", a_shard, dim, 1, columns, a_shard.nbytes * self.world_size)
+        if planned is None:
+            gathered = self._gathered(a_shard, dim)
+            return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
+        communicator, plan, layout, chunk_rows = planned
+        shape = _resized(a_shard, dim, self.world_size)
+        outs = [a_shard.new_empty(*shape[:-1], one.columns, dtype=one.product_dtype(a_shard)) for one in weights]
+        flat = [out.view(-1, out.shape[-1]) for out in outs]
+
+        def multiply(slab: Slab, rows: Tensor) -> None:
+            for weight, out in zip(weights, flat, strict=True):
+                weight.multiply(rows, out[slab.start : slab.start + slab.rows], _part(scale, slab))
+
+        whole = empty_for_op(communicator, *layout.shape, a_shard.shape[-1], dtype=a_shard.dtype)
+        kept = {"no": None, "symmetric": whole}.get(keep)
+        if keep == "copy":
+            kept = torch.empty_like(whole)
+        gather_and_multiply(
+            communicator,
+            a_shard.contiguous().view(layout.batch, layout.rows, -1),
+            whole,
+            plan.pieces,
+            layout,
+            multiply,
+            chunk_rows=chunk_rows,
+            rows_to=kept,
+        )
+        return None if kept is None else kept.view(shape), outs
 
     def all_gather_matmul_backward(
         self,
@@ -52,51 +149,258 @@ class TensorGroup:
         needs_a: bool,
         needs_weights: bool,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the derivatives of `a_shard` and of the weights."""
-        gather_dim = _rows_dim(a_shard, gather_dim)
-        grad_a: Tensor | None = None
-        if needs_a:
-            whole = grad_gathered
-            for grad, weight in zip(grads, weights, strict=True):
-                whole = grad @ weight.t() if whole is None else whole + grad @ weight.t()
-            assert whole is not None
-            grad_a = self._scattered(whole, "sum", gather_dim)
-        if not needs_weights:
-            return grad_a, []
-        rows = self._gathered(a_shard, gather_dim).flatten(0, -2)
-        return grad_a, [rows.t() @ grad.flatten(0, -2) for grad in grads]
+        """Return the derivatives of `a_shard` and of the weights.
+
+        The rows come beside the matmuls of the first; what peers give to their sums comes beside those of the others.
+        """
+        dim = _rows_dim(a_shard, gather_dim)
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        planned = None
+        if needs_a and weights:
+            planned = self._planned(
+                "matmul_reduce_scatter",
+                grads[0],
+                dim,
+                self.world_size,
+                [a_shard.shape[-1]],
+                a_shard.nbytes * self.world_size,
+                k=sum(weight.shape[1] for weight in weights),
+            )
+        if planned is None:
+            return (
+                self._grad_of_rows(weights, grads, grad_gathered, dim) if needs_a else None,
+                _grads_of_weights(self._gathered(a_shard, dim), flat) if needs_weights else [],
+            )
+        communicator, plan, layout, chunk_rows = planned
+        extra = None if grad_gathered is None else grad_gathered.reshape(-1, grad_gathered.shape[-1])
+        shard = a_shard.contiguous().view(layout.batch, layout.rows, -1)
+        rows = work = None
+        grad_weights: list[Tensor] = []
+        if needs_weights:
+            rows = empty_for_op(communicator, *layout.shape, shard.shape[-1], dtype=shard.dtype)
+            work = communicator.partitioned_all_gather(
+                rows, shard, dim=1, chunk_rows=layout.batch * layout.rows, channel=GATHER
+            )
+
+        def multiply(slab: Slab, out: Tensor) -> None:
+            mine = slice(slab.start, slab.start + slab.rows)
+            torch.mm(flat[0][mine], weights[0].t(), out=out)
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                out.addmm_(grad[mine], weight.t())
+            if extra is not None:
+                out.add_(extra[mine])
+
+        def multiply_rows() -> None:
+            if work is not None and rows is not None:
+                work.arrived(len(work.received))
+                copy_blocks(rows, rows, shard, layout)
+                grad_weights.extend(_grads_of_weights(rows, flat))
+
+        grad_a = a_shard.new_empty(a_shard.shape)
+        try:
+            multiply_and_scatter(
+                communicator,
+                grad_a.view(layout.batch, layout.rows, -1),
+                plan.pieces,
+                layout,
+                "sum",
+                multiply,
+                chunk_rows=chunk_rows,
+                between=multiply_rows,
+            )
+        finally:
+            if work is not None:
+                work.finish()
+        return grad_a, grad_weights
+
+    def _grad_of_rows(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], grad_gathered: Tensor | None, dim: int
+    ) -> Tensor:
+        """Return the derivative of this rank's rows by torch."""
+        total = grad_gathered
+        for grad, weight in zip(grads, weights, strict=True):
+            total = grad @ weight.t() if total is None else total + grad @ weight.t()
+        assert total is not None, "one of the results has a derivative"
+        return self._scattered(total, "sum", dim)
 
     def matmul_reduce_scatter(
         self, a: Tensor, weight: Weight, reduce_op: str, scatter_dim: int, *, a_scale: Tensor | None = None
     ) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
-        scatter_dim = _rows_dim(a, scatter_dim)
+        dim = _rows_dim(a, scatter_dim)
         _check_product(a, weight.matrix)
         _check_op(reduce_op)
-        if a.shape[scatter_dim] % self.world_size:
+        if a.shape[dim] % self.world_size:
             raise Misconfigured(
-                f"matmul_reduce_scatter of {a.shape[scatter_dim]} rows over {self.world_size} ranks: give a multiple"
+                f"matmul_reduce_scatter of {a.shape[dim]} rows over {self.world_size} ranks: give a multiple"
             )
-        return self._scattered(_product(a, weight, a_scale), reduce_op, scatter_dim)
+        dtype, scale = weight.product_dtype(a), _flat_scale(a_scale)
+        num_bytes = a.numel() // a.shape[-1] * weight.columns * dtype.itemsize
+        planned = self._planned("matmul_reduce_scatter", a, dim, self.world_size, [weight.columns], num_bytes)
+        if planned is None:
+            return self._scattered(_product(a, weight, scale), reduce_op, dim)
+        communicator, plan, layout, chunk_rows = planned
+        flat = a.reshape(-1, a.shape[-1])
+
+        def multiply(slab: Slab, out: Tensor) -> None:
+            weight.multiply(flat[slab.start : slab.start + slab.rows], out, _part(scale, slab))
+
+        out = a.new_empty(*_resized(a, dim, 1 / self.world_size)[:-1], weight.columns, dtype=dtype)
+        multiply_and_scatter(
+            communicator,
+            out.view(layout.batch, layout.rows, -1),
+            plan.pieces,
+            layout,
+            reduce_op,
+            multiply,
+            chunk_rows=chunk_rows,
+        )
+        return out
 
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the derivatives of `a` and `b`."""
-        scatter_dim = _rows_dim(a, scatter_dim)
-        whole = self._gathered(grad, scatter_dim)
         if reduce_op == "avg":
-            whole = whole / self.world_size
-        grad_b = a.flatten(0, -2).t() @ whole.flatten(0, -2) if needs_b else None
-        return whole @ b.t() if needs_a else None, grad_b
+            grad = grad / self.world_size
+        weights = [Weight(matrix=b.t())] if needs_a else []
+        gathered, products = self._gather_and_multiply(
+            grad, weights, scatter_dim, keep="symmetric" if needs_b else "no"
+        )
+        grad_b = None if gathered is None else a.flatten(0, -2).t() @ gathered.flatten(0, -2)
+        return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_all_reduce`."""
         _check_product(a, weight.matrix)
         _check_op(reduce_op)
-        product = _product(a, weight, None)
-        torch_function("all_reduce")(product, group=self.group)
-        return self._averaged(product, reduce_op)
+        flat = a.reshape(-1, a.shape[-1])
+        num_bytes = flat.shape[0] * weight.columns * a.element_size()
+        planned = None
+        if flat.shape[0] % self.world_size:
+            self._left("matmul_all_reduce", num_bytes, "rows that ranks cannot share evenly")
+        else:
+            planned = self._planned("matmul_reduce_scatter", flat, 0, self.world_size, [weight.columns], num_bytes,
+                                    name="matmul_all_reduce")  # fmt: skip
+        if planned is None:
+            product = _product(a, weight, None)
+            torch_function("all_reduce")(product, group=self.group)
+            return self._averaged(product, reduce_op)
+        communicator, plan, layout, chunk_rows = planned
+        whole = empty_for_op(communicator, self.world_size, layout.rows, weight.columns, dtype=a.dtype)
+        out = a.new_empty(self.world_size, layout.rows, weight.columns)
+        own = out[layout.rank]
+        work = communicator.partitioned_all_gather(
+            whole.view(-1, weight.columns), own, chunk_rows=chunk_rows, supplied=False, channel=GATHER
+        )
+        peers = self.world_size - 1
+
+        def multiply(slab: Slab, out: Tensor) -> None:
+            weight.multiply(flat[slab.start : slab.start + slab.rows], out)
+
+        def summed(rows: int) -> None:
+            chunks = -(-rows // chunk_rows) if rows == layout.rows else rows // chunk_rows
+            work.ready(chunks * peers)
+
+        try:
+            multiply_and_scatter(
+                communicator,
+                own.view(1, layout.rows, -1),
+                plan.pieces,
+                layout,
+                reduce_op,
+                multiply,
+                chunk_rows=chunk_rows,
+                summed=summed,
+            )
+        finally:
+            work.finish()
+        copy_blocks(out, whole, own, layout)
+        return out.view(*a.shape[:-1], weight.columns)
+
+    # what decides
+
+    def _planned(
+        self,
+        operation: TensorOperation,
+        rows: Tensor,
+        dim: int,
+        ranks: int,
+        columns: Sequence[int],
+        num_bytes: int,
+        *,
+        k: int | None = None,
+        name: str = "",
+    ) -> tuple[Communicator, MatmulPlan, RowLayout, int] | None:
+        """Return how to run a call beside its communication; None if torch makes it. Count the call.
+
+        Args:
+            operation: what is planned.
+            rows: left-hand side of the matmul, of which `dim` has the rows of `ranks` ranks.
+            dim: dimension of `rows` that is gathered or scattered.
+            ranks: 1 if `rows` are those of this rank, else all.
+            columns: of each product.
+            num_bytes: of the whole array that is communicated.
+            k: elements of each sum; None: those of `rows`.
+            name: of the operation in the report; empty: `operation`.
+        """
+        layout = RowLayout(
+            batch=math.prod(rows.shape[:dim]),
+            rows=math.prod(rows.shape[dim:-1]) // ranks,
+            world_size=self.world_size,
+            rank=self.rank,
+        )
+        why = self._why_not or self._why_torch(rows, layout, columns, num_bytes)
+        if why is None:
+            try:
+                communicator = self._opened(rows.device)
+                assert self._plans is not None
+                shape = MatmulShape(
+                    operation=operation,
+                    layout=layout,
+                    k=k or rows.shape[-1],
+                    columns=tuple(columns),
+                    dtype=dtype_name(rows),
+                )
+                plan, chunk_rows = self._plans.get(shape, rows.device)
+            except Unsupported as error:
+                why = str(error)
+        if why is not None or plan.mechanism == "torch":
+            self._left(name or operation, num_bytes, why or plan.why)
+            return None
+        self._counts.add(name or operation, num_bytes, "cuts" if len(plan.pieces) > 1 else "serial", plan.why)
+        return communicator, plan, layout, chunk_rows
+
+    def _why_torch(self, rows: Tensor, layout: RowLayout, columns: Sequence[int], num_bytes: int) -> str | None:
+        if self.options.mechanism == "torch":
+            return "asked for torch"
+        if not columns or not rows.numel() or not num_bytes:
+            return "nothing to multiply"
+        whole = layout.batch * layout.world_size * layout.rows
+        if num_bytes // whole % _ALIGNMENT:
+            return f"rows of {num_bytes // whole} bytes, which is no multiple of {_ALIGNMENT}"
+        return None
+
+    def _opened(self, device: torch.device) -> Communicator:
+        """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
+        if self._communicator is None:
+            group = self.group
+            if isinstance(group, CounterpointGroup):
+                group.inner.register()
+                group = group.inner.group
+            names = CommunicatorOptions.__dataclass_fields__
+            options = CommunicatorOptions(**({name: getattr(self.options, name) for name in names} | {"channels": 2}))
+            try:
+                self._communicator = Communicator(group, device=device, options=options)
+            except Unsupported as error:
+                self._why_not = str(error)
+                raise
+            profile = self._communicator.profile if device.type == "cuda" else default_profile()  # CPUs rehearse
+            self._plans = Plans(group, profile, self.options)
+        return self._communicator
+
+    def _left(self, operation: str, num_bytes: int, why: str) -> None:
+        self._counts.add(operation, num_bytes, "torch", why)
 
     # by torch's own collectives
 
@@ -119,13 +423,32 @@ class TensorGroup:
         return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
+def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the derivative of each weight, by which all `rows` were multiplied."""
+    whole = rows.reshape(-1, rows.shape[-1]).t()
+    return [whole @ grad for grad in grads]
+
+
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:
     """Return `rows @ weight`."""
     out = rows.new_empty(*rows.shape[:-1], weight.columns, dtype=weight.product_dtype(rows))
-    if row_scale is not None and row_scale.numel() > 1:
-        row_scale = row_scale.reshape(-1, 1)
     weight.multiply(rows.flatten(0, -2), out.view(-1, weight.columns), row_scale)
     return out
+
+
+def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
+    shape = list(tensor.shape)
+    shape[dim] = round(shape[dim] * factor)
+    return tuple(shape)
+
+
+def _flat_scale(scale: Tensor | None) -> Tensor | None:
+    """Return one scale, or those of all rows as a column."""
+    return scale if scale is None or scale.numel() == 1 else scale.reshape(-1, 1)
+
+
+def _part(scale: Tensor | None, slab: Slab) -> Tensor | None:
+    return scale if scale is None or scale.numel() == 1 else scale[slab.start : slab.start + slab.rows]
 
 
 def _rows_dim(tensor: Tensor, dim: int) -> int:
@@ -149,13 +472,19 @@ def _check_op(reduce_op: str) -> None:
 _GROUPS: dict[str, TensorGroup] = {}
 
 
-def tensor_group(name: str) -> TensorGroup:
-    """Return what runs the operations of the process group of this name; raise `Misconfigured` if there is none."""
+def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
+    """Return what runs the operations of the process group of this name; `options` begin it anew.
+
+    Raises:
+        Misconfigured: there is no such group in this process.
+    """
     found = _GROUPS.get(name)
     try:
-        group = distributed_c10d._resolve_process_group(name)
+        group = _c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise Misconfigured(f"no process group {name!r}: give group.group_name of one of this process") from error
-    if found is None or found.group is not group:
-        found = _GROUPS[name] = TensorGroup(group)
+    if found is None or found.group is not group or options is not None:
+        if found is not None:
+            found.close()
+        found = _GROUPS[name] = TensorGroup(group, options)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,41 +41,16 @@ class Weight:
         """Write `rows @ matrix` to `out`.
 
         Args:
-            rows: `[m, k]`, or `[batch, m, k]`.
-            out: `[m, n]`, or `[batch, m, n]`; its rows may be apart, the elements of a row may not.
-            row_scale: of float8 rows: one value, or `[m, 1]` (`[batch, m, 1]`).
+            rows: `[m, k]`.
+            out: `[m, n]`.
+            row_scale: of float8 rows: one value, or `[m, 1]`.
         """
-        if self.scale is not None:
-            self._multiply_scaled(rows, out, row_scale)
-        elif rows.dim() == 3:
-            matrix = self.matrix.expand(rows.shape[0], *self.matrix.shape)
+        if self.scale is None:
             if self.bias is None:
-                torch.bmm(rows, matrix, out=out)
+                torch.mm(rows, self.matrix, out=out)
             else:
-                torch.baddbmm(self.bias, rows, matrix, out=out)
-        elif self.bias is None:
-            torch.mm(rows, self.matrix, out=out)
+                torch.addmm(self.bias, rows, self.matrix, out=out)
         else:
-            torch.addmm(self.bias, rows, self.matrix, out=out)
-
-    def accumulate(self, rows: Tensor, out: Tensor, row_scale: Tensor | None = None) -> None:
-        """Add `rows @ matrix` to `out` in one rounding, where the library can; `bias` is not added. See `multiply`."""
-        if self.scale is not None:
-            product = torch.empty_like(out)
-            self._multiply_scaled(rows, product, row_scale)
-            out.add_(product)
-        elif rows.dim() == 3:
-            out.baddbmm_(rows, self.matrix.expand(rows.shape[0], *self.matrix.shape))
-        else:
-            out.addmm_(rows, self.matrix)
-
-    def _multiply_scaled(self, rows: Tensor, out: Tensor, row_scale: Tensor | None) -> None:
-        if rows.dim() == 3:
-            apart = row_scale is not None and row_scale.dim() == 3
-            for one in range(rows.shape[0]):
-                assert row_scale is not None
-                self._multiply_scaled(rows[one], out[one], row_scale[one] if apart else row_scale)
-            return
-        options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": self.use_fast_accum}
-        product = torch._scaled_mm(rows, self.matrix, row_scale, self.scale, self.bias, self.result_scale, **options)
-        out.copy_(product)
+            assert row_scale is not None, "float8 rows have a scale"
+            scales = row_scale, self.scale, self.bias, self.result_scale
+            out.copy_(torch._scaled_mm(rows, self.matrix, *scales, out.dtype, self.use_fast_accum))

@@ -33,26 +33,23 @@ def _operation(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return define
 
 
-def _fake(name: str) -> Any:
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a function say what an operation returns, without data."""
-    return torch.library.register_fake(f"counterpoint::{name}", lib=_LIBRARY)
+    made: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
+        f"counterpoint::{name}", lib=_LIBRARY
+    )
+    return made
 
 
 # all_gather, then matmul
 
 
 @_operation(
-    "all_gather_matmul(Tensor a_shard, Tensor[] weights, int gather_dim, str group_name, Tensor[]? biases=None, "
-    "*, bool return_gathered=True) -> (Tensor?, Tensor[])"
+    "all_gather_matmul(Tensor a_shard, Tensor[] weights, int gather_dim, str group_name, *, bool return_gathered=True) "
+    "-> (Tensor?, Tensor[])"
 )
 def all_gather_matmul(
-    a_shard: Tensor,
-    weights: Sequence[Tensor],
-    gather_dim: int,
-    group_name: str,
-    biases: Sequence[Tensor] | None = None,
-    *,
-    return_gathered: bool = True,
+    a_shard: Tensor, weights: Sequence[Tensor], gather_dim: int, group_name: str, *, return_gathered: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Multiply all ranks' rows by each of this rank's weights: rows that have arrived, while others are under way.
 
@@ -61,11 +58,42 @@ def all_gather_matmul(
         weights: matrices `[k, n]`, which may differ in `n`; a view `weight.t()` costs nothing.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
-        biases: for each weight `[n]`; None: there are none.
         return_gathered: return the gathered rows, too; without them this rank's own are never copied.
 
     Returns:
         The gathered rows (None without `return_gathered`), and the product with each weight.
+
+    Raises:
+        Misconfigured: shapes do not fit.
+    """
+    given = [Weight(matrix=matrix) for matrix in weights]
+    return tensor_group(group_name).all_gather_matmul(a_shard, given, gather_dim, return_gathered=return_gathered)
+
+
+@_operation(
+    "all_gather_linear(Tensor a_shard, Tensor[] weights, Tensor[] biases, int gather_dim, str group_name, "
+    "bool return_gathered) -> (Tensor?, Tensor[])"
+)
+def all_gather_linear(
+    a_shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    gather_dim: int,
+    group_name: str,
+    return_gathered: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Do `all_gather_matmul`, and add a bias to each product.
+
+    Args:
+        a_shard: as in `all_gather_matmul`.
+        weights: as in `all_gather_matmul`.
+        biases: for each weight `[n]`, or none at all.
+        gather_dim: as in `all_gather_matmul`.
+        group_name: as in `all_gather_matmul`.
+        return_gathered: as in `all_gather_matmul`.
+
+    Returns:
+        As `all_gather_matmul`.
 
     Raises:
         Misconfigured: shapes do not fit.
@@ -82,7 +110,14 @@ def _gathered_like(a_shard: Tensor, gather_dim: int, group_name: str) -> Tensor:
 
 
 @_fake("all_gather_matmul")
-def _(a: Any, weights: Any, dim: int, group: str, biases: Any = None, return_gathered: bool = True) -> Any:
+def _(a: Any, weights: Any, dim: int, group: str, return_gathered: bool = True) -> Any:
+    gathered = _gathered_like(a, dim, group)
+    outs = [gathered.new_empty(*gathered.shape[:-1], weight.shape[1]) for weight in weights]
+    return gathered if return_gathered else None, outs
+
+
+@_fake("all_gather_linear")
+def _(a: Any, weights: Any, biases: Any, dim: int, group: str, return_gathered: bool) -> Any:
     gathered = _gathered_like(a, dim, group)
     outs = [gathered.new_empty(*gathered.shape[:-1], weight.shape[1]) for weight in weights]
     return gathered if return_gathered else None, outs
@@ -134,8 +169,14 @@ def _(a: Any, weights: Any, grads: Any, grad_gathered: Any, dim: int, group: str
 
 
 def _save_for_gather(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    a_shard, weights, ctx.gather_dim, ctx.group_name, biases = inputs
-    ctx.has_biases = biases is not None
+    a_shard, weights, ctx.gather_dim, ctx.group_name = inputs
+    ctx.save_for_backward(a_shard, *weights)
+    ctx.set_materialize_grads(False)
+
+
+def _save_for_gather_linear(ctx: Any, inputs: Any, output: Any) -> None:
+    a_shard, weights, biases, ctx.gather_dim, ctx.group_name, _ = inputs
+    ctx.has_biases = bool(biases)
     ctx.save_for_backward(a_shard, *weights)
     ctx.set_materialize_grads(False)
 
@@ -154,15 +195,20 @@ def _gather_backward(ctx: Any, grad_gathered: Tensor | None, grads: Any) -> Any:
         any(_flat(ctx.needs_input_grad[1])),
     )
     by_index = dict(zip(used, grad_weights, strict=False))
-    grad_biases = None
-    if ctx.has_biases:
-        grad_biases = [None if grad is None else grad.flatten(0, -2).sum(dim=0) for grad in grads]
-    return grad_a, [by_index.get(index) for index in range(len(weights))], None, None, grad_biases
+    return grad_a, [by_index.get(index) for index in range(len(weights))], None, None
 
 
-torch.library.register_autograd(
-    "counterpoint::all_gather_matmul", _gather_backward, setup_context=_save_for_gather, lib=_LIBRARY
-)
+def _gather_linear_backward(ctx: Any, grad_gathered: Tensor | None, grads: Any) -> Any:
+    sums = [None if grad is None else grad.flatten(0, -2).sum(dim=0) for grad in grads] if ctx.has_biases else []
+    grad_a, grad_weights, *_ = _gather_backward(ctx, grad_gathered, grads)
+    return grad_a, grad_weights, sums, None, None, None
+
+
+for _name, _backward, _save in (
+    ("all_gather_matmul", _gather_backward, _save_for_gather),
+    ("all_gather_linear", _gather_linear_backward, _save_for_gather_linear),
+):
+    torch.library.register_autograd(f"counterpoint::{_name}", _backward, setup_context=_save, lib=_LIBRARY)
 
 
 # matmul, then reduce_scatter
@@ -463,7 +509,8 @@ def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
 def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
     """Return a dtype, of which torch's dispatcher gives the number where it is in a list."""
     if isinstance(given, int):
-        return torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
+        found: torch.dtype = torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
+        return found
     return given
 
 

@@ -1,0 +1,176 @@
+"""Run matmuls beside the communication that they depend on: the pieces of a plan, on a communicator.
+
+An all_gather pushes this rank's rows to the peers while its own are multiplied; a piece begins when its rows are there.
+Own rows are read where they are. A reduce_scatter pushes each part of the product as soon as it is computed, those for
+peers first; sums of own rows are made last, in the order of ranks, and rounded once.
+
+Rows are counted as in `pair/arrivals.py`: those of all ranks, `[batch, world_size * rows]`, flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.program.partitions import BlockPartition
+from counterpoint.pair.arrivals import Slab
+from counterpoint.pair.cuts import Piece
+from counterpoint.parallel.tensor.sums import add_up
+
+GATHER, SCATTER = 0, 1  # channels: both may be under way at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLayout:
+    """Says how the rows of all ranks lie: `[batch, world_size, rows]`, flattened."""
+
+    batch: int
+    rows: int  # of a rank in each batch element
+    world_size: int
+    rank: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the batch elements, and the rows of all ranks in each."""
+        return self.batch, self.world_size * self.rows
+
+    def own(self, slab: Slab) -> int | None:
+        """Return where rows begin in this rank's flattened block, if they are its own, else None."""
+        batch, rest = divmod(slab.start, self.world_size * self.rows)
+        rank, first = divmod(rest, self.rows)
+        return batch * self.rows + first if rank == self.rank else None
+
+    def apart(self, slabs: Sequence[Slab]) -> Iterator[Slab]:
+        """Yield slabs cut where own rows begin and end."""
+        whole = self.world_size * self.rows
+        begins = [batch * whole + self.rank * self.rows for batch in range(self.batch)]
+        bounds = [bound for begin in begins for bound in (begin, begin + self.rows)]
+        for start, rows in slabs:
+            end = start + rows
+            for low, high in pairwise([start, *(bound for bound in bounds if start < bound < end), end]):
+                yield Slab(low, high - low)
+
+
+def gather_and_multiply(
+    communicator: Communicator,
+    shard: Tensor,
+    gathered: Tensor,
+    pieces: Sequence[Piece],
+    layout: RowLayout,
+    multiply: Callable[[Slab, Tensor], None],
+    *,
+    chunk_rows: int,
+    rows_to: Tensor | None,
+) -> None:
+    """Gather rows, and multiply each piece when it is there.
+
+    Args:
+        communicator: of the ranks; its channel `GATHER` is used.
+        shard: this rank's rows, `[batch, rows, k]`, contiguous.
+        gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
+        pieces: in their order; their `segment` is the number of partitions that have to be there.
+        layout: of the rows.
+        multiply: multiplies a slab of the rows, which it is given.
+        chunk_rows: rows of a partition.
+        rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
+    """
+    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=chunk_rows, channel=GATHER)
+    flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
+    try:
+        for piece in pieces:
+            work.arrived(piece.segment)
+            for slab in layout.apart(piece.slabs):
+                at = layout.own(slab)
+                rows = flat[slab.start :] if at is None else own[at:]
+                multiply(slab, rows[: slab.rows])
+        if rows_to is not None:
+            copy_blocks(rows_to, gathered, shard, layout)
+    finally:
+        work.finish()
+
+
+def multiply_and_scatter(
+    communicator: Communicator,
+    out: Tensor,
+    pieces: Sequence[Piece],
+    layout: RowLayout,
+    reduce_op: str,
+    multiply: Callable[[Slab, Tensor], None],
+    *,
+    chunk_rows: int,
+    between: Callable[[], None] = lambda: None,
+    summed: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Multiply pieces, push each to its rank when it is computed, and add up what arrives for this one.
+
+    Args:
+        communicator: of the ranks; its channel `SCATTER` is used.
+        out: this rank's sums, `[batch, rows, n]`.
+        pieces: in their order; their `segment` is the last partition that may leave after them.
+        layout: of the rows.
+        reduce_op: sum or avg.
+        multiply: writes the product of a slab of rows.
+        chunk_rows: rows of a partition.
+        between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
+        summed: called with the number of own rows, from the first on, whose sums are there.
+    """
+    n, columns = layout.world_size, out.shape[-1]
+    staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
+    product = torch.empty(layout.batch, n * layout.rows, columns, dtype=out.dtype, device=out.device)
+    parts, whole, sums = staging.view(n, -1, columns), product.view(-1, columns), out.view(-1, columns)
+    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=chunk_rows, channel=SCATTER)
+    is_between, done = False, 0
+    try:
+        for piece in pieces:
+            own: list[tuple[Slab, int]] = []
+            for slab in layout.apart(piece.slabs):
+                at = layout.own(slab)
+                if at is None:
+                    multiply(slab, whole[slab.start : slab.start + slab.rows])
+                else:
+                    own.append((slab, at))
+            work.ready(piece.segment + 1)
+            if own and not is_between:
+                is_between = True
+                work.ready(len(work.sent))
+                between()
+            for slab, at in own:
+                mine = slice(at, at + slab.rows)
+                multiply(slab, parts[layout.rank, mine])  # its place among the parts, which no peer writes
+                work.arrived(_needed(work.received, chunk_rows, mine.stop))
+                add_up(parts[:, mine], sums[mine], reduce_op)
+                if mine.start == done:
+                    done = mine.stop
+                    summed(done)
+    finally:
+        work.finish()
+
+
+def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: RowLayout) -> None:
+    """Copy all rows to `target`: this rank's from `own`, the peers' from `gathered`, unless they are there."""
+    shape = layout.batch, layout.world_size, layout.rows, target.shape[-1]
+    blocks, there = target.view(shape), gathered.view(shape)
+    if own.data_ptr() != blocks[:, layout.rank].data_ptr():
+        blocks[:, layout.rank].copy_(own.view(layout.batch, layout.rows, -1))
+    if target is not gathered:
+        for part in (slice(0, layout.rank), slice(layout.rank + 1, layout.world_size)):
+            blocks[:, part].copy_(there[:, part])
+
+
+def empty_for_op(communicator: Communicator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return symmetric memory that lives as long as one operation: peers are told at once when it is free.
+
+    A graph would give it back at every replay, so that a capture gets memory that begins with a handshake.
+    """
+    captured = communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return communicator.empty(*shape, dtype=dtype, early_release=not captured)
+
+
+def _needed(received: Sequence[BlockPartition], chunk_rows: int, end: int) -> int:
+    """Return how many partitions have to be there for the own rows below `end`, in the blocks of all peers."""
+    return max((index + 1 for index, one in enumerate(received) if one.chunk * chunk_rows < end), default=0)

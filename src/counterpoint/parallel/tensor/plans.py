@@ -1,0 +1,143 @@
+"""Plan the matmuls of a process group once for each shape: what was measured here decides, equally on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+from typing import Any, Literal, get_args
+
+import torch
+
+from counterpoint.collectives.host.group import gather_values
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.machine.profile import Profile
+from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
+from counterpoint.pair.cuts import cut
+from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul
+from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
+from counterpoint.parallel.tensor.overlapped import RowLayout
+
+Mechanism = Literal["auto", "torch", "serial", "cuts"]
+_CHUNKS = (1, 2, 4)  # in which a block may be sent, where there is one peer: its block is half of all rows
+_POINTS, _REPEATS = 32, 5  # of a curve that is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions(CommunicatorOptions):
+    """Holds options of tensor-parallel matmuls, besides those of their communicator.
+
+    Args:
+        mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
+            (its own collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (pieces).
+        measure: time each new shape on the GPU at its first call, which takes a tenth of a second; False: estimate it.
+
+    Raises:
+        Misconfigured: an option has a value that is not allowed.
+    """
+
+    mechanism: Mechanism = "auto"
+    measure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mechanism not in get_args(Mechanism):
+            raise Misconfigured(f"mechanism={self.mechanism!r}: allowed are {', '.join(get_args(Mechanism))}")
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulShape:
+    """Describes a call: what all ranks have in common."""
+
+    operation: TensorOperation
+    layout: RowLayout
+    k: int
+    columns: tuple[int, ...]  # of each weight
+    dtype: str  # of the operands, torch's name
+
+
+class Plans:
+    """Plans the calls of one group; all ranks ask for the same shapes in the same order."""
+
+    def __init__(self, group: Any, profile: Profile, options: TensorOptions) -> None:
+        self._group, self._profile, self._options = group, profile, options
+        self._known: dict[MatmulShape, tuple[MatmulPlan, int]] = {}
+
+    def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, int]:
+        """Return the plan of a call on this rank, and the rows of a partition.
+
+        Raises:
+            Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
+        """
+        found = self._known.get(shape)
+        if found is None:
+            found = self._known[shape] = self._planned(shape, device)
+        return found
+
+    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, int]:
+        if shape.dtype not in DTYPES:
+            raise Unsupported(f"no plan for matmuls of {shape.dtype}")
+        layout = shape.layout
+        curves = tuple(self._curve(shape, columns, device) for columns in shape.columns)
+        alone = layout.world_size == 2 and layout.batch == 1
+        best: tuple[float, MatmulPlan, int] | None = None
+        for chunks in _CHUNKS if alone else _CHUNKS[:1]:
+            task = ShardedMatmul(
+                operation=shape.operation,
+                curves=curves,
+                shard_rows=(layout.rows,) * layout.world_size,
+                batch=layout.batch,
+                chunks=min(chunks, layout.rows),
+            )
+            plan = self._chosen(task, layout.rank)
+            us = plan.predicted_us[plan.mechanism]
+            if best is None or us < best[0]:
+                size = layout.batch * -(-layout.rows // task.chunks)
+                best = us, plan, size
+        assert best is not None
+        return best[1:]
+
+    def _chosen(self, task: ShardedMatmul, rank: int) -> MatmulPlan:
+        plan = choose_matmul(task, rank, self._profile, flagged_factor=None)
+        asked = self._options.mechanism
+        if asked == "auto" or asked == plan.mechanism:
+            return plan
+        grid_rows = task.rows if asked == "serial" else None  # one piece of all rows
+        pieces = cut(task, rank, self._profile, grid_rows=grid_rows).pieces
+        return replace(plan, mechanism=asked, pieces=pieces, why=f"asked for {asked}")
+
+    def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
+        layout = shape.layout
+        rows = layout.batch * layout.world_size * layout.rows
+        if device.type != "cuda" or not self._options.measure or shape.dtype.startswith("float8"):
+            return estimated_curve(columns, shape.k, shape.dtype, rows, self._profile)
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported("a shape that is new in a graph capture: make the same call once before")
+        ranks = gather_values(self._group, _measured(rows, columns, shape.k, shape.dtype, device))
+        points = tuple((row[0][0], max(us for _, us in row)) for row in zip(*ranks, strict=True))
+        return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points)
+
+
+@lru_cache(maxsize=256)
+def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device) -> tuple[tuple[int, float], ...]:
+    """Return the µs of a matmul at some numbers of rows, up to `rows`: medians, on the current stream."""
+    step = max(128, -(-rows // _POINTS // 128) * 128)
+    counts = [*range(step, rows, step), rows]
+    with torch.cuda.device(device):
+        a = torch.randn(rows, k, device=device, dtype=getattr(torch, dtype))
+        b = torch.randn(columns, k, device=device, dtype=getattr(torch, dtype)).t()
+        out = torch.empty(rows, columns, device=device, dtype=getattr(torch, dtype))
+        times: dict[int, list[float]] = {count: [] for count in counts}
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(counts) + 1)]
+        for repeat in range(_REPEATS + 1):
+            torch.cuda._sleep(2_000_000)  # the host is ahead when the first matmul begins
+            events[0].record()
+            for count, event in zip(counts, events[1:], strict=True):
+                torch.mm(a[:count], b, out=out[:count])
+                event.record()
+            torch.cuda.synchronize(device)
+            for index, count in enumerate(counts):
+                if repeat:
+                    times[count].append(1000.0 * events[index].elapsed_time(events[index + 1]))
+    return tuple((count, median(times[count])) for count in counts)

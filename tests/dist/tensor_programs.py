@@ -1,0 +1,239 @@
+"""What ranks do with `torch.ops.counterpoint`: each function runs on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
+from counterpoint.machine.profile import Profile
+from counterpoint.measurement.session import Session
+from counterpoint.pair.arrivals import ShardedMatmul
+from counterpoint.pair.cuts import Cuts, RowAxis
+from counterpoint.parallel.tensor import plans
+from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
+from counterpoint.parallel.tensor.plans import TensorOptions
+
+__all__ = ["all_reduced", "gathered", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
+OPS = torch.ops.counterpoint
+MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
+
+
+@contextmanager
+def opened(session: Session, seed: int) -> Iterator[tuple[TensorGroup, random.Random, str]]:
+    """Run calls in pieces that are cut anywhere, on each rank differently; draws are equal on all ranks."""
+    mine = random.Random(seed * 100 + session.rank)
+
+    def anywhere(task: ShardedMatmul, rank: int, profile: Profile, *, grid_rows: int | None = None) -> Cuts:
+        axis = RowAxis.of(task, rank, profile, mine.choice([1, 2, 3, 5]), None)
+        inside = range(1, len(axis.cells))
+        bounds = sorted(mine.sample(inside, min(len(inside), mine.randint(0, 6))))
+        return Cuts(pieces=axis.pieces([0, *bounds, len(axis.cells)]), us=1.0)
+
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    group = tensor_group(name, TensorOptions(mechanism="cuts", timeout_s=60))
+    with patch.object(plans, "cut", anywhere):
+        yield group, random.Random(seed), name
+    group.close()
+
+
+def rows_of_all(own: torch.Tensor, dim: int) -> torch.Tensor:
+    """Gather by torch."""
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own.contiguous())
+    return torch.cat(found, dim=dim)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, terms: int) -> None:
+    """A result of bfloat16 or float32 beside that of float64, whose terms are of size 1."""
+    eps = torch.finfo(found.dtype).eps
+    assert found.dtype != torch.float64
+    error = (found.double() - wanted).abs().max().item()
+    assert error <= 4 * eps * max(1.0, wanted.abs().max().item()) + 4e-7 * terms, (error, eps, terms)
+
+
+def drawn(draw: random.Random, n: int) -> tuple[tuple[int, ...], int, torch.dtype]:
+    """A shape whose rows are gathered along a dimension, and that dimension."""
+    shape, dim = draw.choice(
+        [((draw.randint(1, 9), 16), 0), ((2, draw.randint(1, 7), 8), 1), ((3, 2, 3, 8), 1), ((2, 2, 2, 8), 2), ((4, 3, 8), 0)]
+    )
+    return shape, dim, draw.choice([torch.bfloat16, torch.float32])
+
+
+def gathered(session: Session, seed: int, calls: int) -> list[str]:
+    """Results and derivatives of random all_gather_matmuls; return by which paths they went."""
+    n = dist.get_world_size()
+    with opened(session, seed) as (group, draw, name):
+        for number in range(calls):
+            torch.manual_seed(1000 * number + session.rank)
+            shape, dim, dtype = drawn(draw, n)
+            columns = [8 * draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
+            a = torch.randn(shape, dtype=dtype, requires_grad=True)
+            weights = [torch.randn(shape[-1], one, dtype=dtype, requires_grad=True) for one in columns]
+            biases = [torch.randn(one, dtype=dtype, requires_grad=True) for one in columns] if draw.random() < 0.5 else None
+            keep = draw.random() < 0.5
+            if biases is None:
+                rows, outs = OPS.all_gather_matmul(a, weights, dim, name, return_gathered=keep)
+            else:
+                rows, outs = OPS.all_gather_linear(a, weights, biases, dim, name, keep)
+            whole = rows_of_all(a.detach(), dim)
+            assert (rows is None) != keep
+            if keep:
+                assert torch.equal(rows, whole)
+            wide = whole.double().requires_grad_()
+            wide_weights = [one.detach().double().requires_grad_() for one in weights]
+            wanted = [wide @ one for one in wide_weights]
+            for index, (out, want) in enumerate(zip(outs, wanted, strict=True)):
+                close(out, want + (0 if biases is None else biases[index].double()), shape[-1])
+            grads = [torch.randn_like(out) for out in outs]
+            used = draw.choice([list(range(len(outs))), [0]])
+            extra = torch.randn_like(rows) if keep and draw.random() < 0.5 else None
+            torch.autograd.backward(
+                [outs[index] for index in used] + ([] if extra is None else [rows]),
+                [grads[index] for index in used] + ([] if extra is None else [extra]),
+            )
+            torch.autograd.backward([wanted[index] for index in used], [grads[index].double() for index in used])
+            assert wide.grad is not None and a.grad is not None
+            total = wide.grad if extra is None else wide.grad + extra.double()
+            dist.all_reduce(total)
+            close(a.grad, total.chunk(n, dim=dim)[session.rank], n * sum(columns))
+            for index in used:
+                grad = wide_weights[index].grad
+                found = weights[index].grad
+                assert grad is not None and found is not None
+                close(found, grad, whole.numel() // shape[-1])
+                if biases is not None:
+                    bias_grad = biases[index].grad
+                    assert bias_grad is not None
+                    close(bias_grad, grads[index].double().flatten(0, -2).sum(0), 100)
+            assert all(weights[index].grad is None for index in range(len(weights)) if index not in used)
+        return sorted({row.path for row in group.report().rows})
+
+
+def scattered(session: Session, seed: int, calls: int) -> list[str]:
+    """Results and derivatives of random matmul_reduce_scatters; return by which paths they went."""
+    n = dist.get_world_size()
+    with opened(session, seed) as (group, draw, name):
+        for number in range(calls):
+            torch.manual_seed(1000 * number + session.rank)
+            shape, dim, dtype = drawn(draw, n)
+            whole = [*shape]
+            whole[dim] *= n
+            columns, op = 8 * draw.randint(1, 3), draw.choice(["sum", "avg"])
+            a = torch.randn(whole, dtype=dtype, requires_grad=True)
+            b = torch.randn(shape[-1], columns, dtype=dtype, requires_grad=True)
+            out = OPS.matmul_reduce_scatter(a, b, op, dim, name)
+            factor = 1.0 if op == "sum" else 1.0 / n
+            total = a.detach().double() @ b.detach().double() * factor
+            dist.all_reduce(total)
+            close(out, total.chunk(n, dim=dim)[session.rank], n * shape[-1])
+            grad = torch.randn_like(out)
+            out.backward(grad)
+            wide = rows_of_all(grad, dim).double() * factor
+            assert a.grad is not None and b.grad is not None
+            close(a.grad, wide @ b.detach().double().t(), columns)
+            close(b.grad, a.detach().double().flatten(0, -2).t() @ wide.flatten(0, -2), wide.numel() // columns)
+        return sorted({row.path for row in group.report().rows})
+
+
+def all_reduced(session: Session, seed: int, calls: int) -> list[str]:
+    """Results of random matmul_all_reduces, equal on all ranks, and derivatives; return by which paths they went."""
+    n = dist.get_world_size()
+    with opened(session, seed) as (group, draw, name):
+        for number in range(calls):
+            torch.manual_seed(1000 * number + session.rank)
+            shape, _, dtype = drawn(draw, n)
+            shape = (n * shape[0] if draw.random() < 0.8 else shape[0], *shape[1:])
+            b = torch.randn(shape[-1], 16, dtype=dtype, requires_grad=True)
+            a, op = torch.randn(shape, dtype=dtype, requires_grad=True), draw.choice(["sum", "avg"])
+            out = OPS.matmul_all_reduce(a, b, op, name)
+            factor = 1.0 if op == "sum" else 1.0 / n
+            total = a.detach().double() @ b.detach().double() * factor
+            dist.all_reduce(total)
+            close(out, total, n * shape[-1])
+            assert torch.equal(rows_of_all(out.detach()[None], 0), out.detach()[None].expand(n, *out.shape))
+            torch.manual_seed(number)
+            grad = torch.randn_like(out)
+            out.backward(grad)
+            assert a.grad is not None and b.grad is not None
+            close(a.grad, grad.double() @ b.detach().double().t() * factor, 16)
+            wide = a.detach().double().flatten(0, -2).t() @ grad.double().flatten(0, -2) * factor
+            close(b.grad, wide, out.numel() // 16)
+            del out, grad
+        return sorted({row.path for row in group.report().rows})
+
+
+def scaled(session: Session, seed: int) -> list[str]:
+    """Float8 rows and weights with one scale and with one for each row; return by which paths they went."""
+    n, me = dist.get_world_size(), session.rank
+    float8 = torch.float8_e4m3fn
+    with opened(session, seed) as (group, _, name):
+        torch.manual_seed(me)
+        a, w = torch.randn(16, 32).to(float8), torch.randn(48, 32).to(float8).t()
+        rows = rows_of_all(a.view(torch.uint8), 0).view(float8)
+        one = torch.tensor(0.5)
+        each, columns = torch.rand(16, 1) + 0.5, torch.rand(1, 48) + 0.5
+        for a_scale, b_scale in ((one, one), (each, columns)):
+            found, (out,) = OPS.all_gather_scaled_matmul(
+                a, [w], a_scale, [b_scale], 0, name, [None], [None], [torch.bfloat16], [False]
+            )
+            whole_scale = a_scale if a_scale.dim() == 0 else rows_of_all(a_scale, 0)
+            assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+            close(out, (rows.double() * whole_scale.double()) @ (w.double() * b_scale.double()), 32)
+            b_rows = torch.randn(16 * n, 32).to(float8)
+            scale = one if a_scale.dim() == 0 else torch.rand(16 * n, 1) + 0.5
+            part = OPS.scaled_matmul_reduce_scatter(
+                b_rows, w, scale, b_scale, "sum", 0, 0, name, None, out_dtype=torch.bfloat16
+            )
+            total = (b_rows.double() * scale.double()) @ (w.double() * b_scale.double())
+            dist.all_reduce(total)
+            error = (part.double() - total.chunk(n)[me]).abs().max().item()
+            assert error < 0.02 * total.abs().max().item(), error
+        return sorted({row.path for row in group.report().rows})
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def shapes_that_do_not_fit(session: Session) -> list[str]:
+    """The errors of wrong calls."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    a, b = torch.zeros(3, 8), torch.zeros(8, 16)
+    return [
+        _said(lambda: OPS.all_gather_matmul(a, [b], 1, name)),
+        _said(lambda: OPS.all_gather_matmul(a, [b.t()], 0, name)),
+        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        _said(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
+        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
+    ]
+
+
+def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
+    """What the report says of calls that torch makes."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    group = tensor_group(name, TensorOptions())
+    n = group.world_size
+    OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name)
+    OPS.matmul_reduce_scatter(torch.zeros(n, 8), torch.zeros(8, 3), "sum", 0, name)
+    OPS.matmul_reduce_scatter(torch.zeros(n, 8, dtype=torch.float64), torch.zeros(8, 4).double(), "sum", 0, name)
+    found = [(row.operation, str(row.path), row.why) for row in group.report().rows]
+    group.close()
+    return found
+
+
+def reported(session: Session) -> str:
+    """The table of a group that was asked for pieces."""
+    with opened(session, 3) as (group, _, name):
+        OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
+        return str(group.report())

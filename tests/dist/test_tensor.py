@@ -1,0 +1,46 @@
+"""`torch.ops.counterpoint` between processes: every piece is right, wherever it is cut, and so are derivatives."""
+
+from __future__ import annotations
+
+import pytest
+from tests.dist import tensor_programs as programs
+from tests.support.ranks import Ranks
+
+OPERATIONS = pytest.mark.parametrize("name", ["gathered", "scattered", "all_reduced"])
+
+
+@OPERATIONS
+def test_random_calls_of_three_ranks(three_ranks: Ranks, name: str) -> None:
+    """Any shape, batch, number of weights, dtype; results and derivatives beside float64."""
+    assert "cuts" in three_ranks.run(getattr(programs, name), 1, 30)[0]
+
+
+@OPERATIONS
+def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
+    """The same with blocks that come in chunks."""
+    assert "cuts" in two_ranks.run(getattr(programs, name), 2, 30)[0]
+
+
+def test_float8(two_ranks: Ranks) -> None:
+    """One scale, and one for each row."""
+    assert set(two_ranks.run(programs.scaled, 4)[0]) <= {"cuts", "serial"}
+
+
+def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
+    """Each says what is allowed."""
+    found = two_ranks.run(programs.shapes_that_do_not_fit)[0]
+    said = ("give one but the last", "give a matrix [k, n]", "give a multiple", "allowed are 'sum' and 'avg'",
+            "no process group 'nobody'")  # fmt: skip
+    assert [words in text for words, text in zip(said, found, strict=True)] == [True] * 5, found
+
+
+def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
+    """The report says why."""
+    found = two_ranks.run(programs.left_to_torch)[0]
+    assert [path for _, path, _ in found] == ["torch"] * 3
+    assert [words in why for words, (_, _, why) in zip(("simplest", "no multiple of 16", "float64"), found, strict=True)] == [True] * 3
+
+
+def test_the_report_is_a_table(two_ranks: Ranks) -> None:
+    """A row for each kind of call."""
+    assert "all_gather_matmul  below 1 MiB" in two_ranks.run(programs.reported)[0]
