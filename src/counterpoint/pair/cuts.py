@@ -76,7 +76,7 @@ def cut(
             more where there would be over `MAX_CELLS`.
         launch_us: cost of a matmul beyond what its curve says; None: that of a kernel in the profile.
     """
-    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts()
+    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,7 @@ class RowAxis:
                 above[first - left] = below[first + rows + right] = merged
             yield index + 1, total
 
+    @cached_property
     def cuts(self) -> Cuts:
         """Return the best cuts: end(j) = min over i < j of after(max(end(i), us of segment(j - 1)), us(i..j))."""
         size = len(self.cells)

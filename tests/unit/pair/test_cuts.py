@@ -15,7 +15,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, segments_of
 from counterpoint.pair.cuts import MAX_CELLS, Piece, RowAxis, cut
-from counterpoint.pair.matmul_choice import choose_matmul
+from counterpoint.pair.matmul_choice import choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import RowCurve, estimated_curve
 
 H200 = default_profile()
@@ -272,6 +272,13 @@ def test_a_flagged_matmul_does_rows_as_they_come() -> None:
     last = axis.segments[-1].us
     assert axis.flagged_us(1e-3) == pytest.approx(last, abs=0.1)
     assert axis.flagged_us(10 * last) == pytest.approx(10 * last + (1 - KEPT) * last)
+
+
+@pytest.mark.parametrize(("ranks", "n", "chunks"), [(2, 1280, 2), (2, 7168, 1), (8, 1280, 1), (8, 7168, 1)])
+def test_shards_are_sent_in_chunks_where_that_helps(ranks: int, n: int, chunks: int) -> None:
+    """One peer's long copy is worth cutting; a matmul that covers it, or the fixed cost of many copies, is not."""
+    task = task_of("all_gather_matmul", 8192, n, 8192, ranks)
+    assert with_best_chunks(task).chunks == chunks
 
 
 @pytest.mark.parametrize("wrong", [{"margin": 1.0}, {"margin": -0.1}, {"flagged_factor": 0.0}])
