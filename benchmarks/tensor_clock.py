@@ -85,8 +85,9 @@ def read_curves(path: Path) -> tuple[dict[str, Any], CurveOf]:
 
 def plan_of(layer: Layer, curve: RowCurve, profile: Profile, factor: float | None, chunks: int) -> MatmulPlan:
     """What is predicted of a layer on rank 0."""
+    shard = layer.rows // layer.ranks
     task = ShardedMatmul(
-        operation=layer.operation, curves=(curve,), shard_rows=(layer.rows // layer.ranks,) * layer.ranks, chunks=chunks
+        operation=layer.operation, curves=(curve,), shard_rows=(shard,) * layer.ranks, chunk_rows=-(-shard // chunks)
     )
     return choose_matmul(task, 0, profile, flagged_factor=factor)
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
@@ -24,6 +24,7 @@ from counterpoint.pair.arrivals import (
     Segment,
     ShardedMatmul,
     Slab,
+    merged,
     segments_of,
 )
 from counterpoint.pair.together import disturbance
@@ -37,8 +38,8 @@ _SAME = 1e-9  # of a time: rounding
 class Piece:
     """Holds one step: the rows that are multiplied together, by a matmul for each slab.
 
-    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before. A
-    reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
+    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before, which is also the
+    number of partitions. A reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
     """
 
     segment: int
@@ -191,7 +192,7 @@ class RowAxis:
     def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
         """Return the pieces between these cells, in the order in which they are multiplied."""
         found = [
-            Piece(segment=self._segment(start, end), slabs=_merged(self.cells[start:end]))
+            Piece(segment=self._segment(start, end), slabs=merged(chain.from_iterable(self.cells[start:end])))
             for start, end in pairwise(bounds)
         ]
         return tuple(found[::-1] if self.task.is_scatter else found)
@@ -217,14 +218,3 @@ def _cells(slabs: Sequence[Slab], step: int) -> Iterator[tuple[Slab]]:
     for first, rows in slabs:
         for start in reversed(range(0, rows, step)):
             yield (Slab(first + start, min(step, rows - start)),)
-
-
-def _merged(cells: Sequence[Sequence[Slab]]) -> tuple[Slab, ...]:
-    """Return the rows of cells as few slabs, ascending."""
-    found: list[Slab] = []
-    for slab in sorted(slab for cell in cells for slab in cell):
-        if found and found[-1].start + found[-1].rows == slab.start:
-            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
-        else:
-            found.append(slab)
-    return tuple(found)

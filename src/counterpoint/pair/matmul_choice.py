@@ -110,14 +110,15 @@ def with_best_chunks(
     candidates: Sequence[int] = (1, 2, 4),
     margin: float = MARGIN,
 ) -> ShardedMatmul:
-    """Return the task with the fewest chunks whose cuts, on rank 0, take within `margin` of the least time.
+    """Return the task with the largest chunks whose cuts, on rank 0, take within `margin` of the least time.
 
     Args:
         task: the matmul.
         profile: of the machine; None: the default one, H200.
-        candidates: numbers of chunks to compare.
-        margin: part of its time by which fewer chunks must be beaten, 0 to 1.
+        candidates: numbers of chunks of the largest shard to compare.
+        margin: part of their time by which larger chunks must be beaten, 0 to 1.
     """
-    found = [replace(task, chunks=chunks) for chunks in sorted(candidates)]
+    block = task.batch * max(task.shard_rows)
+    found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in sorted(candidates)]
     times = [cut(each, 0, profile).us for each in found]
     return next(each for each, us in zip(found, times, strict=True) if (1 - margin) * us <= min(times))
