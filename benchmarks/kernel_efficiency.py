@@ -113,19 +113,19 @@ def measure() -> tuple[str, list[Row]]:
     times: dict[str, list[float]] = {operation.name: [] for operation, _ in runs}
     for turn in range(ROUNDS + 1):
         for operation, run in random.Random(turn).sample(runs, len(runs)):
-            each = queued_us(run)
+            each = queued_us([run] * RUNS)
             times[operation.name] += each if turn else []  # the first round is to warm up
     return torch.cuda.get_device_name(), [(operation, median(times[operation.name])) for operation, _ in runs]
 
 
-def queued_us(run: Callable[[], Any]) -> list[float]:
-    """Of several runs, queued one behind the other."""
+def queued_us(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """Of each, queued one behind the other."""
     import torch
 
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
     torch.cuda._sleep(20_000_000)  # launches are queued behind it: the host's time is not measured
     marks[0].record()
-    for mark in marks[1:]:
+    for run, mark in zip(runs, marks[1:], strict=True):
         run()
         mark.record()
     torch.cuda.synchronize()

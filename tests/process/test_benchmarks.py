@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import measure_row_curves
 import pytest
+import tensor_clock
+import torch
 from process_cost import run
 from torch_tests import Runner
 
@@ -66,3 +69,31 @@ def test_a_torch_test_that_crashes_is_alone(tmp_path: Path) -> None:
     outcomes = [result["outcome"] for result in results.values()]
     assert outcomes == ["passed", "crashed", "failed", "skipped", "passed"]
     assert "wrong" in results["test_three"]["text"]
+
+
+def test_row_curves_are_measured_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU in small: what the one script writes, the clock of tensor parallelism reads; the rest is named."""
+    curves, out = tmp_path / "curves.json", tmp_path / "clock.json"
+    arguments = ["--device", "cpu", "--shapes", "80x32", "32x40", "--rows", "300", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["measure_row_curves.py", *arguments, "--out", str(curves)])
+    measure_row_curves.main()
+    origin, found = tensor_clock.read_curves(curves)
+    assert (origin["torch"], set(found)) == (torch.__version__, {(80, 32), (32, 40)})
+    assert all(
+        [rows for rows, _ in curve.points] == [128, 256, 300] and not curve.estimated for curve in found.values()
+    )
+    monkeypatch.setattr(tensor_clock, "GATHERED", ((256, 80, 32),))
+    monkeypatch.setattr(tensor_clock, "LLAMAS", {"small": (64, 128)})
+    monkeypatch.setattr(
+        sys, "argv", ["tensor_clock.py", str(curves), "--rows", "256", "--ranks", "2", "--out", str(out)]
+    )
+    tensor_clock.main()
+    record = json.loads(out.read_text())
+    assert [row[:6] for row in record["rows"]] == [["plain", "all_gather", "256", "80", "32", "2"]]
+    assert record["curves_from"] == origin
+    assert (
+        "not measured, left out: 256 x 1056 x 64, 256 x 128 x 64, 256 x 32 x 80, 256 x 64 x 32"
+        in capsys.readouterr().out
+    )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_clock
 from synthetic_job import Job, write_traces
 
+Capture = pytest.CaptureFixture[str]
 JOB = Job(world_size=2, steps=2, micro_batches=1, layers=2)
 
 
@@ -66,3 +69,12 @@ def test_every_kernel_was_launched(ranks: list[list[dict[str, Any]]]) -> None:
         if event.get("cat") in ("cuda_runtime", "cuda_driver")
     }
     assert all(calls[kernel["args"]["correlation"]] < kernel["ts"] for kernel in kernels(ranks[0]))
+
+
+def test_the_clock_estimates_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Without a measurement: 70B on 8 ranks, of which gate, up and down can hide."""
+    monkeypatch.setattr(sys, "argv", ["tensor_clock.py", "--estimate", "--rows", "8192", "--ranks", "8"])
+    tensor_clock.main()
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "70B" in line]
+    hides = {line[1].strip(): line[7].strip() for line in lines}
+    assert hides == {"70B qkv": "", "70B gate, up": "yes", "70B o": "", "70B down": "yes"}

@@ -11,10 +11,10 @@ docs/design/tensor.md has the equations and what they leave out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
@@ -23,6 +23,16 @@ from counterpoint.pair.together import disturbance
 
 TensorOperation = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without SMs
+
+
+class Slab(NamedTuple):
+    """Names consecutive rows of the flattened whole."""
+
+    start: int
+    rows: int
+
+
+Slabs: TypeAlias = tuple[Slab, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +46,14 @@ class ShardedMatmul:
     curves: tuple[RowCurve, ...]  # of each matmul that shares the gathered rows, such as q, k and v; one to scatter
     shard_rows: tuple[int, ...]  # of each rank, in each batch element; they may differ
     batch: int = 1
-    chunks: int = 1  # in which a shard is sent, each with its own arrival
+    chunk_rows: int | None = None  # rows that are sent together, counted through the batch; None: all of a shard
     message_bytes: int | None = None  # of an element that is sent; None: those of the operands, in fp8 rounded up to 2
 
     def __post_init__(self) -> None:
         if self.world_size < 2 or min(self.shard_rows) < 0 or not sum(self.shard_rows):
             raise Misconfigured(f"shard_rows={self.shard_rows}: give the rows of each rank, of two ranks or more")
-        if min(self.batch, self.chunks, 1 if self.message_bytes is None else self.message_bytes) < 1:
-            given = f"batch={self.batch}, chunks={self.chunks}, message_bytes={self.message_bytes}"
+        if min(each for each in (self.batch, self.chunk_rows, self.message_bytes) if each is not None) < 1:
+            given = f"batch={self.batch}, chunk_rows={self.chunk_rows}, message_bytes={self.message_bytes}"
             raise Misconfigured(f"{given}: give 1 or more of each")
         if len({(curve.k, curve.dtype) for curve in self.curves}) != 1 or (self.is_scatter and len(self.curves) != 1):
             allowed = "one curve" if self.is_scatter else "curves of one k and dtype"
@@ -91,31 +101,30 @@ class ShardedMatmul:
         """Return the floating-point operations of the matmuls on one rank."""
         return 2.0 * self.rows * sum(curve.n * curve.k for curve in self.curves)
 
-    def chunk_rows(self, rank: int) -> list[tuple[int, int]]:
-        """Return (first row, rows) of each chunk of a rank's shard, in each batch element; the last may be shorter."""
-        shard = self.shard_rows[rank]
-        size = -(-shard // self.chunks)
-        starts = [min(shard, chunk * size) for chunk in range(self.chunks)]
-        return [(start, min(size, shard - start)) for start in starts]
-
-
-class Slab(NamedTuple):
-    """Names consecutive rows of the flattened whole."""
-
-    start: int
-    rows: int
+    def chunks_of(self, rank: int) -> list[Slabs]:
+        """Return the rows of a rank in the chunks in which they are sent: slabs of the flattened whole."""
+        sequence, shard, first = sum(self.shard_rows), self.shard_rows[rank], sum(self.shard_rows[:rank])
+        block = self.batch * shard
+        found = []
+        for start in range(0, block, self.chunk_rows or max(block, 1)):
+            end = min(block, start + (self.chunk_rows or block))
+            bounds = [start, *range((start // shard + 1) * shard, end, shard), end]
+            found.append(
+                tuple(Slab(low // shard * sequence + first + low % shard, high - low) for low, high in pairwise(bounds))
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Holds rows that arrive, or are sent, together: one slab for each batch element.
+    """Holds rows that arrive, or are sent, together: one slab for each batch element that they touch.
 
     `us` of an all_gather: when they are there, after the call began. Of a reduce_scatter: what the call takes at least
     from when they are computed.
     """
 
     rank: int  # whose shard it is
-    slabs: tuple[Slab, ...]
+    slabs: Slabs
     us: float
 
 
@@ -131,18 +140,27 @@ def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) 
     profile = profile or default_profile()
     if not 0 <= rank < task.world_size:
         raise Misconfigured(f"rank {rank} of {task.world_size}: give one of 0 to {task.world_size - 1}")
-    turns = range(1, task.world_size)
     step = 1 if task.is_scatter else -1
-    peers = [(rank + step * turn) % task.world_size for turn in turns]
-    times = _tails_us(task, rank, peers, profile) if task.is_scatter else _arrivals_us(task, peers, profile)
-    parts = [(peer, start, rows) for peer in peers for start, rows in task.chunk_rows(peer)]
-    others = [
-        Segment(rank=peer, slabs=_slabs(task, peer, start, rows), us=us)
-        for (peer, start, rows), us in zip(parts, times, strict=True)
-    ]
-    own_us = sum(_sums_us(task, rank, profile)) if task.is_scatter else 0.0
-    own = Segment(rank=rank, slabs=_slabs(task, rank, 0, task.shard_rows[rank]), us=own_us)
+    peers = [(rank + step * turn) % task.world_size for turn in range(1, task.world_size)]
+    chunks = [task.chunks_of(peer) for peer in peers]
+    sums = _sums_us(task, rank, profile) if task.is_scatter else []
+    times = _tails_us(task, chunks, sums, profile) if task.is_scatter else _arrivals_us(task, chunks, profile)
+    parts = [(peer, slabs) for peer, blocks in zip(peers, chunks, strict=True) for slabs in blocks]
+    others = [Segment(rank=peer, slabs=slabs, us=us) for (peer, slabs), us in zip(parts, times, strict=True)]
+    mine = merged(slab for slabs in task.chunks_of(rank) for slab in slabs)
+    own = Segment(rank=rank, slabs=mine, us=sum(sums))
     return (*others, own) if task.is_scatter else (own, *others)
+
+
+def merged(slabs: Iterable[Slab]) -> Slabs:
+    """Return the rows of slabs, which may not overlap, as few slabs in ascending order."""
+    found: list[Slab] = []
+    for slab in sorted(slabs):
+        if found and sum(found[-1]) == slab.start:
+            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
+        else:
+            found.append(slab)
+    return tuple(found)
 
 
 def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
@@ -208,11 +226,11 @@ def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
     )  # fmt: skip
 
 
-def _arrivals_us(task: ShardedMatmul, peers: Iterable[int], profile: Profile) -> list[float]:
+def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile: Profile) -> list[float]:
     """Return when each chunk of each peer is there: pushed at the peer's pace, and behind what came before it."""
     rates, then, found = profile.rates, 0.0, []
-    for turn, peer in enumerate(peers):
-        copies = [_copy_us(task, rows, profile) for _, rows in task.chunk_rows(peer)]
+    for turn, blocks in enumerate(chunks):
+        copies = [_copy_us(task, slabs, profile) for slabs in blocks]
         before = turn * sum(copies)  # its pushes to others
         for pushed, copy in zip(accumulate(copies), copies, strict=True):
             then = max(before + pushed, then + copy)
@@ -220,46 +238,39 @@ def _arrivals_us(task: ShardedMatmul, peers: Iterable[int], profile: Profile) ->
     return found
 
 
-def _tails_us(task: ShardedMatmul, rank: int, peers: Iterable[int], profile: Profile) -> list[float]:
+def _tails_us(
+    task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], sums: Sequence[float], profile: Profile
+) -> list[float]:
     """Return what is left from when each chunk is computed: its send, those behind it, and the sums.
 
     Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
     last peer. Its sum then needs those before it to have ended.
     """
-    rates = profile.rates
-    sends = [_copy_us(task, rows, profile) for peer in peers for _, rows in task.chunk_rows(peer)]
-    sums = _sums_us(task, rank, profile)
+    sends = [_copy_us(task, slabs, profile) for blocks in chunks for slabs in blocks]
     sent = list(accumulate(sends))
-    first_of_last = len(sends) - task.chunks
+    last = len(chunks[-1])
+    there = [len(sends) - last + min(index, last - 1) for index in range(len(sums))]  # by own chunk, the last send
     found = []
     for index, send in enumerate(sends):
-        since = sent[index] - send
-        later = range(max(0, index - first_of_last), task.chunks)
-        tail = max(sent[first_of_last + chunk] - since + sum(sums[chunk:]) for chunk in later)
-        found.append(rates.signal_us + rates.batch_us + tail)
+        ends = [sent[at] + sum(sums[chunk:]) for chunk, at in enumerate(there) if at >= index]
+        left = max([sent[-1], *ends]) - (sent[index] - send)
+        found.append(profile.rates.signal_us + profile.rates.batch_us + left)
     return found
 
 
-def _copy_us(task: ShardedMatmul, rows: int, profile: Profile) -> float:
-    """Return the µs of a chunk on the link beside matmuls: a copy for each batch element, its bytes, and a signal."""
+def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
+    """Return the µs of a chunk on the link beside matmuls: a copy for each slab, its bytes, and a signal."""
     rates, kept = profile.rates, disturbance(COPY_ENGINES, profile).comm_kept
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s) * kept
-    fixed_us = task.batch * rates.copy_us + rates.batch_us  # the signal behind it
-    return fixed_us + task.batch * rows * task.row_bytes / bytes_per_us if rows else 0.0
+    rows = sum(slab.rows for slab in slabs)
+    return len(slabs) * rates.copy_us + rows * task.row_bytes / bytes_per_us + rates.batch_us
 
 
 def _sums_us(task: ShardedMatmul, rank: int, profile: Profile) -> list[float]:
     """Return the µs of the sum of each own chunk: partials of all ranks are read, and the sum is written."""
     bytes_per_us = 1000 * profile.sums.memory_gb_per_s
     return [
-        profile.rates.kernel_us + (task.world_size + 1) * task.batch * rows * task.row_bytes / bytes_per_us
-        if rows
-        else 0.0
-        for _, rows in task.chunk_rows(rank)
+        profile.rates.kernel_us
+        + (task.world_size + 1) * sum(slab.rows for slab in slabs) * task.row_bytes / bytes_per_us
+        for slabs in task.chunks_of(rank)
     ]
-
-
-def _slabs(task: ShardedMatmul, rank: int, start: int, rows: int) -> tuple[Slab, ...]:
-    """Return some rows of a rank's shard as slabs of the flattened whole, one for each batch element."""
-    sequence, first = sum(task.shard_rows), sum(task.shard_rows[:rank]) + start
-    return tuple(Slab(each * sequence + first, rows) for each in range(task.batch) if rows)

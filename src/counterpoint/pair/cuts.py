@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
@@ -24,6 +24,7 @@ from counterpoint.pair.arrivals import (
     Segment,
     ShardedMatmul,
     Slab,
+    merged,
     segments_of,
 )
 from counterpoint.pair.together import disturbance
@@ -37,8 +38,8 @@ _SAME = 1e-9  # of a time: rounding
 class Piece:
     """Holds one step: the rows that are multiplied together, by a matmul for each slab.
 
-    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before. A
-    reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
+    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before, which is also the
+    number of partitions. A reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
     """
 
     segment: int
@@ -76,7 +77,7 @@ def cut(
             more where there would be over `MAX_CELLS`.
         launch_us: cost of a matmul beyond what its curve says; None: that of a kernel in the profile.
     """
-    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts()
+    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ class RowAxis:
                 above[first - left] = below[first + rows + right] = merged
             yield index + 1, total
 
+    @cached_property
     def cuts(self) -> Cuts:
         """Return the best cuts: end(j) = min over i < j of after(max(end(i), us of segment(j - 1)), us(i..j))."""
         size = len(self.cells)
@@ -190,7 +192,7 @@ class RowAxis:
     def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
         """Return the pieces between these cells, in the order in which they are multiplied."""
         found = [
-            Piece(segment=self._segment(start, end), slabs=_merged(self.cells[start:end]))
+            Piece(segment=self._segment(start, end), slabs=merged(chain.from_iterable(self.cells[start:end])))
             for start, end in pairwise(bounds)
         ]
         return tuple(found[::-1] if self.task.is_scatter else found)
@@ -216,14 +218,3 @@ def _cells(slabs: Sequence[Slab], step: int) -> Iterator[tuple[Slab]]:
     for first, rows in slabs:
         for start in reversed(range(0, rows, step)):
             yield (Slab(first + start, min(step, rows - start)),)
-
-
-def _merged(cells: Sequence[Sequence[Slab]]) -> tuple[Slab, ...]:
-    """Return the rows of cells as few slabs, ascending."""
-    found: list[Slab] = []
-    for slab in sorted(slab for cell in cells for slab in cell):
-        if found and found[-1].start + found[-1].rows == slab.start:
-            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
-        else:
-            found.append(slab)
-    return tuple(found)

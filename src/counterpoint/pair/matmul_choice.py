@@ -11,14 +11,14 @@ docs/design/tensor.md has the equations and what they leave out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.arrivals import Hiding, Segment, ShardedMatmul, hiding_of, nccl_us
-from counterpoint.pair.cuts import Piece, RowAxis
+from counterpoint.pair.cuts import Piece, RowAxis, cut
 
 TensorMechanism = Literal["torch", "serial", "cuts", "flagged"]
 MECHANISMS: tuple[TensorMechanism, ...] = ("torch", "serial", "cuts", "flagged")  # the simplest first
@@ -79,7 +79,7 @@ def choose_matmul(
     predicted: dict[TensorMechanism, float] = {
         "torch": comm_us + one_us,
         "serial": first.busy_us + one_us,
-        "cuts": first.cuts().us,
+        "cuts": first.cuts.us,
     }
     if flagged_factor is not None:
         predicted["flagged"] = first.flagged_us(one_us / flagged_factor)
@@ -90,7 +90,7 @@ def choose_matmul(
     times = ", ".join(f"{name} {us:,.0f}" for name, us in predicted.items())
     return MatmulPlan(
         mechanism=chosen,
-        pieces=axis.cuts().pieces if chosen == "cuts" else axis.pieces([0, len(axis.cells)]),
+        pieces=axis.cuts.pieces if chosen == "cuts" else axis.pieces([0, len(axis.cells)]),
         segments=axis.segments,
         predicted_us=predicted,
         alone_us=task.alone_us,
@@ -101,3 +101,24 @@ def choose_matmul(
         assumed=f"matmuls keep {first.kept:.1%} of their speed for {first.busy_us:,.0f} µs of communication, all ranks "
         f"begin together{', and the time of the matmul is estimated, not measured' if estimated else ''}",
     )
+
+
+def with_best_chunks(
+    task: ShardedMatmul,
+    profile: Profile | None = None,
+    *,
+    candidates: Sequence[int] = (1, 2, 4),
+    margin: float = MARGIN,
+) -> ShardedMatmul:
+    """Return the task with the largest chunks whose cuts, on rank 0, take within `margin` of the least time.
+
+    Args:
+        task: the matmul.
+        profile: of the machine; None: the default one, H200.
+        candidates: numbers of chunks of the largest shard to compare.
+        margin: part of their time by which larger chunks must be beaten, 0 to 1.
+    """
+    block = task.batch * max(task.shard_rows)
+    found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in sorted(candidates)]
+    times = [cut(each, 0, profile).us for each in found]
+    return next(each for each, us in zip(found, times, strict=True) if (1 - margin) * us <= min(times))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import all_gather, plan_all
+from counterpoint.collectives.program.operations import all_gather, all_to_all, plan_all
+from counterpoint.collectives.program.partitions import partitions
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import GPUS
@@ -138,7 +139,7 @@ def test_bytes_are_those_of_what_is_sent() -> None:
         {"shard_rows": (0, 0)},
         {"shard_rows": (-1, 9)},
         {"batch": 0},
-        {"chunks": 0},
+        {"chunk_rows": 0},
         {"message_bytes": 0},
         {"curves": ()},
         {"curves": (FLAT, replace(FLAT, k=64))},
@@ -152,14 +153,15 @@ def test_impossible_tasks_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_rows_come_from_the_rank_before_first() -> None:
-    """The own shard is there; then the ranks come in falling order, in chunks that ascend."""
-    found = segments_of(replace(GATHER, shard_rows=(4, 5, 6), chunks=2, batch=2), 1)
+    """The own shard is there; then the ranks come in falling order, in chunks that ascend through the batch."""
+    found = segments_of(replace(GATHER, shard_rows=(4, 5, 6), chunk_rows=5, batch=2), 1)
     assert [(each.rank, each.slabs) for each in found] == [
         (1, (Slab(4, 5), Slab(19, 5))),
-        (0, (Slab(0, 2), Slab(15, 2))),
-        (0, (Slab(2, 2), Slab(17, 2))),
-        (2, (Slab(9, 3), Slab(24, 3))),
-        (2, (Slab(12, 3), Slab(27, 3))),
+        (0, (Slab(0, 4), Slab(15, 1))),
+        (0, (Slab(16, 3),)),
+        (2, (Slab(9, 5),)),
+        (2, (Slab(14, 1), Slab(24, 4))),
+        (2, (Slab(28, 2),)),
     ]
     assert found[0].us == 0.0
     assert all(one.us < two.us for one, two in pairwise(found))
@@ -183,7 +185,7 @@ def test_the_last_arrival_is_that_of_the_clock(ranks: int, chunks: int) -> None:
     """Beside nothing, shards that are alike arrive when the simulated program of the collective ends."""
     calm = msgspec.structs.replace(H200.mechanisms["zero_sm"], comm_kept=1.0)
     alone = msgspec.structs.replace(H200, mechanisms={"zero_sm": calm})
-    task = replace(GATHER, shard_rows=(8192 // ranks,) * ranks, chunks=chunks)
+    task = replace(GATHER, shard_rows=(8192 // ranks,) * ranks, chunk_rows=8192 // ranks // chunks)
     shard_bytes = 8192 // ranks * task.row_bytes
     call = all_gather(ranks, shard_bytes, own="consumer")
     simulated = simulate(plan_all(call, Tuning(chunk_bytes=shard_bytes // chunks)), H200.rates)
@@ -203,23 +205,38 @@ def test_the_last_tail_is_a_send_and_a_sum() -> None:
 
 def test_chunks_let_the_sums_begin_earlier() -> None:
     """What is left after the last chunk falls with the number of chunks, to its own send and sum."""
-    tails = [segments_of(replace(SCATTER, chunks=chunks), 0)[-2].us for chunks in (1, 2, 4)]
+    tails = [segments_of(replace(SCATTER, chunk_rows=rows), 0)[-2].us for rows in (1024, 512, 256)]
     assert tails[0] > tails[1] > tails[2]
 
 
 @given(
     shards=st.lists(st.integers(0, 40), min_size=2, max_size=6).filter(any),
-    batch=st.integers(1, 3), chunks=st.integers(1, 3), scatter=st.booleans(), rank=st.integers(0, 5),
+    batch=st.integers(1, 3), chunk_rows=st.integers(1, 70), scatter=st.booleans(), rank=st.integers(0, 5),
 )  # fmt: skip
-def test_segments_hold_every_row_once(shards: list[int], batch: int, chunks: int, scatter: bool, rank: int) -> None:
+def test_segments_hold_every_row_once(shards: list[int], batch: int, chunk_rows: int, scatter: bool, rank: int) -> None:
     """Whatever the shards: no row is missing, none is there twice, and the times of others' rows are monotonous."""
-    task = replace(SCATTER if scatter else GATHER, shard_rows=tuple(shards), batch=batch, chunks=chunks)
-    found = segments_of(task, rank % len(shards))
+    task = replace(SCATTER if scatter else GATHER, shard_rows=tuple(shards), batch=batch, chunk_rows=chunk_rows)
+    rank %= len(shards)
+    found = segments_of(task, rank)
     rows = sorted(row for each in found for start, count in each.slabs for row in range(start, start + count))
     assert rows == list(range(task.rows))
-    assert len(found) == 1 + (len(shards) - 1) * chunks
-    times = [each.us for each in found if each.slabs and each.rank != rank % len(shards)]
+    blocks = [batch * shard for other, shard in enumerate(shards) if other != rank]
+    assert len(found) == 1 + sum(-(-block // chunk_rows) for block in blocks)
+    times = [each.us for each in (found[:-1] if scatter else found)]
     assert times == sorted(times, reverse=scatter)
+
+
+@pytest.mark.parametrize(("batch", "chunk_rows"), [(1, 1024), (1, 300), (3, 100)])
+def test_segments_are_the_partitions_of_the_collective(batch: int, chunk_rows: int) -> None:
+    """In the order in which they come and leave; an all_gather has the own rows before them, a scatter behind."""
+    task = replace(GATHER, shard_rows=(1024 // batch,) * 4, batch=batch, chunk_rows=chunk_rows)
+    share, size = batch * (1024 // batch) * 16, chunk_rows * 16
+    tuning = Tuning(chunk_bytes=None if size >= share else size, peers_first=True)
+    gather = partitions(plan_all(all_gather(4, share, own="consumer"), tuning)[1]).received
+    exchange = partitions(plan_all(all_to_all(((share,) * 4,) * 4, own="consumer"), tuning)[1]).sent
+    assert [each.rank for each in segments_of(task, 1)[1:]] == [each.peer for each in gather]
+    scatter = replace(task, operation="matmul_reduce_scatter")
+    assert [each.rank for each in segments_of(scatter, 1)[:-1]] == [each.peer for each in exchange]
 
 
 def test_the_time_by_nccl_is_that_measured() -> None:
