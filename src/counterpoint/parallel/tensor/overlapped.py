@@ -124,29 +124,31 @@ def multiply_and_scatter(
     product = torch.empty(layout.batch, n * layout.rows, columns, dtype=out.dtype, device=out.device)
     parts, whole, sums = staging.view(n, -1, columns), product.view(-1, columns), out.view(-1, columns)
     work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=chunk_rows, channel=SCATTER)
-    is_between, done = False, 0
+    own: list[tuple[Slab, slice]] = []
+    complete = [0]  # own rows from the first on whose sums are there
+
+    def sum_up(mine: slice) -> None:
+        work.arrived(_needed(work.received, chunk_rows, mine.stop))
+        add_up(parts[:, mine], sums[mine], reduce_op)
+        if mine.start == complete[-1]:
+            complete.append(mine.stop)
+            summed(mine.stop)
+
     try:
         for piece in pieces:
-            own: list[tuple[Slab, int]] = []
             for slab in layout.apart(piece.slabs):
                 at = layout.own(slab)
                 if at is None:
                     multiply(slab, whole[slab.start : slab.start + slab.rows])
                 else:
-                    own.append((slab, at))
-            work.ready(piece.segment + 1)
-            if own and not is_between:
-                is_between = True
-                work.ready(len(work.sent))
-                between()
-            for slab, at in own:
-                mine = slice(at, at + slab.rows)
-                multiply(slab, parts[layout.rank, mine])  # its place among the parts, which no peer writes
-                work.arrived(_needed(work.received, chunk_rows, mine.stop))
-                add_up(parts[:, mine], sums[mine], reduce_op)
-                if mine.start == done:
-                    done = mine.stop
-                    summed(done)
+                    own.append((slab, slice(at, at + slab.rows)))
+            work.ready(min(piece.segment + 1, len(work.sent)))
+        between()
+        for index, (slab, mine) in enumerate(own):
+            multiply(slab, parts[layout.rank, mine])  # its place among the parts, which no peer writes
+            if index:  # one behind: the GPU is busy until the peers' parts have come
+                sum_up(own[index - 1][1])
+        sum_up(own[-1][1])
     finally:
         work.finish()
 

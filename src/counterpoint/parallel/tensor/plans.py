@@ -15,12 +15,11 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import cut
-from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul
+from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.parallel.tensor.overlapped import RowLayout
 
 Mechanism = Literal["auto", "torch", "serial", "cuts"]
-_CHUNKS = (1, 2, 4)  # in which a block may be sent, where there is one peer: its block is half of all rows
 _POINTS, _REPEATS = 32, 5  # of a curve that is measured
 
 
@@ -80,23 +79,17 @@ class Plans:
             raise Unsupported(f"no plan for matmuls of {shape.dtype}")
         layout = shape.layout
         curves = tuple(self._curve(shape, columns, device) for columns in shape.columns)
-        alone = layout.world_size == 2 and layout.batch == 1
-        best: tuple[float, MatmulPlan, int] | None = None
-        for chunks in _CHUNKS if alone else _CHUNKS[:1]:
-            task = ShardedMatmul(
+        task = with_best_chunks(
+            ShardedMatmul(
                 operation=shape.operation,
                 curves=curves,
                 shard_rows=(layout.rows,) * layout.world_size,
                 batch=layout.batch,
-                chunks=min(chunks, layout.rows),
-            )
-            plan = self._chosen(task, layout.rank)
-            us = plan.predicted_us[plan.mechanism]
-            if best is None or us < best[0]:
-                size = layout.batch * -(-layout.rows // task.chunks)
-                best = us, plan, size
-        assert best is not None
-        return best[1:]
+            ),
+            self._profile,
+        )
+        assert task.chunk_rows is not None
+        return self._chosen(task, layout.rank), task.chunk_rows
 
     def _chosen(self, task: ShardedMatmul, rank: int) -> MatmulPlan:
         plan = choose_matmul(task, rank, self._profile, flagged_factor=None)
