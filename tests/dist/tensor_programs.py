@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
 
-__all__ = ["all_reduced", "gathered", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
+__all__ = ["all_reduced", "gathered", "killed", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
 OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
@@ -196,6 +198,23 @@ def scaled(session: Session, seed: int) -> list[str]:
             error = (part.double() - total.chunk(n)[me]).abs().max().item()
             assert error < 0.02 * total.abs().max().item(), error
         return sorted({row.path for row in group.report().rows})
+
+
+def killed(session: Session, name_of_call: str) -> str:
+    """Return the error of a call where the last rank died before its third one."""
+    n, name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    tensor_group(name, TensorOptions(mechanism="cuts", timeout_s=20))
+    a, b = torch.randn(64 * n, 32), torch.randn(32, 16)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather_matmul": lambda: OPS.all_gather_matmul(a[:64], [b], 0, name),
+        "matmul_reduce_scatter": lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name),
+        "matmul_all_reduce": lambda: OPS.matmul_all_reduce(a, b, "sum", name),
+    }
+    for number in range(3):
+        if number == 2 and session.rank == n - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        said = _said(calls[name_of_call])
+    return said
 
 
 def _said(call: Callable[[], Any]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from tests.dist import tensor_programs as programs
+from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 
 OPERATIONS = pytest.mark.parametrize("name", ["gathered", "scattered", "all_reduced"])
@@ -24,6 +27,14 @@ def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
 def test_float8(two_ranks: Ranks) -> None:
     """One scale, and one for each row."""
     assert set(two_ranks.run(programs.scaled, 4)[0]) <= {"cuts", "serial"}
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_rank_that_dies_is_named(name: str) -> None:
+    """The others get an error soon, in which it stands."""
+    *said, code = run_once(3, programs.killed, name)
+    assert code == -signal.SIGKILL
+    assert all(text.startswith("PeerTimeout") and "rank 2" in text for text in said), said
 
 
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:

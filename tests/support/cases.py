@@ -22,6 +22,7 @@ PLAIN = Tuning()
 CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")
 TURNS = Tuning(chunk_bytes=16, turn_bytes=16)
+PEERS = Tuning(chunk_bytes=16, peers_first=True)
 SLICES = Tuning(chunk_bytes=16, turn_bytes=1, staging_bytes=100)
 TAPERED = Tuning(chunk_bytes=16, last_bytes=16)
 
@@ -37,7 +38,9 @@ def _cases(world_size: int) -> dict[str, tuple[Call, Tuning]]:
         "all_gather, turns, chunks": (all_gather(world_size, 20), TURNS),
         "all_gather, out of place": (all_gather(world_size, 3, own="copy"), TOGETHER),
         "all_gather, own block left": (all_gather(world_size, 3, own="consumer"), TOGETHER),
+        "all_gather, peers first, chunks": (all_gather(world_size, 36, own="consumer"), PEERS),
         "all_to_all": (all_to_all(uneven), PLAIN),
+        "all_to_all, peers first, chunks": (all_to_all([[20] * world_size] * world_size, own="consumer"), PEERS),
         "all_to_all, own block left": (all_to_all(uneven, own="consumer"), CHUNKS),
         "reduce_scatter": (reduce_scatter(world_size, 4), PLAIN),
         "reduce_scatter, chunks": (reduce_scatter(world_size, 36), CHUNKS),

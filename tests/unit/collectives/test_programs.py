@@ -12,7 +12,17 @@ from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call, Own, Span
 from counterpoint.collectives.program.direct import chunked
 from counterpoint.collectives.program.operations import plan, plan_all
-from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Reduce, Tuning, Wait, flag_word
+from counterpoint.collectives.program.partitions import partitions
+from counterpoint.collectives.program.steps import (
+    Batch,
+    Copy,
+    LocalCopy,
+    Reduce,
+    Tuning,
+    Wait,
+    flag_word,
+    merge_batches,
+)
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case
 from tests.support.interpreter import Group, reference
@@ -137,6 +147,23 @@ def test_a_wait_says_what_it_brings() -> None:
     assert brought == {(shard * 40 + at, size) for shard in (0, 2, 3) for at, size in ((0, 16), (16, 16), (32, 8))}
 
 
+@pytest.mark.parametrize("early_release", [False, True], ids=["handshake", "early"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_partitions_are_the_program_in_pieces(world_size: int, early_release: bool) -> None:
+    """One after the other they are its steps; they leave for rank + 1 first and come from rank - 1 first."""
+    for call in (
+        operations.all_gather(world_size, 40, own="consumer"),
+        operations.all_to_all([[40] * world_size] * world_size, own="consumer"),
+    ):
+        for rank in range(world_size):
+            program = plan(call, rank, Tuning(chunk_bytes=16, peers_first=True))
+            cut = partitions(program, early_release=early_release)
+            assert merge_batches(cut.steps) == program.cycle(early_release=early_release)
+            peers = [(rank + turn) % world_size for turn in range(1, world_size)]
+            assert [(one.peer, one.chunk) for one in cut.sent] == [(p, c) for p in peers for c in range(3)]
+            assert [(one.peer, one.chunk) for one in cut.received] == [(p, c) for p in peers[::-1] for c in range(3)]
+
+
 def test_a_small_call_is_one_batch_before_and_one_after_its_copies() -> None:
     """Signals and waits that are neighbours are one step: 7 copies to 7 peers take 9 calls of the host."""
     kinds = [type(step) for step in plan(operations.all_gather(8, 64), 0, Tuning(arrivals="together")).cycle()]
@@ -190,6 +217,9 @@ def test_one_rank_alone_needs_no_flags() -> None:
         (lambda: Tuning(chunk_bytes=10), "multiple of 16"),
         (lambda: Tuning(last_bytes=0), "last_bytes=0"),
         (lambda: plan(operations.gather(2, 4), 0, Tuning(staging_bytes=64)), "only reduce_scatter has slices"),
+        (lambda: Tuning(peers_first=True, arrivals="together"), "leave one out"),
+        (lambda: partitions(plan(operations.reduce_scatter(2, 4), 0)), "cannot be cut"),
+        (lambda: partitions(plan(operations.all_gather(3, 4), 0, Tuning(arrivals="together"))), "several chunks"),
     ],
 )
 def test_a_call_that_cannot_mean_anything_is_refused(make: object, message: str) -> None:
