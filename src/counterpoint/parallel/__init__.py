@@ -1,6 +1,7 @@
 """Put zero-SM collectives under torch's own parallelism.
 
 - `overlap.py`: the one line for FSDP2 (`fsdp/`) and DDP (`ddp.py`).
+- `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
 - `backend/`: a backend of torch.distributed, for everything else.
 - `background.py`: the thread that launches reductions of gradient buckets.
 - `arguments.py`: the arguments that torch gives to both.

@@ -1,5 +1,6 @@
 """Run matmuls of tensor parallelism that do not wait for their communication. Public as `counterpoint.tensor_parallel`.
 
-`operations.py` has `torch.ops.counterpoint`, with fake tensors and autograd; `group.py` runs them for one process group
-and counts which way calls went; `matmul.py` is one multiplication, of plain or scaled tensors.
+- `operations.py`: `torch.ops.counterpoint`, with fake tensors and derivatives.
+- `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts which way it went.
+- `overlapped.py`: pieces beside the communication; `matmul.py`: one of them; `sums.py`: sums of the ranks' products.
 """
