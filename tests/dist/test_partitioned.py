@@ -41,3 +41,8 @@ def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
 def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
     """Three replays of a graph in which both kinds are under way at once."""
     assert two_ranks.run(programs.captured) == [[]] * 2
+
+
+def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -> None:
+    """It reads the words of the call, and streams wait for its counters, while it runs."""
+    assert three_ranks.run(programs.counted, 30) == [[]] * 3

@@ -13,10 +13,10 @@ from counterpoint.collectives.cuda.call import CudaWork, Prepared
 from counterpoint.collectives.cuda.context import CudaContext
 from counterpoint.collectives.cuda.driver import Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamPoint
-from counterpoint.collectives.cuda.lower import DriverCall
+from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
 from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.program.partitions import Partitions
-from counterpoint.collectives.program.steps import Program, Step
+from counterpoint.collectives.program.steps import COPY, Program, Step
 from counterpoint.collectives.submit.submission import Submission
 
 
@@ -38,6 +38,7 @@ class PreparedPartitions(Prepared):
     ) -> None:
         super().__init__(program, lowered(cut.steps), executor, None, graphs=False)
         self.cut = cut
+        self._gates: dict[tuple[MemoryOperation, ...], Prepared] = {}
         pushes = [step for steps in cut.sends for step in steps] if supplied else []
         self._first = Prepared(program, lowered([*cut.begin, *pushes]), executor, None, graphs=graphs and supplied)
         self.sends, self.receives = (
@@ -50,9 +51,17 @@ class PreparedPartitions(Prepared):
         self.captured |= bool(capture)
         self._first.start(stream, events, capture)
 
+    def gate(self, operations: tuple[MemoryOperation, ...]) -> Prepared:
+        """Return the call that does these stream memory operations, made once."""
+        found = self._gates.get(operations)
+        if found is None:
+            calls = (MemoryOperations(operations, COPY),)
+            found = self._gates[operations] = Prepared(self.program, calls, self._executor, None, graphs=False)
+        return found
+
     def close(self) -> None:
         """Free graphs and events; only when the last issued calls have run."""
-        for one in (self._first, *self.sends, *self.receives):
+        for one in (self._first, *self.sends, *self.receives, *self._gates.values()):
             one.close()
 
 
@@ -89,6 +98,30 @@ class PartitionedCudaWork(CudaWork):
         for one in sends:
             one.start(self._stream, events, capture)
         self._left += len(sends)
+
+    def ready_when(self, word: int, value: int) -> None:
+        """Let the next partition leave when the word at this address is `value` or more; it is set to 0 then.
+
+        A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
+        which waits.
+        """
+        send = self._prepared.sends[self._left]
+        events, (_, capture) = self._context.events, self._current()
+        operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
+        self._prepared.gate(operations).start(self._stream, events, capture)
+        send.start(self._stream, events, capture)
+        self._left += 1
+
+    @property
+    def arrival_words(self) -> int:
+        """Return an address: 4 (chunk · world_size + peer) bytes behind it is the word that a partition's arrival sets.
+
+        A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
+        """
+        (first,) = self._prepared.receives[0].calls
+        assert isinstance(first, MemoryOperations)
+        one, world_size = self.received[0], self._prepared.program.world_size
+        return first.operations[0].address - WORD_BYTES * (one.chunk * world_size + one.peer)
 
     def arrived(self, count: int) -> None:
         """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""

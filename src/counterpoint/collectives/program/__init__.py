@@ -2,5 +2,6 @@
 
 `calls.py` defines calls; `operations.py` has a row for each collective (add a new one there), and `plan`, which makes
 programs; `steps.py` defines their steps; `direct.py` and `reductions.py` build them; `coalesced.py` puts them on
-several tensors; `partitions.py` cuts them for a caller that works piece by piece; `tuning.py` chooses chunks; `clock.py` simulates how long a program takes.
+several tensors; `partitions.py` cuts them for a caller that works piece by piece; `tuning.py` chooses chunks;
+`clock.py` simulates how long a program takes.
 """
