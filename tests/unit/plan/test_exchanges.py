@@ -54,6 +54,17 @@ def test_two_all_reduces_each_way() -> None:
     ]  # fmt: skip
 
 
+def test_pieces_send_as_much() -> None:
+    """The same arrays, each beside the product that it belongs to; products of experts are not cut."""
+    plain, pieces = exchanges(tp=8), exchanges(tp=8, pieces_tp=True)
+    assert volume(pieces, 8) == volume(plain, 8)
+    assert [each.product for each in pieces if each.product] == [
+        (768, 4096), (4096, 512), (512, 4096), (3584, 4096), (4096, 1792), (1792, 4096),
+    ]  # fmt: skip
+    experts = Experts(count=8, per_token=2, width=14336)
+    assert len([each for each in exchanges(experts, tp=8, pieces_tp=True) if each.product]) == 3
+
+
 def test_context_parallelism_gathers_keys_and_values() -> None:
     """8 of 32 heads, keys and values: half of the activations' bytes, of the whole sequence."""
     gathered = exchanges(cp=4)[0]

@@ -74,6 +74,11 @@ class Job(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         disturbance(self.mechanism, self.profile)  # raises if there is no such mechanism
         check_division(self.model, self.parallel, self.training)
+        if self.parallel.pieces_tp and self.parallel.tp > self.cluster.gpus_per_node:
+            raise Misconfigured(
+                f"parallel.pieces_tp with tp = {self.parallel.tp} on nodes of {self.cluster.gpus_per_node} GPUs: copy "
+                "engines reach the GPUs of a node; give a smaller tp, or leave it out"
+            )
         if self.parallel.world_size > self.cluster.num_gpus:
             raise Misconfigured(
                 f"parallel: dp · pp · cp · tp = {self.parallel.world_size} ranks on {self.cluster.num_gpus} GPUs: "

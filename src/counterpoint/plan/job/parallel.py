@@ -28,6 +28,7 @@ class Parallel(Record, frozen=True, kw_only=True):
     prefetch: int = 1  # with zero 3, layers gathered ahead
     bucket_bytes: int = 25 << 20  # with zero 0 and 1, gradients reduced at once
     overlap_tp: bool = True  # backward, tensor-parallel communication runs during the product for the weights' gradient
+    pieces_tp: bool = False  # with tp and sequence, matmuls take rows as they come, and send them (`parallel/tensor/`)
     overlap_dp: bool = True  # gradients and parameters are sent during compute; False: after the last micro-batch
     overlap_pp: bool = True  # what stages send each other runs during compute; False: sender and receiver wait for it
     ends_count: bool = False  # embedding and head count as a layer each when layers are divided among stages
@@ -39,6 +40,10 @@ class Parallel(Record, frozen=True, kw_only=True):
         if self.shard is not None:
             positive("parallel.shard", self.shard)
             divides("parallel.shard", self.shard, "parallel.dp", self.dp)
+        if self.pieces_tp and not (self.tp > 1 and self.sequence):
+            raise Misconfigured(
+                f"parallel.pieces_tp with tp = {self.tp}, sequence = {self.sequence}: give tp above 1, and sequence"
+            )
         if self.virtual > 1 and self.schedule != "interleaved":
             raise Misconfigured(
                 f'parallel.virtual = {self.virtual} with schedule = "{self.schedule}": '

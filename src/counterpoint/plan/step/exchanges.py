@@ -12,6 +12,9 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
 Backward, the gradient of a block's input is on its way while dW is made (`Parallel.overlap_tp`). The second all_gather
 is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
+
+With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
+gathered again during the product of its gradient. Products of experts are not cut.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Exchange(Record, frozen=True, kw_only=True):
     count: int = 1  # how many
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
+    product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
 
     def us(self, times: MeshTimes) -> float:
         """Return the time of all of its collectives."""
@@ -53,14 +57,16 @@ def layer_exchanges(
     """
     local = LocalShape.of(parallel, training)
     return (
-        *(_tensor(model, parallel, local) if parallel.tp > 1 else ()),
+        *(_tensor(model, parallel, local, experts) if parallel.tp > 1 else ()),
         *(_context(model, parallel, training, local) if parallel.cp > 1 else ()),
         *(_experts(model, experts, local) if experts is not None and parallel.ep > 1 else ()),
     )
 
 
-def _tensor(model: Model, parallel: Parallel, local: LocalShape) -> tuple[Exchange, ...]:
+def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
+    if parallel.pieces_tp:
+        return _tensor_in_pieces(model, local, whole, experts)
     if not parallel.sequence:
         return (
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2),
@@ -72,6 +78,32 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape) -> tuple[Exchan
         Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=4, backward=True),
         Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
     )
+
+
+def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Experts | None) -> tuple[Exchange, ...]:
+    """Return the exchanges beside the products of both blocks: of their first and last weights."""
+    queries = model.heads * model.head_width // local.tp
+    keys = max(model.key_heads // local.tp, 1) * model.head_width
+    width = model.ffn_width // local.tp
+    attention, feed_forward = (queries + 2 * keys, queries), ((2 if model.gated else 1) * width, width)
+    found: list[Exchange] = []
+    for (columns, depth), is_cut in ((attention, True), (feed_forward, experts is None)):
+        first, last, gradient = (columns, model.hidden), (model.hidden, depth), (depth, model.hidden)
+        kinds: tuple[tuple[Operation, tuple[int, int] | None, bool, bool], ...] = (
+            ("all_gather", first, False, False),
+            ("reduce_scatter", last, False, False),
+            ("all_gather", gradient, True, False),
+            ("all_gather", None, True, is_cut),
+            ("reduce_scatter", None, True, True),
+        )
+        for operation, product, backward, during_dw in kinds:
+            found.append(
+                Exchange(
+                    axis="tp", operation=operation, num_bytes=whole, backward=backward, during_dw=during_dw,
+                    product=product if is_cut else None,
+                )
+            )  # fmt: skip
+    return tuple(found)
 
 
 def _context(model: Model, parallel: Parallel, training: Training, local: LocalShape) -> tuple[Exchange, ...]:

@@ -1,6 +1,7 @@
 """Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone, its exposed part.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
+            those in pieces beside a product count what the product takes longer (`pieces.py`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
 recomputed: selective: attention's core; full: forward again, with its exchanges
@@ -32,6 +33,7 @@ from counterpoint.plan.job.parallel import StagePart, part_parameters
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies_us, overlapped_in_pieces_us
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
+from counterpoint.plan.step.pieces import DTYPES, pieces_us
 from counterpoint.records import Record
 
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
@@ -179,6 +181,9 @@ def _exposed(
         name = EXPOSED[exchange.axis]
         if exchange.during_dw:
             during_dw.append(exchange)
+        elif exchange.product is not None:
+            us = _beside_product_us(job, prices, exchange, exchange.product)
+            exposed[name] = exposed.get(name, 0.0) + us
         else:
             exposed[name] = exposed.get(name, 0.0) + exchange.us(prices)
     if during_dw:
@@ -189,6 +194,21 @@ def _exposed(
             name = EXPOSED[exchange.axis]
             exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
     return exposed
+
+
+def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product: tuple[int, int]) -> float:
+    """Return the µs that a product and its exchange, in pieces, take more than the product; at most the exchange's."""
+    local = LocalShape.of(job.parallel, job.training)
+    scatter = exchange.operation == "reduce_scatter"
+    us = pieces_us(
+        "matmul_reduce_scatter" if scatter else "all_gather_matmul",
+        *product,
+        DTYPES[job.training.precision],
+        local.tokens,
+        job.parallel.tp,
+        job.cluster.gpu.name,
+    )
+    return min(us, exchange.us(prices))
 
 
 def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
