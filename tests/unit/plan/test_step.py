@@ -226,7 +226,7 @@ def test_a_step_is_a_record() -> None:
 
 
 def test_communication_beside_its_products_costs_less() -> None:
-    """Tensor parallelism in pieces exposes less, and nothing else changes, where products are long enough to hide it."""
+    """Tensor parallelism in pieces exposes less where products are long enough, and nothing else changes."""
     large = Model(layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=32000)
     plain, pieces = (
         predict_step(job(large, tp=8, sequence=8192, global_batch=8, pieces_tp=pieces)) for pieces in (False, True)
@@ -237,14 +237,12 @@ def test_communication_beside_its_products_costs_less() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("degrees", "said"), [({"tp": 1}, "tp above 1"), ({"tp": 2, "cp": 1, "pp": 1, "dp": 1}, ""), ({"tp": 16}, "a node")]
-)
-def test_pieces_need_ranks_of_one_node(degrees: dict[str, int], said: str) -> None:
+@pytest.mark.parametrize(("tp", "said"), [(1, "tp above 1"), (2, ""), (16, "a node")])
+def test_pieces_need_ranks_of_one_node(tp: int, said: str) -> None:
     """They are pushed by copy engines."""
     model = Model(layers=16, hidden=2048, heads=16, kv_heads=16, ffn=8192, gated=True, vocab=32000)
     if not said:
-        assert job(model, pieces_tp=True, **degrees).parallel.pieces_tp
+        assert job(model, pieces_tp=True, tp=tp).parallel.pieces_tp
         return
     with pytest.raises(Misconfigured, match=said):
-        job(model, pieces_tp=True, **degrees)
+        job(model, pieces_tp=True, tp=tp)
