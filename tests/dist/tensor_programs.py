@@ -39,7 +39,7 @@ def opened(session: Session, seed: int) -> Iterator[tuple[TensorGroup, random.Ra
         return Cuts(pieces=axis.pieces([0, *bounds, len(axis.cells)]), us=1.0)
 
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(name, TensorOptions(mechanism="cuts", timeout_s=60))
+    group = tensor_group(name, TensorOptions(mechanism="cuts", measure=False, timeout_s=60))
     with patch.object(plans, "cut", anywhere):
         yield group, random.Random(seed), name
     group.close()
