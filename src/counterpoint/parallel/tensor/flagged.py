@@ -1,0 +1,458 @@
+"""Bind matmuls that poll: their tiles are taken in the order in which rows arrive, and no barrier is needed.
+
+- `bind_all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
+- `bind_matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's
+  copy; own tiles come last, and add what peers have sent.
+
+`ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
+`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)` (the rows `arrived` of `flag_word`).
+The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
+
+Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound (or `warm`) before any
+kernel of this process polls: compiling and loading may wait for the device, and the device for what comes later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from counterpoint.errors import Misconfigured, Unsupported
+
+Direction = Literal["all_gather", "reduce_scatter"]
+MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
+TMA_BYTES = 16  # what addresses and strides must be multiples of
+TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedRows:
+    """Says which rows of a matrix belong to which rank.
+
+    The matrix has `batch` slabs, in each of which the ranks' rows follow one another: row i of the peer's rows in slab
+    b is row `b * sum(rows) + sum(rows[:peer]) + i`. The peer's *shard* has only its rows, slab after slab.
+
+    Args:
+        rank: this rank.
+        rows: how many rows each rank has in each slab.
+        batch: number of slabs.
+        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), each with a word of its
+            own; None: in one. A multiple of the rows of a tile wastes none. See `Tuning.chunk_bytes`.
+
+    Raises:
+        Misconfigured: a number is out of its range.
+    """
+
+    rank: int
+    rows: tuple[int, ...]
+    batch: int = 1
+    chunk_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.rows):
+            raise Misconfigured(
+                f"rank={self.rank} with the rows of {len(self.rows)} ranks: give the rows of every rank"
+            )
+        if min(self.rows) < 0 or self.batch < 1 or (self.chunk_rows is not None and self.chunk_rows < 1):
+            raise Misconfigured(
+                f"rows={self.rows}, batch={self.batch}, chunk_rows={self.chunk_rows}: give rows of 0 or more, and a "
+                f"batch and chunk_rows of 1 or more"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rows)
+
+    @property
+    def total(self) -> int:
+        """Return the rows of the whole matrix."""
+        return self.batch * sum(self.rows)
+
+    def shard(self, peer: int) -> int:
+        """Return the rows of the peer's shard."""
+        return self.batch * self.rows[peer]
+
+    def chunks(self, peer: int) -> tuple[range, ...]:
+        """Return the rows of each chunk of the peer's shard."""
+        rows = self.shard(peer)
+        step = self.chunk_rows or max(rows, 1)
+        return tuple(range(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def word(self, peer: int, chunk: int) -> int:
+        """Return the place of the word of a peer's chunk among the words."""
+        return chunk * self.world_size + peer
+
+    def missing(self, error: int) -> tuple[int, int] | None:
+        """Return peer and chunk that a matmul has waited for in vain, from its error word; None if it is 0."""
+        if not error:
+            return None
+        chunk, peer = divmod(error - 1, self.world_size)
+        return peer, chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulTiles:
+    """Holds the tile of a matmul: `rows` and `columns` of C, `depth` of K at a time; all of them powers of two.
+
+    `group` tiles of rows share the columns of B in the cache. What Hopper holds: `rows * columns` of 32,768 with 8
+    warps; `stages * depth * (rows + columns)` elements in 227 KiB of shared memory.
+    """
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    stages: int = 3
+    warps: int = 8
+    group: int = 8
+
+
+DEFAULT_TILES = MatmulTiles()
+
+
+class Segment(NamedTuple):
+    """Describes rows that arrive together and are adjacent in source and target; tiles are counted in rows of tiles."""
+
+    begin: int
+    end: int
+    source: int
+    target: int
+    rows: int
+    peer: int
+    chunk: int
+
+
+@functools.cache
+def segments(layout: ShardedRows, direction: Direction, tile_rows: int) -> tuple[Segment, ...]:
+    """Return the segments in the order in which their tiles are taken.
+
+    all_gather: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered matrix,
+    as the target). reduce_scatter: rows for rank + 1, rank + 2, ..., own last (source: the whole matrix; target: all
+    shards one after another for peers', the own shard for own).
+    """
+    found: list[Segment] = []
+    step = -1 if direction == "all_gather" else 1
+    turns = range(layout.world_size) if direction == "all_gather" else range(1, layout.world_size + 1)
+    for turn in turns:
+        peer = (layout.rank + step * turn) % layout.world_size
+        for in_matrix, in_shard, rows, chunk in _runs(layout, peer, whole=not turn):
+            own = peer == layout.rank
+            if direction == "all_gather":
+                source, target = in_shard if own else in_matrix, in_matrix
+            else:
+                source, target = in_matrix, in_shard if own else in_shard + layout.batch * sum(layout.rows[:peer])
+            begin = found[-1].end if found else 0
+            found.append(Segment(begin, begin - (-rows // tile_rows), source, target, rows, peer, chunk))
+    return tuple(found)
+
+
+def _runs(layout: ShardedRows, peer: int, *, whole: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (row of the matrix, row of the shard, rows, chunk) of what is adjacent in both; `whole`: chunks or not."""
+    height = layout.rows[peer]
+    chunks = (range(layout.shard(peer)),) if whole else layout.chunks(peer)
+    for chunk, rows in enumerate(chunks):
+        start = rows.start
+        while start < rows.stop:
+            slab, row = divmod(start, height)
+            stop = min(rows.stop, (slab + 1) * height)
+            yield slab * sum(layout.rows) + sum(layout.rows[:peer]) + row, start, stop - start, chunk
+            start = stop
+
+
+def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
+    """Return by peer and chunk the count in `stored` at which a chunk of `partial`, `columns` wide, may be sent."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for segment in segments(layout, "reduce_scatter", tiles.rows):
+        if segment.peer != layout.rank:
+            counts[segment.peer, segment.chunk] += (segment.end - segment.begin) * -(-columns // tiles.columns)
+    return dict(counts)
+
+
+def bind_all_gather_matmul(
+    own: torch.Tensor,
+    gathered: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    layout: ShardedRows,
+    *,
+    words: int,
+    error: int,
+    bias: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    num_sms: int | None = None,
+    tiles: MatmulTiles = DEFAULT_TILES,
+    max_spins: int = MAX_SPINS,
+) -> Callable[[], None]:
+    """Compile and load `out = gathered @ b + bias`, and return what launches it on torch's current stream.
+
+    Own rows are read from `own`: those of `gathered` are never touched. Polling ends after `max_spins` in vain: then
+    the word at `error` says for what (`ShardedRows.missing`), and `out` is wrong.
+
+    Args:
+        own: this rank's shard, [rows of the shard, K].
+        gathered: [rows, K], into which peers' rows are copied.
+        b: [K, N], rows or columns adjacent (a weight is `weight.t()`).
+        out: [rows, N].
+        layout: whose rows are where.
+        words: address of the words of arrival.
+        error: address of a word that is 0.
+        bias: [N].
+        scales: of `own`, `gathered` and `b`, float32: one, or one for each row (of `b`: column).
+        num_sms: programs, each of which takes an SM of its own; None: all SMs.
+        tiles: the tile.
+        max_spins: how often a word is polled.
+
+    Returns:
+        A function that launches it; it may be called again, and captured in a CUDA graph.
+
+    Raises:
+        Misconfigured: shapes, strides or dtypes do not fit.
+        Unsupported: Triton is not installed.
+    """
+    _check("own", own, (layout.shard(layout.rank), b.shape[0]), b.dtype)
+    _check("gathered", gathered, (layout.total, b.shape[0]), b.dtype)
+    _check("out", out, (layout.total, b.shape[1]))
+    own_scale, gathered_scale, b_scale = scales or (None, None, None)
+    _scale_stride("the scale of own", own_scale, own.shape[0])
+    return _bind(
+        "all_gather_matmul",
+        {"own": own if own.shape[0] else gathered, "gathered": gathered},  # there is no descriptor of no rows
+        b,
+        {
+            "own_scale": own_scale,
+            "gathered_scale": gathered_scale,
+            "a_scale_stride": _scale_stride("the scale of gathered", gathered_scale, gathered.shape[0]),
+            "b_scale": b_scale,
+            "bias": bias,
+            "c": out,
+            "c_stride": out.stride(0),
+            "words": words,
+            "error": error,
+            "patience": max_spins,
+        },
+        layout,
+        num_sms=num_sms,
+        tiles=tiles,
+    )
+
+
+def bind_matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    partial: torch.Tensor,
+    staged: torch.Tensor,
+    out: torch.Tensor,
+    layout: ShardedRows,
+    *,
+    stored: int,
+    words: int,
+    error: int,
+    average: bool = False,
+    bias: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    num_sms: int | None = None,
+    tiles: MatmulTiles = DEFAULT_TILES,
+    max_spins: int = MAX_SPINS,
+) -> Callable[[], None]:
+    """Compile and load this rank's part of the sum of all ranks' `a @ b`, and return what launches it.
+
+    Peers' rows go to `partial`, shard after shard: rows `batch * sum(layout.rows[:peer])` and on are those to send to
+    the peer's `staged[rank]`. A chunk of them may be sent when its word at `stored`, to which each tile adds 1, has
+    reached `stored_tiles`. Own rows go to `out`: the tile in float32, plus what peers have sent, added up in float32 in
+    the order of their ranks. Own rows of `partial` and `staged` are never touched. See `bind_all_gather_matmul`.
+
+    Args:
+        a: [rows, K].
+        b: [K, N], rows or columns adjacent.
+        partial: [rows, N].
+        staged: [ranks, rows of the shard, N], adjacent, into which peers copy.
+        out: [rows of the shard, N].
+        layout: whose rows are where.
+        stored: address of the counts of stored tiles, which are 0.
+        words: address of the words of arrival.
+        error: address of a word that is 0.
+        average: divide the sum by the number of ranks.
+        bias: [N], added once, at last.
+        scales: of `a` and `b`, as of `bind_all_gather_matmul`.
+        num_sms: programs, each of which takes an SM of its own; None: all SMs.
+        tiles: the tile.
+        max_spins: how often a word is polled.
+
+    Returns:
+        A function that launches it.
+
+    Raises:
+        Misconfigured: shapes, strides or dtypes do not fit.
+        Unsupported: Triton is not installed.
+    """
+    shard, columns = layout.shard(layout.rank), b.shape[1]
+    _check("a", a, (layout.total, b.shape[0]), b.dtype)
+    _check("partial", partial, (layout.total, columns))
+    _check("out", out, (shard, columns))
+    if staged.shape != (layout.world_size, shard, columns) or not staged.is_contiguous():
+        raise Misconfigured(
+            f"staged of {tuple(staged.shape)}, strides {staged.stride()}: give it contiguous, "
+            f"{(layout.world_size, shard, columns)}"
+        )
+    a_scale, b_scale = scales or (None, None)
+    return _bind(
+        "matmul_reduce_scatter",
+        {"a": a},
+        b,
+        {
+            "a_scale": a_scale,
+            "a_scale_stride": _scale_stride("the scale of a", a_scale, a.shape[0]),
+            "b_scale": b_scale,
+            "bias": bias,
+            "partial": partial,
+            "partial_stride": partial.stride(0),
+            "staged": staged,
+            "slot_rows": shard,
+            "out": out,
+            "out_stride": out.stride(0),
+            "stored": stored,
+            "words": words,
+            "error": error,
+            "patience": max_spins,
+            "AVERAGE": average,
+        },
+        layout,
+        num_sms=num_sms,
+        tiles=tiles,
+    )
+
+
+def warm(
+    direction: Direction,
+    b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: bool = False,
+    scaled: Literal["no", "tensor", "row"] = "no",
+    average: bool = False,
+    tiles: MatmulTiles = DEFAULT_TILES,
+) -> None:
+    """Compile and load a matmul with `b`, for any number of rows, before anything polls.
+
+    Args:
+        direction: `all_gather`: `bind_all_gather_matmul`; `reduce_scatter`: `bind_matmul_reduce_scatter`.
+        b: [K, N].
+        out_dtype: of everything that is stored; None: as `b`.
+        bias: whether there is one.
+        scaled: whether there are scales; `row`: one for each row and column.
+        average: as of `bind_matmul_reduce_scatter`.
+        tiles: the tile.
+    """
+    rows, (depth, columns) = 16, b.shape
+    layout = ShardedRows(rank=0, rows=(rows,))
+    new = functools.partial(torch.empty, device=b.device)
+    a, out = new(rows, depth, dtype=b.dtype), new(rows, columns, dtype=out_dtype or b.dtype)
+    a_scale, b_scale = (new(size if scaled == "row" else 1) for size in (rows, columns))
+    added = torch.empty_like(out[0]) if bias else None
+    words = {"words": 0, "error": 0}
+    if direction == "all_gather":
+        scales = None if scaled == "no" else (a_scale, a_scale, b_scale)
+        bind_all_gather_matmul(a, a, b, out, layout, **words, bias=added, scales=scales, tiles=tiles)
+        return
+    bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, **words, average=average, bias=added,
+                               scales=None if scaled == "no" else (a_scale, b_scale), tiles=tiles)  # fmt: skip
+
+
+def _bind(
+    name: Literal["all_gather_matmul", "matmul_reduce_scatter"],
+    operands: dict[str, torch.Tensor],
+    b: torch.Tensor,
+    others: dict[str, Any],
+    layout: ShardedRows,
+    *,
+    num_sms: int | None,
+    tiles: MatmulTiles,
+) -> Callable[[], None]:
+    """Return the launch of a kernel, compiled and loaded."""
+    depth, columns = b.shape
+    if b.dtype not in TYPES or not depth or 1 not in b.stride():
+        raise Misconfigured(f"b of {tuple(b.shape)}, {b.dtype}, strides {b.stride()}: give a matrix of {TYPES}")
+    if others["bias"] is not None and others["bias"].shape != (columns,):
+        raise Misconfigured(f"bias of {tuple(others['bias'].shape)}: give {columns} elements")
+    try:
+        from triton import knobs
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from counterpoint.parallel.tensor import flagged_kernels
+    except ImportError as error:
+        raise Unsupported(f"matmuls that poll need Triton 3.6 or newer: {error}; install triton") from error
+    direction: Direction = "all_gather" if name == "all_gather_matmul" else "reduce_scatter"
+    parts = segments(layout, direction, tiles.rows)
+    row_tiles = parts[-1].end if parts else 0
+    programs = row_tiles * -(-columns // tiles.columns)
+    if not programs:
+        return lambda: None
+    if num_sms is None and b.is_cuda:
+        num_sms = torch.cuda.get_device_properties(b.device).multi_processor_count
+    transposed = b.stride(1) != 1
+    kept = b.t() if transposed else b
+    block_of_b = [tiles.columns, tiles.depth] if transposed else [tiles.depth, tiles.columns]
+    tma = all(_fits_tma(tensor) for tensor in (*operands.values(), kept))
+    values = {
+        **others,
+        "b_scale_stride": _scale_stride("the scale of b", others["b_scale"], columns),
+        "table": _table(layout, direction, tiles.rows, b.device),
+        "row_tiles": row_tiles,
+        "rank": layout.rank,
+        "world_size": layout.world_size,
+        "N": columns,
+        "K": depth,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.columns,
+        "BLOCK_K": tiles.depth,
+        "GROUP": tiles.group,
+        "TRANSPOSED": transposed,
+        "TMA": tma,
+        "COMPILED": not knobs.runtime.interpret,
+    }
+    for what, tensor in (*operands.items(), ("b", kept)):
+        block = block_of_b if what == "b" else [tiles.rows, tiles.depth]
+        values[what] = TensorDescriptor.from_tensor(tensor, block) if tma else tensor
+        values[f"{what}_stride"] = tensor.stride(0)
+    kernel = getattr(flagged_kernels, name)
+    arguments, grid = [values[what] for what in kernel.arg_names], (min(programs, num_sms or programs), 1, 1)
+    if knobs.runtime.interpret:
+        return functools.partial(kernel[grid], *arguments)
+    compiled = kernel.warmup(*arguments, grid=grid, num_warps=tiles.warps, num_stages=tiles.stages)
+    return functools.partial(compiled[grid], *arguments)  # [grid] loads it
+
+
+@functools.cache  # for ever: matmuls in flight and CUDA graphs read it
+def _table(layout: ShardedRows, direction: Direction, tile_rows: int, device: torch.device) -> torch.Tensor:
+    """Return the segments where the kernel reads them; the host waits for the copy, so that any stream may use it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
+    rows = [(*segment, 0) for segment in segments(layout, direction, tile_rows)]
+    return torch.tensor(rows, dtype=torch.int32).to(device)
+
+
+def _check(what: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
+    if tensor.shape != shape or tensor.stride(1) != 1 or tensor.dtype != (dtype or tensor.dtype):
+        raise Misconfigured(
+            f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}: give {shape} of "
+            f"{dtype or 'any dtype'}, with the elements of a row adjacent"
+        )
+
+
+def _scale_stride(what: str, scale: torch.Tensor | None, rows: int) -> int:
+    """Return the elements from one row's scale to the next one's: 0 if all have the same."""
+    if scale is None or scale.numel() == 1:
+        return 0
+    if scale.dtype != torch.float32 or scale.numel() != rows or not scale.is_contiguous():
+        raise Misconfigured(f"{what} of {tuple(scale.shape)}, {scale.dtype}: give 1 or {rows} of float32, adjacent")
+    return 1
+
+
+def _fits_tma(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor descriptor can hold it."""
+    return not (tensor.data_ptr() % TMA_BYTES or tensor.stride(0) * tensor.itemsize % TMA_BYTES)

@@ -1,0 +1,185 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+"""Define Triton matmuls that poll words in memory. They need Triton, so `flagged.py` imports them when it binds one.
+
+A program takes every `num_programs`-th tile of C, in the order of the table of segments: `flagged.py` puts those first
+whose rows are there first. A segment is a run of rows that arrive together, and no tile spans two of them.
+
+Who polls reads with acquire at system scope, by one thread; a block barrier hands that on to the others; a proxy fence
+hands it on to TMA, which loads through another proxy than the one that has seen the word. What a program stores for a
+copy engine is stored by plain stores, then counted with release at system scope. Who polls in vain writes 1 plus the
+place of its word at `error`, if it is the first.
+"""
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(8)  # of the table: begin and end in tiles of rows, source, target, rows, peer, chunk, unused
+
+
+@triton.jit
+def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return row and column of a segment's tile: down `GROUP` tiles of rows, then on to the next column."""
+    group = tile // (GROUP * column_tiles)
+    height = min(row_tiles - group * GROUP, GROUP)
+    tile -= group * GROUP * column_tiles
+    return (group * GROUP + tile % height) * BLOCK_M, tile // height * BLOCK_N
+
+
+@triton.jit
+def _operand(source, stride, row, end, column, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """Return a block of an operand; 0 outside of it. `source` is a tensor descriptor if `TMA`, else a pointer."""
+    if TMA:
+        block = source.load([row, column])
+    else:
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, WIDTH)
+        pointers = source + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        block = tl.load(pointers, mask=(rows < end)[:, None] & (columns < width)[None, :], other=0)
+    return block
+
+
+@triton.jit
+def _product(a, a_stride, row, end, b, b_stride, column, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Return a tile of A @ B in float32. `TRANSPOSED`: B is kept as [N, K]."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        left = _operand(a, a_stride, row, end, k, K, BLOCK_M, BLOCK_K, TMA)
+        if TRANSPOSED:
+            right = _operand(b, b_stride, column, N, k, K, BLOCK_N, BLOCK_K, TMA).T
+        else:
+            right = _operand(b, b_stride, k, K, column, N, BLOCK_K, BLOCK_N, TMA)
+        total = tl.dot(left, right, total)
+    return total
+
+
+@triton.jit
+def _scaled(values, a_scale, a_scale_stride, row, end, b_scale, b_scale_stride, column, N):
+    """Return a tile times the scales of its rows and columns; a stride of 0 says that all have the same."""
+    if a_scale is not None:
+        rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
+        values *= tl.load(a_scale + rows * a_scale_stride, mask=rows < end, other=0)[:, None]
+        values *= tl.load(b_scale + columns * b_scale_stride, mask=columns < N, other=0)[None, :]
+    return values
+
+
+@triton.jit
+def _store(target, stride, row, end, column, N, values, bias):
+    """Store a tile plus the bias of its columns, but for rows that belong to the next segment."""
+    rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
+    if bias is not None:
+        values += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
+    pointers = target + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointers, values.to(target.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def _wait(words, word, error, patience, COMPILED: tl.constexpr):
+    """Poll until a word is 1 or more, at most `patience` times; return the patience for the next word."""
+    pointer = (words + word * 4).to(tl.pointer_type(tl.int32))
+    value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+    left = patience
+    while (value < 1) & (left > 0):
+        value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+        left -= 1
+    if value < 1:  # go on with what is there, and wait for nothing more: the kernel has to end
+        tl.atomic_cas(error.to(tl.pointer_type(tl.int32)), 0, word + 1, sem="relaxed", scope="sys")
+        patience = 0
+    tl.debug_barrier()
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return patience
+
+
+@triton.jit(do_not_specialize=["words", "error", "patience", "row_tiles", "rank", "world_size"])
+def all_gather_matmul(own, own_stride, own_scale, gathered, gathered_stride, gathered_scale, a_scale_stride,
+                      b, b_stride, b_scale, b_scale_stride, bias, c, c_stride, table, words: tl.int64,
+                      error: tl.int64, patience, row_tiles, rank, world_size, N, K,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+                      TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+                      COMPILED: tl.constexpr):  # fmt: skip
+    """Compute C = gathered @ B, with this rank's rows from `own`, and each peer's when its word says they are there."""
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    segment, seen = 0, -1
+    end = tl.load(table + 1)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        while tile >= end * column_tiles:
+            segment += 1
+            end = tl.load(table + segment * COLUMNS + 1)
+        entry = table + segment * COLUMNS
+        begin, source, target = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
+        rows, peer, chunk = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+        row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
+        if peer == rank:
+            a, a_stride, a_scale = own, own_stride, own_scale
+        else:
+            a, a_stride, a_scale = gathered, gathered_stride, gathered_scale
+            word = chunk * world_size + peer
+            if word != seen:
+                patience = _wait(words, word, error, patience, COMPILED)
+                seen = word
+        total = _product(a, a_stride, source + row, source + rows, b, b_stride, column, N, K,
+                         BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, TMA)  # fmt: skip
+        total = _scaled(total, a_scale, a_scale_stride, source + row, source + rows,
+                        b_scale, b_scale_stride, column, N)  # fmt: skip
+        _store(c, c_stride, target + row, target + rows, column, N, total, bias)
+
+
+@triton.jit
+def _store_sum(total, staged, slot_rows, row, end, column, N, out, out_stride, bias, rank, world_size,
+               AVERAGE: tl.constexpr):  # fmt: skip
+    """Store a tile plus what peers have staged for it; these are added up first, in float32, rank after rank."""
+    rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    peers = tl.zeros(total.shape, tl.float32)
+    for peer in range(world_size):
+        if peer != rank:
+            lines = (rows + slot_rows.to(tl.int64) * peer)[:, None] * N
+            peers += tl.load(staged + lines + columns[None, :], mask=mask, other=0).to(tl.float32)
+    total += peers
+    if AVERAGE:
+        total /= world_size
+    _store(out, out_stride, row, end, column, N, total, bias)
+
+
+@triton.jit(do_not_specialize=["slot_rows", "stored", "words", "error", "patience", "row_tiles", "rank", "world_size"])
+def matmul_reduce_scatter(a, a_stride, a_scale, a_scale_stride, b, b_stride, b_scale, b_scale_stride, bias,
+                          partial, partial_stride, staged, slot_rows, out, out_stride, table, stored: tl.int64,
+                          words: tl.int64, error: tl.int64, patience, row_tiles, rank, world_size, N, K,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+                          TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+                          COMPILED: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
+    """Compute A @ B: peers' rows into `partial`, counted in `stored`; own rows plus what peers staged into `out`."""
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    segment, seen = 0, -1
+    end = tl.load(table + 1)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        while tile >= end * column_tiles:
+            segment += 1
+            end = tl.load(table + segment * COLUMNS + 1)
+        entry = table + segment * COLUMNS
+        begin, source, target = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
+        rows, peer, chunk = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+        row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
+        total = _product(a, a_stride, source + row, source + rows, b, b_stride, column, N, K,
+                         BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, TMA)  # fmt: skip
+        total = _scaled(total, a_scale, a_scale_stride, source + row, source + rows,
+                        b_scale, b_scale_stride, column, N)  # fmt: skip
+        if peer != rank:
+            _store(partial, partial_stride, target + row, target + rows, column, N, total, None)
+            tl.debug_barrier()
+            counter = (stored + (chunk * world_size + peer) * 4).to(tl.pointer_type(tl.int32))
+            tl.atomic_add(counter, 1, sem="release", scope="sys")
+        else:
+            if chunk != seen:
+                for other in range(world_size):
+                    if other != rank:
+                        patience = _wait(words, chunk * world_size + other, error, patience, COMPILED)
+                seen = chunk
+            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # fewer registers: a half at a time
+            _store_sum(left, staged, slot_rows, target + row, target + rows, column, N,
+                       out, out_stride, bias, rank, world_size, AVERAGE)  # fmt: skip
+            _store_sum(right, staged, slot_rows, target + row, target + rows, column + BLOCK_N // 2, N,
+                       out, out_stride, bias, rank, world_size, AVERAGE)  # fmt: skip

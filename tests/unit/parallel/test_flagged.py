@@ -1,0 +1,175 @@
+"""Which rows a matmul that polls takes when, and what it refuses; the matmuls themselves: tests/process/parallel."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.collectives.program.steps import Flag, flag_word
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.tensor.flagged import (
+    Direction,
+    MatmulTiles,
+    ShardedRows,
+    bind_all_gather_matmul,
+    bind_matmul_reduce_scatter,
+    segments,
+    stored_tiles,
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ShardedRows:
+    """Any layout of up to 8 ranks, among them uneven ones and such with empty shards."""
+    rows = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
+    chunk = draw(st.one_of(st.none(), st.integers(1, 50)))
+    rank = draw(st.integers(0, len(rows) - 1))
+    return ShardedRows(rank=rank, rows=tuple(rows), batch=draw(st.integers(1, 3)), chunk_rows=chunk)
+
+
+def rows_of(layout: ShardedRows, peer: int) -> list[int]:
+    """The rows of the matrix that are the peer's, in the order of its shard."""
+    slab, before = sum(layout.rows), sum(layout.rows[:peer])
+    return [b * slab + before + i for b in range(layout.batch) for i in range(layout.rows[peer])]
+
+
+@given(layouts(), st.sampled_from(["all_gather", "reduce_scatter"]), st.sampled_from([1, 7, 16]))
+def test_every_row_is_once_in_the_tiles_of_its_rank_and_chunk(
+    layout: ShardedRows, direction: Direction, tile_rows: int
+) -> None:
+    """The segments are the whole matrix; tiles are counted without gaps; a segment is of one peer, slab and chunk."""
+    shards = {peer: rows_of(layout, peer) for peer in range(layout.world_size)}
+    found = segments(layout, direction, tile_rows)
+    seen, next_tile = [], 0
+    for part in found:
+        assert (part.begin, part.end) == (next_tile, next_tile + -(-part.rows // tile_rows))
+        assert part.rows > 0
+        next_tile = part.end
+        shard, own = shards[part.peer], part.peer == layout.rank
+        before = layout.batch * sum(layout.rows[: part.peer])
+        if direction == "all_gather":
+            in_matrix = part.target
+            in_shard = part.source if own else shard.index(in_matrix)
+            assert own or part.source == part.target
+        else:
+            in_matrix = part.source
+            in_shard = part.target - (0 if own else before)
+        rows = list(range(in_matrix, in_matrix + part.rows))
+        assert shard[in_shard : in_shard + part.rows] == rows
+        if not (own and direction == "all_gather"):
+            assert set(range(in_shard, in_shard + part.rows)) <= set(layout.chunks(part.peer)[part.chunk])
+        seen += rows
+    assert sorted(seen) == list(range(layout.total))
+
+
+@given(layouts())
+def test_ranks_come_in_their_order_and_chunks_ascend(layout: ShardedRows) -> None:
+    """all_gather: own, rank - 1, rank - 2, ...; reduce_scatter: rank + 1, rank + 2, ..., own; chunks one by one."""
+    world, rank = layout.world_size, layout.rank
+    taken = [((rank - part.peer) % world, part.chunk) for part in segments(layout, "all_gather", 16)]
+    assert taken == sorted(taken)
+    taken = [((part.peer - rank - 1) % world, part.chunk) for part in segments(layout, "reduce_scatter", 16)]
+    assert taken == sorted(taken)
+
+
+def test_the_order_in_full() -> None:
+    """Rank 1 of 3 with two slabs of 4, 6 and 2 rows, chunks of 5 rows, tiles of 4: every number by hand."""
+    layout = ShardedRows(rank=1, rows=(4, 6, 2), batch=2, chunk_rows=5)
+    assert [tuple(part) for part in segments(layout, "all_gather", 4)] == [
+        (0, 2, 0, 4, 6, 1, 0),
+        (2, 4, 6, 16, 6, 1, 0),
+        (4, 5, 0, 0, 4, 0, 0),
+        (5, 6, 12, 12, 1, 0, 0),
+        (6, 7, 13, 13, 3, 0, 1),
+        (7, 8, 10, 10, 2, 2, 0),
+        (8, 9, 22, 22, 2, 2, 0),
+    ]
+    assert [tuple(part) for part in segments(layout, "reduce_scatter", 4)] == [
+        (0, 1, 10, 20, 2, 2, 0),
+        (1, 2, 22, 22, 2, 2, 0),
+        (2, 3, 0, 0, 4, 0, 0),
+        (3, 4, 12, 4, 1, 0, 0),
+        (4, 5, 13, 5, 3, 0, 1),
+        (5, 7, 4, 0, 5, 1, 0),
+        (7, 8, 9, 5, 1, 1, 1),
+        (8, 9, 16, 6, 4, 1, 1),
+        (9, 10, 20, 10, 2, 1, 2),
+    ]
+    tiles = MatmulTiles(rows=4, columns=8)
+    assert stored_tiles(layout, 20, tiles) == {(2, 0): 6, (0, 0): 6, (0, 1): 3}
+
+
+@given(layouts())
+def test_words_are_those_of_arrival(layout: ShardedRows) -> None:
+    """As far from the first as `flag_word` puts them; the error word names the one that it was written for."""
+    world = layout.world_size
+    for peer in range(world):
+        for chunk in range(len(layout.chunks(peer))):
+            word = layout.word(peer, chunk)
+            first = flag_word(Flag("output", "arrived", 0, 0), world)
+            assert word == flag_word(Flag("output", "arrived", peer, chunk), world) - first
+            assert layout.missing(word + 1) == (peer, chunk)
+    assert layout.missing(0) is None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"rank": 2}, {"rank": -1}, {"rows": ()}, {"rows": (3, -1)}, {"batch": 0}, {"chunk_rows": 0}],
+)
+def test_layouts_that_cannot_be(what: dict[str, Any]) -> None:
+    """Each is refused with what was given."""
+    with pytest.raises(Misconfigured, match="give"):
+        ShardedRows(**{"rank": 0, "rows": (3, 4), **what})
+
+
+LAYOUT = ShardedRows(rank=0, rows=(3, 5))
+
+
+def gather(**changed: torch.Tensor) -> None:
+    tensors: dict[str, Any] = {
+        "own": torch.zeros(3, 16), "gathered": torch.zeros(8, 16), "b": torch.zeros(16, 4), "out": torch.zeros(8, 4),
+    } | changed  # fmt: skip
+    bind_all_gather_matmul(**tensors, layout=LAYOUT, words=0, error=0)
+
+
+def scatter(**changed: torch.Tensor) -> None:
+    tensors: dict[str, Any] = {
+        "a": torch.zeros(8, 16), "b": torch.zeros(16, 4), "partial": torch.zeros(8, 4), "staged": torch.zeros(2, 3, 4),
+        "out": torch.zeros(3, 4),
+    } | changed  # fmt: skip
+    bind_matmul_reduce_scatter(**tensors, layout=LAYOUT, stored=0, words=0, error=0)
+
+
+@pytest.mark.parametrize(
+    ("bind", "name", "tensor"),
+    [
+        (gather, "own", torch.zeros(4, 16)),
+        (gather, "own", torch.zeros(3, 16, dtype=torch.float16)),
+        (gather, "gathered", torch.zeros(8, 17)),
+        (gather, "gathered", torch.zeros(16, 8).t()),
+        (gather, "out", torch.zeros(8, 5)),
+        (gather, "b", torch.zeros(16, 4)),
+        (scatter, "a", torch.zeros(3, 16)),
+        (scatter, "partial", torch.zeros(3, 4)),
+        (scatter, "staged", torch.zeros(1, 3, 4)),
+        (scatter, "staged", torch.zeros(2, 4, 3).transpose(1, 2)),
+        (scatter, "out", torch.zeros(8, 4)),
+    ],
+)
+def test_tensors_that_do_not_fit(bind: Any, name: str, tensor: torch.Tensor) -> None:
+    """The message names the tensor, its shape and the shape that is needed."""
+    with pytest.raises(Misconfigured, match=rf"^{name} of \({tensor.shape[0]}, .*give"):
+        bind(**{name: tensor})
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has no Triton is told what to install."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    half = {"own": torch.zeros(3, 16), "gathered": torch.zeros(8, 16), "b": torch.zeros(16, 4)}
+    with pytest.raises(Unsupported, match="install triton"):
+        gather(**{name: tensor.half() for name, tensor in half.items()})
