@@ -1,7 +1,7 @@
-"""Compiles the matmuls that poll for Hopper without a GPU, and says what their code does in which order.
+"""Binds the matmuls that poll without a GPU: compiled for Hopper, not loaded; says what their code is like.
 
-Started by path with the cases as JSON on standard input; writes shared memory, spilled bytes, the kinds of stores, and
-the instructions that tests look for, in the order of the text.
+Started by path with the cases as JSON on standard input; writes for each the instructions that tests look for in the
+order of the text, the kinds of stores, shared memory, spilled bytes, and how many kernels other layouts need.
 """
 
 from __future__ import annotations
@@ -11,45 +11,71 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
-from counterpoint.parallel.tensor import flagged_kernels
-from counterpoint.parallel.tensor.flagged import MatmulTiles
+from counterpoint.parallel.tensor.flagged import (
+    MatmulTiles,
+    ShardedRows,
+    bind_all_gather_matmul,
+    bind_matmul_reduce_scatter,
+    warm,
+)
 
-WORDS = ("words", "error", "stored")
-COUNTS = ("patience", "row_tiles", "rank", "world_size", "slot_rows")
-TENSORS = ("c", "partial", "staged", "out")
-ABSENT = ("bias", "own_scale", "gathered_scale", "a_scale", "b_scale")
-WIDTHS = ("N", "K")  # and strides: multiples of 16, as those of models
 SEEN = {
-    "poll": r"(?:ld|atom)\.global\.(?:sys\.acquire|acquire\.sys|sys\.global\.acquire)",
-    "count": r"atom\.global\.(?:sys\.release|release\.sys)\.add",
+    "poll": r"(?:ld|atom)\.global\.sys\.acquire",
+    "count": r"atom\.global\.sys\.release\.add",
     "barrier": r"bar\.sync",
-    "proxy fence": r"fence\.proxy\.async;",
+    "proxy_fence": r"fence\.proxy\.async;",
     "tma": r"cp\.async\.bulk\.tensor",
     "wgmma": r"wgmma\.mma_async",
     "store": r"st\.global",
 }
+LAYOUTS = (
+    ShardedRows(rank=0, rows=(512, 512)),
+    ShardedRows(rank=5, rows=(33,) * 8, chunk_rows=16),
+    ShardedRows(rank=1, rows=(16, 1, 0, 250), batch=3),
+)
+bound: list[CompiledKernel] = []
 
 
-def signature(kernel: Any, tiles: MatmulTiles, *, transposed: bool, tma: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """The types of the arguments of bfloat16 tensors whose rows are multiples of 16, and the values of constants."""
-    blocks = dict.fromkeys(("a", "own", "gathered"), (tiles.rows, tiles.depth))
-    blocks["b"] = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
-    constants = {
-        "BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "BLOCK_K": tiles.depth, "GROUP": tiles.group,
-        "TRANSPOSED": transposed, "TMA": tma, "COMPILED": True, "AVERAGE": False,
-        "a_scale_stride": 0, "b_scale_stride": 0, **dict.fromkeys(ABSENT),
-    }  # fmt: skip
-    types = {"table": "*i32", **dict.fromkeys(WORDS, "i64"), **dict.fromkeys(TENSORS, "*bf16")}
-    types |= {name: f"tensordesc<bf16[{rows},{width}]>" if tma else "*bf16" for name, (rows, width) in blocks.items()}
-    found = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    return found, {name: value for name, value in constants.items() if name in kernel.arg_names}
+class Hopper:
+    """Stands for Triton's driver on a machine that has none: as much of it as compiling asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def bind(case: dict[str, Any], layout: ShardedRows) -> None:
+    """Bind a matmul whose K makes rows of a multiple of 16 bytes, or not, with everything but a GPU."""
+    k, n, tiles = (128 if case["tma"] else 129), 512, MatmulTiles(stages=case["stages"])
+    dtype = getattr(torch, case["dtype"])
+    a, own = torch.empty(layout.total, k, dtype=dtype), torch.empty(layout.shard(layout.rank), k, dtype=dtype)
+    weight = torch.empty(n, k, dtype=dtype).t() if case["transposed"] else torch.empty(k, n, dtype=dtype)
+    out = torch.empty(layout.total, n, dtype=torch.bfloat16)
+    words: dict[str, Any] = {"words": 1 << 40, "error": 1 << 41, "num_sms": 132, "tiles": tiles}
+    scales = [torch.empty(rows) for rows in (len(own), len(a), n)] if case["scaled"] else None
+    if case["kernel"] == "all_gather_matmul":
+        gathering = None if scales is None else (scales[0], scales[1], scales[2])
+        bind_all_gather_matmul(own, a, weight, out, layout, scales=gathering, **words)
+        return
+    scattering = None if scales is None else (scales[1], scales[2])
+    staged, result = out.new_empty(layout.world_size, len(own), n), out.new_empty(len(own), n)
+    bind_matmul_reduce_scatter(a, weight, out, staged, result, layout, stored=1 << 42, scales=scattering, **words)
 
 
 def spilled_bytes(binary: bytes) -> int:
@@ -63,25 +89,40 @@ def spilled_bytes(binary: bytes) -> int:
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """What the code of a kernel is like."""
-    kernel, tiles = getattr(flagged_kernels, case["kernel"]), MatmulTiles(stages=case["stages"])
-    types, constants = signature(kernel, tiles, transposed=case["transposed"], tma=case["tma"])
-    multiples = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(types.items())
-        if kind.startswith("*") or name in WIDTHS or (name.endswith("_stride") and kind != "constexpr")
-    }
-    source = ASTSource(kernel, types, constexprs=constants, attrs=multiples)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    bound.clear()
+    for layout in LAYOUTS:
+        bind(case, layout)
+    code = bound[0]
     text = code.asm["ptx"]
-    pattern = "|".join(f"(?P<{name.replace(' ', '_')}>{expression})" for name, expression in SEEN.items())
+    pattern = "|".join(f"(?P<{name}>{expression})" for name, expression in SEEN.items())
     return {
+        "kernels": len({id(kernel) for kernel in bound}),
         "shared": code.metadata.shared,
         "spilled_bytes": spilled_bytes(code.asm["cubin"]),
         "stores": sorted(set(re.findall(r"st\.global[\w.]*", text))),
-        "order": [str(match.lastgroup).replace("_", " ") for match in re.finditer(pattern, text)],
+        "order": [str(match.lastgroup) for match in re.finditer(pattern, text)],
     }
 
 
+def warmed() -> dict[str, Any]:
+    """Whether what `warm` has made ready is what is bound later."""
+    case = {"kernel": "", "dtype": "bfloat16", "transposed": True, "tma": True, "stages": 3, "scaled": False}
+    found = {}
+    for name, direction in (("all_gather_matmul", "all_gather"), ("matmul_reduce_scatter", "reduce_scatter")):
+        bound.clear()
+        warm(direction, torch.empty(512, 128, dtype=torch.bfloat16).t())  # type: ignore[arg-type]
+        bind(case | {"kernel": name}, LAYOUTS[0])
+        found[name] = len(bound) == 2 and bound[0] is bound[1]
+    return found
+
+
+def loaded(kernel: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """Remember what would be loaded now."""
+    bound.append(kernel)
+    return lambda *arguments: None
+
+
 if __name__ == "__main__":
-    json.dump([compiled(case) for case in json.load(sys.stdin)], sys.stdout)
+    driver.set_active(Hopper())
+    with patch.object(CompiledKernel, "__getitem__", loaded):
+        json.dump([compiled(case) if case else warmed() for case in json.load(sys.stdin)], sys.stdout)

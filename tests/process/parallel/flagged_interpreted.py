@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
@@ -31,6 +33,7 @@ from counterpoint.parallel.tensor.flagged import (
 
 TILES = MatmulTiles(rows=16, columns=16, depth=16, group=2)
 NAN = float("nan")
+REAL_ATOMICS = InterpreterBuilder.create_atomic_rmw
 
 
 @dataclass
@@ -216,6 +219,23 @@ def lost(case: Case) -> str:
     return "right"
 
 
+def polls(case: Case) -> str:
+    """One program polls each word once, if all are set; if none is, it polls only the first one in vain."""
+    mine = len(case.layout.chunks(case.rank)) * (len(case.rows) - 1)
+    for launch, words in ((case.bound_gather(), len(case.chunks())), (case.bound_scatter(), mine)):
+        for value in (0, 1):
+            case.words.fill_(value)
+            case.stored.zero_()
+            with patch.object(InterpreterBuilder, "create_atomic_rmw", autospec=True) as atomics:
+                atomics.side_effect = REAL_ATOMICS
+                launch()
+            asked = atomics.call_count - int(case.stored.sum())
+            wanted = words if value else words + case.max_spins
+            if asked != wanted:
+                return f"{asked} polls of {words} words that are {value}"
+    return "right"
+
+
 def scatter(case: Case) -> str:
     """All has been staged: own rows are the sum, peers' are in `partial` and counted, and nothing else is written."""
     launch, wanted, mine = case.bound_scatter(), case.product(), case.place(case.rank)
@@ -304,7 +324,7 @@ def vars_of(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
-RUNS = {run.__name__: run for run in (gather, late, order, lost, scatter, together, ascending, lost_partials)}
+RUNS = {run.__name__: run for run in (gather, late, order, lost, polls, scatter, together, ascending, lost_partials)}
 
 
 if __name__ == "__main__":

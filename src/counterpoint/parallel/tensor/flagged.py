@@ -26,6 +26,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 
 Direction = Literal["all_gather", "reduce_scatter"]
 MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
+HOPPER = 9  # compute capability
 TMA_BYTES = 16  # what addresses and strides must be multiples of
 TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -392,8 +393,11 @@ def _bind(
     programs = row_tiles * -(-columns // tiles.columns)
     if not programs:
         return lambda: None
-    if num_sms is None and b.is_cuda:
-        num_sms = torch.cuda.get_device_properties(b.device).multi_processor_count
+    if b.is_cuda:
+        properties = torch.cuda.get_device_properties(b.device)
+        num_sms = num_sms or properties.multi_processor_count
+        if properties.major < HOPPER:
+            raise Unsupported(f"{properties.name}: matmuls that poll need Hopper or newer, for its proxy fence")
     transposed = b.stride(1) != 1
     kept = b.t() if transposed else b
     block_of_b = [tiles.columns, tiles.depth] if transposed else [tiles.depth, tiles.columns]
