@@ -88,14 +88,14 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
 def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None:
-    """Tensor cores, TMA where asked for, 16-byte stores, a few spilled words at most, it fits an SM, for any layout."""
+    """Tensor cores, TMA where asked for, 16-byte stores, no register spilled, it fits an SM, for any layout."""
     case, code = COMPILED[index], compiled[index]
     assert code["shared"] <= HOPPER_SHARED_BYTES
     assert "wgmma" in code["order"]
     assert ("tma" in code["order"]) is case["tma"]
     assert code["kernels"] == 1, "other rows, ranks, batches and chunks have to do without compiling again"
     assert set(code["stores"]) == {"st.global.v4.b32"}
-    assert code["spilled_bytes"] <= 64 or not case["tma"]
+    assert code["spilled_bytes"] == 0 or not case["tma"]
 
 
 def test_what_was_warmed_is_what_is_bound(compiled: list[dict[str, Any]]) -> None:

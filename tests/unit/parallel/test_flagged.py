@@ -127,6 +127,13 @@ def test_layouts_that_cannot_be(what: dict[str, Any]) -> None:
         ShardedRows(**{"rank": 0, "rows": (3, 4), **what})
 
 
+@pytest.mark.parametrize("what", [{"rows": 96}, {"depth": 0}, {"columns": -16}, {"stages": 0}])
+def test_tiles_that_cannot_be(what: dict[str, int]) -> None:
+    """Each is refused with what was given."""
+    with pytest.raises(Misconfigured, match="powers of two"):
+        MatmulTiles(**what)
+
+
 LAYOUT = ShardedRows(rank=0, rows=(3, 5))
 
 

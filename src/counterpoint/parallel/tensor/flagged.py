@@ -9,7 +9,9 @@
 The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
 
 Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound (or `warm`) before any
-kernel of this process polls: compiling and loading may wait for the device, and the device for what comes later.
+kernel of this process polls: compiling and loading may wait for the device, and the device for what comes later. One
+that polls may hold all SMs until a peer's has come as far, so that ranks launch them in the same order. What is bound
+keeps its tensors; words are the caller's to keep.
 """
 
 from __future__ import annotations
@@ -103,6 +105,9 @@ class MatmulTiles:
 
     `group` tiles of rows share the columns of B in the cache. What Hopper holds: `rows * columns` of 32,768 with 8
     warps; `stages * depth * (rows + columns)` elements in 227 KiB of shared memory.
+
+    Raises:
+        Misconfigured: a number is out of its range.
     """
 
     rows: int = 128
@@ -111,6 +116,11 @@ class MatmulTiles:
     stages: int = 3
     warps: int = 8
     group: int = 8
+
+    def __post_init__(self) -> None:
+        sizes = (self.rows, self.columns, self.depth)
+        if min(*sizes, self.stages, self.warps, self.group) < 1 or any(size & (size - 1) for size in sizes):
+            raise Misconfigured(f"{self}: give rows, columns and depth as powers of two, and all of it 1 or more")
 
 
 DEFAULT_TILES = MatmulTiles()
@@ -378,6 +388,8 @@ def _bind(
     depth, columns = b.shape
     if b.dtype not in TYPES or not depth or 1 not in b.stride():
         raise Misconfigured(f"b of {tuple(b.shape)}, {b.dtype}, strides {b.stride()}: give a matrix of {TYPES}")
+    if num_sms is not None and num_sms < 1:
+        raise Misconfigured(f"num_sms={num_sms}: give 1 or more, or None for all SMs")
     if others["bias"] is not None and others["bias"].shape != (columns,):
         raise Misconfigured(f"bias of {tuple(others['bias'].shape)}: give {columns} elements")
     try:
@@ -395,7 +407,7 @@ def _bind(
         return lambda: None
     if b.is_cuda:
         properties = torch.cuda.get_device_properties(b.device)
-        num_sms = num_sms or properties.multi_processor_count
+        num_sms = min(num_sms or programs, properties.multi_processor_count)  # all have to run at once
         if properties.major < HOPPER:
             raise Unsupported(f"{properties.name}: matmuls that poll need Hopper or newer, for its proxy fence")
     transposed = b.stride(1) != 1

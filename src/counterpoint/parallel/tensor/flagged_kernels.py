@@ -127,16 +127,21 @@ def all_gather_matmul(own, own_stride, own_scale, gathered, gathered_stride, gat
 
 
 @triton.jit
+def _halves(values):
+    """Return the left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _store_sum(total, staged, slot_rows, row, end, column, N, out, out_stride, bias, rank, world_size,
                AVERAGE: tl.constexpr):  # fmt: skip
     """Store a tile plus what peers have staged for it; these are added up first, in float32, rank after rank."""
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     mask = (rows < end)[:, None] & (columns < N)[None, :]
     peers = tl.zeros(total.shape, tl.float32)
-    for peer in range(world_size):
-        if peer != rank:
-            lines = (rows + slot_rows.to(tl.int64) * peer)[:, None] * N
-            peers += tl.load(staged + lines + columns[None, :], mask=mask, other=0).to(tl.float32)
+    for peer in tl.range(world_size, num_stages=3):
+        lines = (rows + slot_rows.to(tl.int64) * peer)[:, None] * N
+        peers += tl.load(staged + lines + columns[None, :], mask=mask & (peer != rank), other=0).to(tl.float32)
     total += peers
     if AVERAGE:
         total /= world_size
@@ -177,9 +182,10 @@ def matmul_reduce_scatter(a, a_stride, a_scale, a_scale_stride, b, b_stride, b_s
                     if other != rank:
                         patience = _wait(words, chunk * world_size + other, error, patience, COMPILED)
                 seen = chunk
-            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(halves)  # fewer registers: a half at a time
-            _store_sum(left, staged, slot_rows, target + row, target + rows, column, N,
-                       out, out_stride, bias, rank, world_size, AVERAGE)  # fmt: skip
-            _store_sum(right, staged, slot_rows, target + row, target + rows, column + BLOCK_N // 2, N,
-                       out, out_stride, bias, rank, world_size, AVERAGE)  # fmt: skip
+            left, right = _halves(total)  # a quarter at a time takes fewer registers
+            for half in tl.static_range(2):
+                quarters = _halves(right if half else left)
+                for quarter in tl.static_range(2):
+                    _store_sum(quarters[quarter], staged, slot_rows, target + row, target + rows,
+                               column + (2 * half + quarter) * (BLOCK_N // 4), N,
+                               out, out_stride, bias, rank, world_size, AVERAGE)  # fmt: skip
