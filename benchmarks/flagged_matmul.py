@@ -29,12 +29,12 @@ from tables import print_table
 from counterpoint.collectives.cuda.driver import Executor
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    Segment,
     ShardedRows,
+    TileRun,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
-    segments,
     stored_tiles,
+    tile_runs,
 )
 
 SHAPES = ("8192x7168x8192", "8192x7168x4096", "8192x5120x8192", "8192x28672x8192", "4096x7168x8192", "8192x1280x8192")
@@ -120,7 +120,7 @@ class GatherTrials:
         self.layout, self.words = layout, words
         a, weight = normal(layout.total, DEPTH), normal(WIDTH, DEPTH)
         self.host = a.cpu().pin_memory()
-        self.parts = segments(layout, "all_gather", 128)
+        self.parts = tile_runs(layout, "all_gather_matmul", 128)
         own = torch.cat([a[p.target : p.target + p.rows] for p in self.parts if p.peer == layout.rank])
         self.gathered, self.out = torch.empty_like(a), normal(layout.total, WIDTH)
         self.launch = bind_all_gather_matmul(
@@ -161,7 +161,7 @@ class ScatterTrials:
         self.host_staged = self.staged.cpu().pin_memory()
         self.partial, self.out = normal(layout.total, WIDTH), normal(shard, WIDTH)
         self.host_partial = torch.empty(layout.total, WIDTH, dtype=a.dtype, pin_memory=True)
-        self.parts = segments(layout, "reduce_scatter", 128)
+        self.parts = tile_runs(layout, "matmul_reduce_scatter", 128)
         self.counts = stored_tiles(layout, WIDTH)
         self.launch = bind_matmul_reduce_scatter(
             a, weight.t(), self.partial, self.staged, self.out, layout, stored=words.stored.data_ptr(),
@@ -186,7 +186,7 @@ class ScatterTrials:
             where.copy_(self.host_staged[peer, rows.start : rows.stop], non_blocking=True)
         self.words.write(self.layout.word(peer, chunk))
 
-    def sent(self) -> list[Segment]:
+    def sent(self) -> list[TileRun]:
         return [part for part in self.parts if part.peer != self.layout.rank]
 
     def start(self) -> None:

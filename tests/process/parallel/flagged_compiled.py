@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
     ShardedRows,
@@ -44,6 +45,7 @@ LAYOUTS = (
     ShardedRows(rank=5, rows=(33,) * 8, chunk_rows=16),
     ShardedRows(rank=1, rows=(16, 1, 0, 250), batch=3),
 )
+OPERATIONS: tuple[TensorOperation, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 bound: list[CompiledKernel] = []
 
 
@@ -107,10 +109,10 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
 def warmed() -> dict[str, Any]:
     """Whether what `warm` has made ready is what is bound later."""
     case = {"kernel": "", "dtype": "bfloat16", "transposed": True, "tma": True, "stages": 3, "scaled": False}
-    found = {}
-    for name, direction in (("all_gather_matmul", "all_gather"), ("matmul_reduce_scatter", "reduce_scatter")):
+    found: dict[str, Any] = {}
+    for name in OPERATIONS:
         bound.clear()
-        warm(direction, torch.empty(512, 128, dtype=torch.bfloat16).t())  # type: ignore[arg-type]
+        warm(name, torch.empty(512, 128, dtype=torch.bfloat16).t())
         bind(case | {"kernel": name}, LAYOUTS[0])
         found[name] = len(bound) == 2 and bound[0] is bound[1]
     return found

@@ -249,10 +249,8 @@ def scatter(case: Case) -> str:
     if case.average:
         total /= len(case.rows)
     answers = [close("out", case.c, added(case, total))]
-    start = 0
     for peer in range(len(case.rows)):
-        part = case.partial[start : start + case.layout.shard(peer)]
-        start += len(part)
+        part = case.partial[case.place(peer)]
         if peer == case.rank:
             answers.append("right" if part.isnan().all() else "own rows of partial were written")
         else:
@@ -271,12 +269,9 @@ def together(case: Case) -> str:
     for launch in launches:
         launch()
     for me, sender in enumerate(ranks):
-        start = 0
         for peer, receiver in enumerate(ranks):
-            rows = sender.layout.shard(peer)
             if peer != me:
-                receiver.staged[me] = sender.partial[start : start + rows]
-            start += rows
+                receiver.staged[me] = sender.partial[sender.place(peer)]
     total = sum((rank.product() for rank in ranks), torch.zeros(1))
     for me, rank in enumerate(ranks):
         if len(ranks) > 1 and rank.layout.shard(me) and rank.layout.missing(int(rank.error.item())) is None:

@@ -10,16 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.collectives.program.steps import Flag, flag_word
+from counterpoint.collectives.program.operations import all_gather, all_to_all, plan
+from counterpoint.collectives.program.partitions import BlockPartition, partitions
+from counterpoint.collectives.program.steps import Flag, Tuning, flag_word
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.parallel.tensor.flagged import (
-    Direction,
     MatmulTiles,
     ShardedRows,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
-    segments,
     stored_tiles,
+    tile_runs,
 )
 
 
@@ -38,30 +40,26 @@ def rows_of(layout: ShardedRows, peer: int) -> list[int]:
     return [b * slab + before + i for b in range(layout.batch) for i in range(layout.rows[peer])]
 
 
-@given(layouts(), st.sampled_from(["all_gather", "reduce_scatter"]), st.sampled_from([1, 7, 16]))
+@given(layouts(), st.sampled_from(["all_gather_matmul", "matmul_reduce_scatter"]), st.sampled_from([1, 7, 16]))
 def test_every_row_is_once_in_the_tiles_of_its_rank_and_chunk(
-    layout: ShardedRows, direction: Direction, tile_rows: int
+    layout: ShardedRows, operation: TensorOperation, tile_rows: int
 ) -> None:
-    """The segments are the whole matrix; tiles are counted without gaps; a segment is of one peer, slab and chunk."""
+    """The runs are the whole matrix; tiles are counted without gaps; a run is of one peer, slab and chunk."""
     shards = {peer: rows_of(layout, peer) for peer in range(layout.world_size)}
-    found = segments(layout, direction, tile_rows)
+    found = tile_runs(layout, operation, tile_rows)
     seen, next_tile = [], 0
     for part in found:
         assert (part.begin, part.end) == (next_tile, next_tile + -(-part.rows // tile_rows))
         assert part.rows > 0
         next_tile = part.end
         shard, own = shards[part.peer], part.peer == layout.rank
-        before = layout.batch * sum(layout.rows[: part.peer])
-        if direction == "all_gather":
-            in_matrix = part.target
-            in_shard = part.source if own else shard.index(in_matrix)
-            assert own or part.source == part.target
-        else:
-            in_matrix = part.source
-            in_shard = part.target - (0 if own else before)
+        gathers = operation == "all_gather_matmul"
+        in_matrix, other = (part.target, part.source) if gathers else (part.source, part.target)
+        in_shard = other if own else shard.index(in_matrix)
+        assert own or other == in_matrix
         rows = list(range(in_matrix, in_matrix + part.rows))
         assert shard[in_shard : in_shard + part.rows] == rows
-        if not (own and direction == "all_gather"):
+        if not (own and gathers):
             assert set(range(in_shard, in_shard + part.rows)) <= set(layout.chunks(part.peer)[part.chunk])
         seen += rows
     assert sorted(seen) == list(range(layout.total))
@@ -71,16 +69,34 @@ def test_every_row_is_once_in_the_tiles_of_its_rank_and_chunk(
 def test_ranks_come_in_their_order_and_chunks_ascend(layout: ShardedRows) -> None:
     """all_gather: own, rank - 1, rank - 2, ...; reduce_scatter: rank + 1, rank + 2, ..., own; chunks one by one."""
     world, rank = layout.world_size, layout.rank
-    taken = [((rank - part.peer) % world, part.chunk) for part in segments(layout, "all_gather", 16)]
+    taken = [((rank - part.peer) % world, part.chunk) for part in tile_runs(layout, "all_gather_matmul", 16)]
     assert taken == sorted(taken)
-    taken = [((part.peer - rank - 1) % world, part.chunk) for part in segments(layout, "reduce_scatter", 16)]
+    taken = [((part.peer - rank - 1) % world, part.chunk) for part in tile_runs(layout, "matmul_reduce_scatter", 16)]
     assert taken == sorted(taken)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (3, 0), (8, 5)])
+def test_the_order_is_that_of_partitioned_calls(world: int, rank: int) -> None:
+    """Chunks are taken as a partitioned all_gather brings them, and given as a partitioned all_to_all sends them."""
+    layout, row = ShardedRows(rank=rank, rows=(20,) * world, batch=2, chunk_rows=16), 16
+    tuning = Tuning(chunk_bytes=16 * row, peers_first=True)
+    gather = partitions(plan(all_gather(world, 40 * row, own="consumer"), rank, tuning))
+    scatter = partitions(plan(all_to_all(((40 * row,) * world,) * world, own="consumer"), rank, tuning))
+    orders: tuple[tuple[TensorOperation, tuple[BlockPartition, ...]], ...] = (
+        ("all_gather_matmul", gather.received),
+        ("matmul_reduce_scatter", scatter.sent),
+    )
+    for operation, expected in orders:
+        runs = [(run.peer, run.chunk) for run in tile_runs(layout, operation, 16) if run.peer != rank]
+        assert list(dict.fromkeys(runs)) == [(one.peer, one.chunk) for one in expected]
+        assert len(expected) == 3 * (world - 1)
+    assert list(stored_tiles(layout, 64)) == [(one.peer, one.chunk) for one in scatter.sent]
 
 
 def test_the_order_in_full() -> None:
     """Rank 1 of 3 with two slabs of 4, 6 and 2 rows, chunks of 5 rows, tiles of 4: every number by hand."""
     layout = ShardedRows(rank=1, rows=(4, 6, 2), batch=2, chunk_rows=5)
-    assert [tuple(part) for part in segments(layout, "all_gather", 4)] == [
+    assert [tuple(part) for part in tile_runs(layout, "all_gather_matmul", 4)] == [
         (0, 2, 0, 4, 6, 1, 0),
         (2, 4, 6, 16, 6, 1, 0),
         (4, 5, 0, 0, 4, 0, 0),
@@ -89,12 +105,12 @@ def test_the_order_in_full() -> None:
         (7, 8, 10, 10, 2, 2, 0),
         (8, 9, 22, 22, 2, 2, 0),
     ]
-    assert [tuple(part) for part in segments(layout, "reduce_scatter", 4)] == [
-        (0, 1, 10, 20, 2, 2, 0),
+    assert [tuple(part) for part in tile_runs(layout, "matmul_reduce_scatter", 4)] == [
+        (0, 1, 10, 10, 2, 2, 0),
         (1, 2, 22, 22, 2, 2, 0),
         (2, 3, 0, 0, 4, 0, 0),
-        (3, 4, 12, 4, 1, 0, 0),
-        (4, 5, 13, 5, 3, 0, 1),
+        (3, 4, 12, 12, 1, 0, 0),
+        (4, 5, 13, 13, 3, 0, 1),
         (5, 7, 4, 0, 5, 1, 0),
         (7, 8, 9, 5, 1, 1, 1),
         (8, 9, 16, 6, 4, 1, 1),

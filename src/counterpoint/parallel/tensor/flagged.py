@@ -5,7 +5,7 @@
   copy; own tiles come last, and add what peers have sent.
 
 `ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
-`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)` (the rows `arrived` of `flag_word`).
+`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `PartitionedCudaWork` has them.
 The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
 
 Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound (or `warm`) before any
@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.pair.arrivals import TensorOperation
 
-Direction = Literal["all_gather", "reduce_scatter"]
 MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
 HOPPER = 9  # compute capability
 TMA_BYTES = 16  # what addresses and strides must be multiples of
@@ -44,8 +44,8 @@ class ShardedRows:
         rank: this rank.
         rows: how many rows each rank has in each slab.
         batch: number of slabs.
-        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), each with a word of its
-            own; None: in one. A multiple of the rows of a tile wastes none. See `Tuning.chunk_bytes`.
+        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), counted through the
+            slabs, each with a word of its own; None: in one. A multiple of the rows of a tile wastes none.
 
     Raises:
         Misconfigured: a number is out of its range.
@@ -126,7 +126,7 @@ class MatmulTiles:
 DEFAULT_TILES = MatmulTiles()
 
 
-class Segment(NamedTuple):
+class TileRun(NamedTuple):
     """Describes rows that arrive together and are adjacent in source and target; tiles are counted in rows of tiles."""
 
     begin: int
@@ -139,26 +139,31 @@ class Segment(NamedTuple):
 
 
 @functools.cache
-def segments(layout: ShardedRows, direction: Direction, tile_rows: int) -> tuple[Segment, ...]:
-    """Return the segments in the order in which their tiles are taken.
+def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
+    """Return the rows of C in the order in which their tiles are taken.
 
-    all_gather: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered matrix,
-    as the target). reduce_scatter: rows for rank + 1, rank + 2, ..., own last (source: the whole matrix; target: all
-    shards one after another for peers', the own shard for own).
+    all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
+    matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All else is rows of
+    the matrix.
     """
-    found: list[Segment] = []
-    step = -1 if direction == "all_gather" else 1
-    turns = range(layout.world_size) if direction == "all_gather" else range(1, layout.world_size + 1)
-    for turn in turns:
-        peer = (layout.rank + step * turn) % layout.world_size
-        for in_matrix, in_shard, rows, chunk in _runs(layout, peer, whole=not turn):
-            own = peer == layout.rank
-            if direction == "all_gather":
-                source, target = in_shard if own else in_matrix, in_matrix
-            else:
-                source, target = in_matrix, in_shard if own else in_shard + layout.batch * sum(layout.rows[:peer])
+    found: list[TileRun] = []
+    gathers = operation == "all_gather_matmul"
+    for turn in range(layout.world_size) if gathers else range(1, layout.world_size + 1):
+        peer = (layout.rank + (-turn if gathers else turn)) % layout.world_size
+        own = peer == layout.rank
+        for in_matrix, in_shard, rows, chunk in _runs(layout, peer, whole=own and gathers):
             begin = found[-1].end if found else 0
-            found.append(Segment(begin, begin - (-rows // tile_rows), source, target, rows, peer, chunk))
+            found.append(
+                TileRun(
+                    begin=begin,
+                    end=begin - (-rows // tile_rows),
+                    source=in_shard if own and gathers else in_matrix,
+                    target=in_shard if own and not gathers else in_matrix,
+                    rows=rows,
+                    peer=peer,
+                    chunk=chunk,
+                )
+            )
     return tuple(found)
 
 
@@ -178,9 +183,9 @@ def _runs(layout: ShardedRows, peer: int, *, whole: bool) -> Iterator[tuple[int,
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
     """Return by peer and chunk the count in `stored` at which a chunk of `partial`, `columns` wide, may be sent."""
     counts: Counter[tuple[int, int]] = Counter()
-    for segment in segments(layout, "reduce_scatter", tiles.rows):
-        if segment.peer != layout.rank:
-            counts[segment.peer, segment.chunk] += (segment.end - segment.begin) * -(-columns // tiles.columns)
+    for run in tile_runs(layout, "matmul_reduce_scatter", tiles.rows):
+        if run.peer != layout.rank:
+            counts[run.peer, run.chunk] += (run.end - run.begin) * -(-columns // tiles.columns)
     return dict(counts)
 
 
@@ -272,10 +277,10 @@ def bind_matmul_reduce_scatter(
 ) -> Callable[[], None]:
     """Compile and load this rank's part of the sum of all ranks' `a @ b`, and return what launches it.
 
-    Peers' rows go to `partial`, shard after shard: rows `batch * sum(layout.rows[:peer])` and on are those to send to
-    the peer's `staged[rank]`. A chunk of them may be sent when its word at `stored`, to which each tile adds 1, has
-    reached `stored_tiles`. Own rows go to `out`: the tile in float32, plus what peers have sent, added up in float32 in
-    the order of their ranks. Own rows of `partial` and `staged` are never touched. See `bind_all_gather_matmul`.
+    Peers' rows go to `partial`. A chunk of them may be sent to the peer's `staged[rank]` when its word at `stored`, to
+    which each tile adds 1, has reached `stored_tiles` (`PartitionedCudaWork.ready_when`). Own rows go to `out`: the
+    tile in float32, plus what peers have sent, added up in float32 in the order of their ranks. Own rows of `partial`
+    and `staged` are never touched. See `bind_all_gather_matmul`.
 
     Args:
         a: [rows, K].
@@ -339,7 +344,7 @@ def bind_matmul_reduce_scatter(
 
 
 def warm(
-    direction: Direction,
+    operation: TensorOperation,
     b: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
@@ -351,7 +356,7 @@ def warm(
     """Compile and load a matmul with `b`, for any number of rows, before anything polls.
 
     Args:
-        direction: `all_gather`: `bind_all_gather_matmul`; `reduce_scatter`: `bind_matmul_reduce_scatter`.
+        operation: whether `bind_all_gather_matmul` or `bind_matmul_reduce_scatter` will be called.
         b: [K, N].
         out_dtype: of everything that is stored; None: as `b`.
         bias: whether there is one.
@@ -366,7 +371,7 @@ def warm(
     a_scale, b_scale = (new(size if scaled == "row" else 1) for size in (rows, columns))
     added = torch.empty_like(out[0]) if bias else None
     words = {"words": 0, "error": 0}
-    if direction == "all_gather":
+    if operation == "all_gather_matmul":
         scales = None if scaled == "no" else (a_scale, a_scale, b_scale)
         bind_all_gather_matmul(a, a, b, out, layout, **words, bias=added, scales=scales, tiles=tiles)
         return
@@ -375,7 +380,7 @@ def warm(
 
 
 def _bind(
-    name: Literal["all_gather_matmul", "matmul_reduce_scatter"],
+    operation: TensorOperation,
     operands: dict[str, torch.Tensor],
     b: torch.Tensor,
     others: dict[str, Any],
@@ -399,9 +404,8 @@ def _bind(
         from counterpoint.parallel.tensor import flagged_kernels
     except ImportError as error:
         raise Unsupported(f"matmuls that poll need Triton 3.6 or newer: {error}; install triton") from error
-    direction: Direction = "all_gather" if name == "all_gather_matmul" else "reduce_scatter"
-    parts = segments(layout, direction, tiles.rows)
-    row_tiles = parts[-1].end if parts else 0
+    runs = tile_runs(layout, operation, tiles.rows)
+    row_tiles = runs[-1].end if runs else 0
     programs = row_tiles * -(-columns // tiles.columns)
     if not programs:
         return lambda: None
@@ -417,7 +421,7 @@ def _bind(
     values = {
         **others,
         "b_scale_stride": _scale_stride("the scale of b", others["b_scale"], columns),
-        "table": _table(layout, direction, tiles.rows, b.device),
+        "table": _table(layout, operation, tiles.rows, b.device),
         "row_tiles": row_tiles,
         "rank": layout.rank,
         "world_size": layout.world_size,
@@ -435,7 +439,7 @@ def _bind(
         block = block_of_b if what == "b" else [tiles.rows, tiles.depth]
         values[what] = TensorDescriptor.from_tensor(tensor, block) if tma else tensor
         values[f"{what}_stride"] = tensor.stride(0)
-    kernel = getattr(flagged_kernels, name)
+    kernel = getattr(flagged_kernels, operation)
     arguments, grid = [values[what] for what in kernel.arg_names], (min(programs, num_sms or programs), 1, 1)
     if knobs.runtime.interpret:
         return functools.partial(kernel[grid], *arguments)
@@ -444,11 +448,11 @@ def _bind(
 
 
 @functools.cache  # for ever: matmuls in flight and CUDA graphs read it
-def _table(layout: ShardedRows, direction: Direction, tile_rows: int, device: torch.device) -> torch.Tensor:
-    """Return the segments where the kernel reads them; the host waits for the copy, so that any stream may use it."""
+def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
+    """Return the runs where the kernel reads them; the host waits for the copy, so that any stream may use it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
-    rows = [(*segment, 0) for segment in segments(layout, direction, tile_rows)]
+    rows = [(*run, 0) for run in tile_runs(layout, operation, tile_rows)]
     return torch.tensor(rows, dtype=torch.int32).to(device)
 
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Define Triton matmuls that poll words in memory. They need Triton, so `flagged.py` imports them when it binds one.
 
-A program takes every `num_programs`-th tile of C, in the order of the table of segments: `flagged.py` puts those first
-whose rows are there first. A segment is a run of rows that arrive together, and no tile spans two of them.
+A program takes every `num_programs`-th tile of C, in the order of the table of runs: `flagged.py` puts those first
+whose rows are there first. A run is of rows that arrive together, and no tile spans two of them.
 
 Who polls reads with acquire at system scope, by one thread; a block barrier hands that on to the others; a proxy fence
 hands it on to TMA, which loads through another proxy than the one that has seen the word. What a program stores for a
@@ -18,7 +18,7 @@ COLUMNS = tl.constexpr(8)  # of the table: begin and end in tiles of rows, sourc
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return row and column of a segment's tile: down `GROUP` tiles of rows, then on to the next column."""
+    """Return row and column of a tile of a run: down `GROUP` tiles of rows, then on to the next column."""
     group = tile // (GROUP * column_tiles)
     height = min(row_tiles - group * GROUP, GROUP)
     tile -= group * GROUP * column_tiles
@@ -64,7 +64,7 @@ def _scaled(values, a_scale, a_scale_stride, row, end, b_scale, b_scale_stride, 
 
 @triton.jit
 def _store(target, stride, row, end, column, N, values, bias):
-    """Store a tile plus the bias of its columns, but for rows that belong to the next segment."""
+    """Store a tile plus the bias of its columns, but for rows that belong to the next run."""
     rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
     if bias is not None:
         values += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
@@ -101,13 +101,13 @@ def all_gather_matmul(own, own_stride, own_scale, gathered, gathered_stride, gat
                       COMPILED: tl.constexpr):  # fmt: skip
     """Compute C = gathered @ B, with this rank's rows from `own`, and each peer's when its word says they are there."""
     column_tiles = tl.cdiv(N, BLOCK_N)
-    segment, seen = 0, -1
+    run, seen = 0, -1
     end = tl.load(table + 1)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         while tile >= end * column_tiles:
-            segment += 1
-            end = tl.load(table + segment * COLUMNS + 1)
-        entry = table + segment * COLUMNS
+            run += 1
+            end = tl.load(table + run * COLUMNS + 1)
+        entry = table + run * COLUMNS
         begin, source, target = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
         rows, peer, chunk = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
         row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
@@ -157,13 +157,13 @@ def matmul_reduce_scatter(a, a_stride, a_scale, a_scale_stride, b, b_stride, b_s
                           COMPILED: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
     """Compute A @ B: peers' rows into `partial`, counted in `stored`; own rows plus what peers staged into `out`."""
     column_tiles = tl.cdiv(N, BLOCK_N)
-    segment, seen = 0, -1
+    run, seen = 0, -1
     end = tl.load(table + 1)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         while tile >= end * column_tiles:
-            segment += 1
-            end = tl.load(table + segment * COLUMNS + 1)
-        entry = table + segment * COLUMNS
+            run += 1
+            end = tl.load(table + run * COLUMNS + 1)
+        entry = table + run * COLUMNS
         begin, source, target = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
         rows, peer, chunk = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
         row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
