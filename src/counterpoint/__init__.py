@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.measurement.api import measure
     from counterpoint.monitoring.api import watch
     from counterpoint.parallel import ddp
+    from counterpoint.parallel import tensor as tensor_parallel
     from counterpoint.parallel.backend.group import report
     from counterpoint.parallel.backend.symmetric import symmetric_memory
     from counterpoint.parallel.overlap import overlap
@@ -47,10 +48,11 @@ __all__ = [
     "overlap",
     "report",
     "symmetric_memory",
+    "tensor_parallel",
     "watch",
 ]
 
-_SUBMODULES = {"ddp": "counterpoint.parallel.ddp"}
+_SUBMODULES = {"ddp": "counterpoint.parallel.ddp", "tensor_parallel": "counterpoint.parallel.tensor"}
 _MODULES = {
     "Measurement": "counterpoint.records.measurement",
     "Result": "counterpoint.diagnosis.api",

@@ -5,4 +5,5 @@
 - `backend/`: a backend of torch.distributed, for everything else.
 - `background.py`: the thread that launches reductions of gradient buckets.
 - `arguments.py`: the arguments that torch gives to both.
+- `tables.py`: aligns the rows of reports.
 """

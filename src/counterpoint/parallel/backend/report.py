@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from counterpoint.errors import NoEffect
+from counterpoint.parallel.tables import aligned_rows
 
 _SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
@@ -56,9 +57,7 @@ class BackendReport:
     def __str__(self) -> str:
         head = ("operation", "size", "path", "calls", "why")
         table = [head, *((r.operation, r.size_class, r.path, str(r.calls), r.why) for r in self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(aligned_rows(table))
 
 
 class CallCounts:

@@ -1,0 +1,57 @@
+"""Graphs of torch.compile give with fused matmuls what they gave before, and nothing of torch's collectives is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.dist import tensor_compiled_programs as programs
+from tests.support.ranks import Ranks
+from tests.support.tensor_graphs import CASES
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.runs])
+def test_small_graphs_give_the_same(two_ranks: Ranks, name: str) -> None:
+    """Bit by bit, as their numbers are whole."""
+    for pairs in two_ranks.run(programs.both_results, name):
+        assert pairs
+        for before, after in pairs:
+            assert before.dtype == after.dtype
+            assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("bias", "sequence", "batch"),
+    [(True, True, 2), (False, True, 1), (True, False, 2)],
+    ids=["sequence parallel", "a batch of one", "replicated"],
+)
+def test_a_compiled_block_gives_the_same_without_torchs_collectives(
+    two_ranks: Ranks, bias: bool, sequence: bool, batch: int
+) -> None:
+    """Forward and backward, by inductor; the three gathers of q, k and v are one, so are the sums of their gradients."""
+    for expected, results, report, counts in two_ranks.run(programs.trained, bias, sequence, batch, False):
+        assert len(expected) == len(results) > 9
+        for one, other in zip(expected, results, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+        forward, backward = (dict(one) for one in counts)
+        if sequence:
+            both = {"counterpoint::all_gather_matmul": 2, "counterpoint::matmul_reduce_scatter": 2}
+            assert (forward, backward) == (both, both)
+            matmuls = [3, 1, 2, 1, 1, 2, 1, 3]
+        else:
+            assert forward == {"counterpoint::matmul_all_reduce": 2}
+            assert backward == {"counterpoint::matmul_all_reduce": 2}
+            matmuls = [1, 1, 2, 3]
+        assert [row.found.matmuls for row in report.require().rows] == matmuls
+        assert {row.kind for row in report.rows} == {"forward", "backward"}
+
+
+def test_a_graph_from_inductors_cache_is_as_it_was_fused(two_ranks: Ranks) -> None:
+    """Another choice of groups is not taken from the cache."""
+    for (first, second, third), (expected, *results) in two_ranks.run(programs.compiled_thrice):
+        assert [row.found.matmuls for row in first.require().rows] == [3]
+        assert [row.kind for row in first.rows] == ["inference"]
+        assert (first.cached, second.cached, third.cached) == (0, 1, 0)
+        assert second.require().rows == ()
+        assert [row.found.why for row in third.rows] == ["its group is not one of those to fuse"]
+        for result in results:
+            assert torch.equal(result, expected)
