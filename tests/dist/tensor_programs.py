@@ -22,7 +22,7 @@ from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
 
-__all__ = ["all_reduced", "gathered", "killed", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
+__all__ = ["all_reduced", "biased", "gathered", "killed", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
 OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
@@ -168,6 +168,38 @@ def all_reduced(session: Session, seed: int, calls: int) -> list[str]:
             wide = a.detach().double().flatten(0, -2).t() @ grad.double().flatten(0, -2) * factor
             close(b.grad, wide, out.numel() // 16)
             del out, grad
+        return sorted({row.path for row in group.report().rows})
+
+
+def biased(session: Session, seed: int) -> list[str]:
+    """Linear layers with a bias of each rank; return by which paths they went."""
+    n, me = dist.get_world_size(), session.rank
+    with opened(session, seed) as (group, _, name):
+        for op, factor in (("sum", 1.0), ("avg", 1.0 / n)):
+            torch.manual_seed(me)
+            a, b = torch.randn(2, 4 * n, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+            bias = torch.randn(16, requires_grad=True)
+            wide_a, wide_b, wide_bias = (one.detach().double().requires_grad_() for one in (a, b, bias))
+            product = wide_a @ wide_b + wide_bias
+            total = product.detach() * factor
+            dist.all_reduce(total)
+            for out, want in (
+                (OPS.linear_reduce_scatter(a, b, bias, op, 1, name), total.chunk(n, dim=1)[me]),
+                (OPS.linear_all_reduce(a, b, bias, op, name), total),
+            ):
+                close(out, want, n * 8)
+                torch.manual_seed(7)
+                grad = torch.randn_like(out)
+                for one in (a, b, bias, wide_a, wide_b, wide_bias):
+                    one.grad = None
+                out.backward(grad)
+                whole = grad if out.shape == product.shape else rows_of_all(grad, 1)
+                product.backward(whole.double() * factor, retain_graph=True)
+                for narrow, wide in ((a, wide_a), (b, wide_b)):
+                    assert narrow.grad is not None and wide.grad is not None
+                    close(narrow.grad, wide.grad, 100)
+                assert bias.grad is not None and wide_bias.grad is not None
+                close(bias.grad, wide_bias.grad, 100)
         return sorted({row.path for row in group.report().rows})
 
 

@@ -24,6 +24,12 @@ def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
     assert "cuts" in two_ranks.run(getattr(programs, name), 2, 30)[0]
 
 
+def test_a_bias_of_each_rank_is_added_before_the_sum(two_ranks: Ranks) -> None:
+    """Results and all derivatives, also where the biases differ."""
+    for paths in two_ranks.run(programs.biased, 5):
+        assert "cuts" in paths
+
+
 def test_float8(two_ranks: Ranks) -> None:
     """One scale, and one for each row."""
     assert set(two_ranks.run(programs.scaled, 4)[0]) <= {"cuts", "serial"}

@@ -243,10 +243,11 @@ def _gather_and_multiply(shard: Node, matmuls: Sequence[Matmul], dim: int, group
     weights = [matmul.weight() for matmul in matmuls]
     biases = [matmul.bias for matmul in matmuls]
     scale = matmuls[0].row_scale
-    if scale is None:
-        given_biases = None if None in biases else biases
+    if scale is None and None in biases:
         operation = ours.all_gather_matmul.default
-        return call(graph, operation, shard, weights, dim, group, given_biases, return_gathered=is_needed)
+        return call(graph, operation, shard, weights, dim, group, return_gathered=is_needed)
+    if scale is None:
+        return call(graph, ours.all_gather_linear.default, shard, weights, biases, dim, group, is_needed)
     names = ("scale_b", "scale_result", "out_dtype", "use_fast_accum")
     scales, result_scales, dtypes, fast = ([matmul.given[key] for matmul in matmuls] for key in names)
     operation = ours.all_gather_scaled_matmul.default
@@ -277,10 +278,7 @@ def _fuse_reduction(reduction: Node, given: dict[str, Any], writes: dict[Node, i
             bias = biases[0] if biases else None
             for other in biases[1:]:
                 bias = call(graph, aten.add.Tensor, bias, other)
-            if dim is None:
-                fused = call(graph, ours.matmul_all_reduce.default, rows, weight, operation, group, bias)
-            else:
-                fused = call(graph, ours.matmul_reduce_scatter.default, rows, weight, operation, dim, group, bias)
+            fused = _multiply_and_reduce(rows, weight, bias, operation, dim, group)
     wait.replace_all_uses_with(fused)
     reduction.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
     return len(matmuls)
@@ -342,6 +340,18 @@ def _behind_one_another(matmuls: Sequence[Matmul], total: Node) -> tuple[Node, N
     if len(matmuls) == 1:
         return rows[0], weights[0]
     return call(graph, aten.cat.default, rows, -1), call(graph, aten.cat.default, weights, 0)
+
+
+def _multiply_and_reduce(
+    rows: Node, weight: Node, bias: Node | None, operation: str, dim: int | None, group: str
+) -> Node:
+    """Add the operation."""
+    operands = (rows, weight) if bias is None else (rows, weight, bias)
+    if dim is None:
+        target = ours.matmul_all_reduce.default if bias is None else ours.linear_all_reduce.default
+        return call(rows.graph, target, *operands, operation, group)
+    target = ours.matmul_reduce_scatter.default if bias is None else ours.linear_reduce_scatter.default
+    return call(rows.graph, target, *operands, operation, dim, group)
 
 
 def _multiply_scaled_and_scatter(

@@ -299,6 +299,61 @@ torch.library.register_autograd(
 )
 
 
+@_operation(
+    "linear_reduce_scatter(Tensor a, Tensor b, Tensor bias, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+)
+def linear_reduce_scatter(
+    a: Tensor, b: Tensor, bias: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
+    """Do `matmul_reduce_scatter`, with a bias that each rank adds to its own product: it need not be equal on all.
+
+    Args:
+        a: as in `matmul_reduce_scatter`.
+        b: as in `matmul_reduce_scatter`.
+        bias: this rank's `[n]`.
+        reduce_op: as in `matmul_reduce_scatter`.
+        scatter_dim: as in `matmul_reduce_scatter`.
+        group_name: as in `matmul_reduce_scatter`.
+
+    Returns:
+        As `matmul_reduce_scatter`.
+
+    Raises:
+        Misconfigured: shapes do not fit, the dimension does not divide, or another reduction.
+    """
+    return tensor_group(group_name).matmul_reduce_scatter(a, Weight(matrix=b, bias=bias), reduce_op, scatter_dim)
+
+
+@_fake("linear_reduce_scatter")
+def _(a: Any, b: Any, bias: Any, *where: Any) -> Any:
+    return torch.ops.counterpoint.matmul_reduce_scatter(a, b, *where)
+
+
+def _save_for_linear_scatter(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, _, *where = inputs
+    _save_for_scatter(ctx, (a, b, *where), output)
+
+
+def _linear_scatter_backward(ctx: Any, grad: Tensor) -> Any:
+    grad_a, grad_b, *_ = _scatter_backward(ctx, grad)
+    grad_bias = None
+    if ctx.needs_input_grad[2]:  # its sum over the rows of all ranks
+        own = grad.flatten(0, -2).sum(dim=0)
+        if ctx.reduce_op == "avg":
+            own = own / tensor_group(ctx.group_name).world_size
+        functional = torch.ops._c10d_functional
+        grad_bias = functional.wait_tensor(functional.all_reduce(own, "sum", ctx.group_name))
+    return grad_a, grad_b, grad_bias, None, None, None
+
+
+torch.library.register_autograd(
+    "counterpoint::linear_reduce_scatter",
+    _linear_scatter_backward,
+    setup_context=_save_for_linear_scatter,
+    lib=_LIBRARY,
+)
+
+
 # matmul, then all_reduce
 
 
@@ -345,6 +400,50 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> Any:
 
 torch.library.register_autograd(
     "counterpoint::matmul_all_reduce", _all_reduce_backward, setup_context=_save_for_all_reduce, lib=_LIBRARY
+)
+
+
+@_operation("linear_all_reduce(Tensor a, Tensor b, Tensor bias, str reduce_op, str group_name) -> Tensor")
+def linear_all_reduce(a: Tensor, b: Tensor, bias: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    """Do `matmul_all_reduce`, with a bias that each rank adds to its own product: it need not be equal on all.
+
+    Args:
+        a: as in `matmul_all_reduce`.
+        b: as in `matmul_all_reduce`.
+        bias: this rank's `[n]`.
+        reduce_op: as in `matmul_all_reduce`.
+        group_name: as in `matmul_all_reduce`.
+
+    Returns:
+        As `matmul_all_reduce`.
+
+    Raises:
+        Misconfigured: shapes do not fit, or another reduction.
+    """
+    return tensor_group(group_name).matmul_all_reduce(a, Weight(matrix=b, bias=bias), reduce_op)
+
+
+@_fake("linear_all_reduce")
+def _(a: Any, b: Any, bias: Any, *where: Any) -> Any:
+    return torch.ops.counterpoint.matmul_all_reduce(a, b, *where)
+
+
+def _save_for_linear_all_reduce(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, _, *where = inputs
+    _save_for_all_reduce(ctx, (a, b, *where), output)
+
+
+def _linear_all_reduce_backward(ctx: Any, grad: Tensor) -> Any:
+    grad_a, grad_b, *_ = _all_reduce_backward(ctx, grad)
+    grad_bias = grad.flatten(0, -2).sum(dim=0) * ctx.factor if ctx.needs_input_grad[2] else None
+    return grad_a, grad_b, grad_bias, None, None
+
+
+torch.library.register_autograd(
+    "counterpoint::linear_all_reduce",
+    _linear_all_reduce_backward,
+    setup_context=_save_for_linear_all_reduce,
+    lib=_LIBRARY,
 )
 
 
