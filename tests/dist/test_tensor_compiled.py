@@ -41,7 +41,7 @@ def test_a_compiled_block_gives_the_same_without_torchs_collectives(
             assert forward == {gather: 2, scatter: 2}
             matmuls = [3, 1, 2, 1, 1, 2, 1, 3]
         else:
-            assert forward == {"counterpoint::matmul_all_reduce": 2}
+            assert forward == {"counterpoint::linear_all_reduce": 2}
             assert backward == {"counterpoint::matmul_all_reduce": 2}
             matmuls = [1, 1, 2, 3]
         assert [row.found.matmuls for row in report.require().rows] == matmuls
