@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
 
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.tensor.compiled import CompiledReport, fuse_compiled
+from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.parallel.tensor.plans import TensorOptions
 
 HIDDEN, HEADS, KV_HEADS, FFN = 32, 4, 2, 48
 
@@ -109,21 +111,24 @@ class _Keep(CustomGraphPass):
 
 
 def trained(
-    session: Session, bias: bool, sequence: bool, batch: int, autocast: bool
-) -> tuple[list[Tensor], list[Tensor], CompiledReport, list[Counter[str]]]:
-    """A block's result and gradients without the pass, eager, and with it, compiled; the report, and what is left."""
+    session: Session, bias: bool, sequence: bool, batch: int, pieces: bool
+) -> tuple[list[Tensor], list[Tensor], CompiledReport, list[Counter[str]], set[str]]:
+    """Results and gradients of a block, eager and then compiled with what is fused; the report, and what is left.
+
+    With `pieces` all operations go beside copies between the ranks, of which float64 has no model; else torch's way.
+    """
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    block = Block(bias).double() if not autocast else Block(bias)
+    dtype = torch.float32 if pieces else torch.float64
+    block = Block(bias).to(dtype)
     parallelize_module(block, mesh, _plan(sequence))
     torch.manual_seed(1 + (session.rank if sequence else 0))
-    x = torch.randn(batch, 8, HIDDEN, dtype=torch.float32 if autocast else torch.float64)
+    x = torch.randn(batch, 8, HIDDEN, dtype=dtype)
 
     def step(run: Any) -> list[Tensor]:
         block.zero_grad()
         leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = run(leaf)
+        out = run(leaf)
         out = out.to_local() if isinstance(out, DTensor) else out
         out.square().mean().backward()
         gradients: list[Any] = [leaf.grad, *(one.grad for one in block.parameters())]
@@ -133,9 +138,12 @@ def trained(
     kept = _Keep()
     _import_inductor()
     torch._dynamo.reset()
+    options = TensorOptions(mechanism="cuts" if pieces else "torch", measure=False)
+    group = tensor_group(mesh.get_group().group_name, options)
     with config.patch(post_grad_custom_post_pass=kept), fuse_compiled([mesh]) as handle:
         results = step(torch.compile(block))
-    return expected, results, handle.report(), kept.counts
+    group.close()
+    return expected, results, handle.report(), kept.counts, {row.path for row in group.report().rows}
 
 
 def compiled_thrice(session: Session) -> tuple[list[CompiledReport], list[Tensor]]:
