@@ -30,10 +30,10 @@ def test_a_compiled_block_gives_the_same_without_torchs_collectives(
     """Forward and backward, by inductor; the three gathers of q, k and v are one, so are the sums of their gradients."""
     for expected, results, report, counts, paths in two_ranks.run(programs.trained, bias, sequence, batch, pieces):
         assert paths <= ({"cuts", "serial"} if pieces else {"torch"})
-        limits = {"rtol": 1e-5, "atol": 1e-6} if pieces else {"rtol": 1e-12, "atol": 1e-14}
+        rtol, atol = (1e-5, 1e-6) if pieces else (1e-12, 1e-14)
         assert len(expected) == len(results) > 9
         for one, other in zip(expected, results, strict=True):
-            torch.testing.assert_close(other, one, **limits)
+            torch.testing.assert_close(other, one, rtol=rtol, atol=atol)
         forward, backward = (dict(one) for one in counts)
         if sequence:
             gather, scatter = "counterpoint::all_gather_matmul", "counterpoint::matmul_reduce_scatter"
