@@ -22,6 +22,7 @@ from provenance import provenance, read_result, write_result
 from tables import print_table
 
 from counterpoint.machine.profile import Profile, shipped_profile
+from counterpoint.measurement.suites import GATHERED_MATMULS
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.matmul_choice import MECHANISMS, MatmulPlan, choose_matmul
 from counterpoint.pair.row_curves import RowCurve, estimated_curve
@@ -31,10 +32,6 @@ __all__ = ["DTYPE", "Layer", "layers"]
 DTYPE = "bfloat16"
 RANKS = (2, 4, 8)
 ROWS = (2048, 4096, 8192, 16384, 32768)
-GATHERED = (  # rows, n and k on each rank; with n and k exchanged they are to be scattered
-    (8192, 7168, 8192), (8192, 7168, 4096), (8192, 5120, 8192), (8192, 28672, 8192), (4096, 7168, 8192),
-    (8192, 1280, 8192),
-)  # fmt: skip
 LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}  # hidden size, and that of the MLP
 KV_COLUMNS = 2 * 8 * 128  # keys and values: 8 heads of 128 each
 COLUMNS = ("matmul", "collective", "rows", "n", "k", "ranks", "hides", "alone µs", *MECHANISMS, "chosen", "cuts, rows")
@@ -57,7 +54,7 @@ def layers(ranks: Iterable[int] = RANKS, rows: Iterable[int] = ROWS) -> Iterator
     """The shapes of the results that have so many rows, and the layers of Llama-3."""
     counts = tuple(rows)
     for size in ranks:
-        for m, wide, deep in GATHERED:
+        for m, wide, deep in GATHERED_MATMULS:
             if m in counts:
                 yield Layer(name="plain", operation="all_gather_matmul", rows=m, n=wide, k=deep, ranks=size)
                 yield Layer(name="plain", operation="matmul_reduce_scatter", rows=m, n=deep, k=wide, ranks=size)

@@ -18,6 +18,8 @@ from counterpoint.measurement.collective import Comm, WrongResult, allocate, ele
 from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
 from counterpoint.measurement.session import Session
+from counterpoint.measurement.tensor import Operands, find_dependent
+from counterpoint.parallel.tensor.matmul import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 
 T = TypeVar("T")
@@ -127,6 +129,28 @@ def block(session: Session, asked: Block) -> Outcome | str:
         return measure_block(session, asked, plan)
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
+    """Measured matmuls whose every element is off, on rank 1 only."""
+    right = Weight.multiply
+
+    def wrong(weight: Weight, rows: torch.Tensor, out: torch.Tensor, row_scale: torch.Tensor | None = None) -> None:
+        right(weight, rows, out, row_scale)
+        if session.rank == 1:
+            out.mul_(1.001)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Weight, "multiply", wrong)
+        return block(session, asked)
+
+
+def fused_by_torch(session: Session, what: str) -> tuple[int, ...]:
+    """The shape that torch's fused operation gives, of tensors without data."""
+    call = find_dependent(what)
+    rows, weight = torch.empty(call.m, call.k, device="meta"), torch.empty(call.n, call.k, device="meta").t()
+    operands = Operands(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
+    return tuple(operands.by_symm_mem(session.world.group_name)().shape)
 
 
 def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:

@@ -169,6 +169,17 @@ def test_the_command_is_kept_with_the_results(story: Story) -> None:
     )  # fmt: skip
 
 
+def test_matmuls_are_measured_on_cpus(tmp_path: Path) -> None:
+    """The suite `tensor` in small, to the table and the last line."""
+    out = tmp_path / "x.json"
+    done = measure("tensor", "--device", "cpu", "--rounds", "5", "--mechanism", "torch", "--mechanism", "cuts", "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = msgspec.json.decode(out.read_bytes(), type=Measurement).blocks
+    assert [row.path for row in rows] == [None, None, "torch", "cuts"] * 2
+    assert "Over all matmuls" in done.stdout
+    assert list(json.loads(done.stdout.splitlines()[-1])["times_torch"]) == ["torch", "cuts"]
+
+
 @pytest.mark.parametrize("number", sweep([signal.SIGKILL, signal.SIGINT], every=2), ids=lambda number: number.name)
 def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """Exit 2; the line names rank, signal and pair; the other rank is gone."""

@@ -187,6 +187,72 @@ def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
     assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
 
 
+MATMULS = ("all_gather_matmul 1024x1024x512", "matmul_reduce_scatter 1024x512x1024")
+WAYS = ("torch", "serial", "cuts", "auto")
+
+
+def matmul(what: str, *mechanisms: str) -> Block:
+    return Block(name="m", what=what, mechanisms=mechanisms)
+
+
+@pytest.mark.parametrize("what", MATMULS)
+def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
+    """Each runs as it was asked to; torch's fused operation is named as missing."""
+    found = two_ranks.run(programs.block, matmul(what, "symm_mem", *WAYS))[0]
+    assert isinstance(found, Outcome), found
+    rows = {row.mechanism: row for row in found.blocks}
+    assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
+    assert [(rows[name].path, rows[name].marked) for name in WAYS[:3]] == [(name, None) for name in WAYS[:3]]
+    assert (rows["auto"].path in ("serial", "cuts"), "is the simplest" in str(rows["auto"].why)) == (True, True)
+    assert found.unavailable == {"symm_mem": "torch's fused operations run on GPUs only"}
+
+
+def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
+    """The parts alone are compared with nothing."""
+    alone, comm, row = two_ranks.run(programs.block, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
+    assert (alone.over_longer, comm.over_longer) == (None, None)
+    assert row.over_longer == pytest.approx(row.time.us / max(alone.time.us, comm.time.us) - 1)
+    assert comm.gb_per_s == pytest.approx(256 * 64 * 4 / 2 / comm.time.us / 1e3)
+
+
+def test_a_matmul_that_went_another_way_is_marked(two_ranks: Ranks) -> None:
+    """Rows of 12 bytes are left to torch; a small matmul is not worth a cut. What chooses by itself may do both."""
+    odd = two_ranks.run(programs.block, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
+    said = "ran as torch: rows of 12 bytes, which is no multiple of 16"
+    assert [(row.path, row.marked) for row in odd] == [("torch", said), ("torch", said), ("torch", None)]
+    (small,) = two_ranks.run(programs.block, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
+    assert (small.path, str(small.marked).startswith("ran as serial")) == ("serial", True)
+
+
+@pytest.mark.parametrize("what", MATMULS)
+def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> None:
+    """By the rank that has it; an error of a thousandth is enough."""
+    found = two_ranks.run(programs.wrong_matmul, matmul(what, "torch", "cuts"))
+    marks = [str(row.marked) for outcome in found for row in outcome.blocks[2:]]
+    assert ["wrong on rank" in text and "is allowed" in text for text in marks] == [True] * 4, marks
+
+
+@pytest.mark.parametrize(("what", "shape"), [("all_gather_matmul 8x6x4", (8, 6)), ("matmul_reduce_scatter 8x6x4", (4, 6))])
+def test_torchs_fused_operations_take_what_they_are_given(
+    two_ranks: Ranks, what: str, shape: tuple[int, ...]
+) -> None:
+    """By their own description, without a GPU."""
+    assert two_ranks.run(programs.fused_by_torch, what) == [shape] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("all_gather_matmul 63x8x8", "give a multiple of their number as M"),
+        ("matmul_reduce_scatter 900000x900000x900000", "are free; choose a smaller size"),
+        ("all_gather_matmul 8", "write one of: all_gather_matmul MxNxK"),
+    ],
+)
+def test_matmuls_that_cannot_be_measured_are_refused(two_ranks: Ranks, what: str, said: str) -> None:
+    """In one line, on every rank."""
+    assert all(said in text for text in two_ranks.run(programs.block, matmul(what, "torch")))
+
+
 def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
     """As a pair is: in one line, on every rank."""
     asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))

@@ -84,7 +84,7 @@ def test_row_curves_are_measured_and_read(
     assert all(
         [rows for rows, _ in curve.points] == [128, 256, 300] and not curve.estimated for curve in found.values()
     )
-    monkeypatch.setattr(tensor_clock, "GATHERED", ((256, 80, 32),))
+    monkeypatch.setattr(tensor_clock, "GATHERED_MATMULS", ((256, 80, 32),))
     monkeypatch.setattr(tensor_clock, "LLAMAS", {"small": (64, 128)})
     monkeypatch.setattr(
         sys, "argv", ["tensor_clock.py", str(curves), "--rows", "256", "--ranks", "2", "--out", str(out)]

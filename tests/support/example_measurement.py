@@ -61,3 +61,25 @@ def blocks() -> Measurement:
         what="all_gather", mechanism="nccl+max_ctas=8", size_bytes=1 << 20, num_ctas=8, time=timing(22.0), gb_per_s=47.7
     )
     return measurement(suite="blocks", blocks=(block,))
+
+
+def matmuls() -> Measurement:
+    """One that can hide, where `cuts` is 1.25 times as fast as torch, and one that cannot, where `cuts` is marked."""
+    made = []
+    for what, can_hide, comm in (
+        ("all_gather_matmul 8192x7168x8192", True, 400.0),
+        ("matmul_reduce_scatter 8192x8192x1280", False, 1250.0),
+    ):
+
+        def block(mechanism: str, us: float, what: str = what, can_hide: bool = can_hide, **more: Any) -> BlockRow:
+            return BlockRow(what=what, mechanism=mechanism, time=timing(us), can_hide=can_hide, **more)
+
+        made += [
+            block("matmul alone", 1000.0, tflops=700.0),
+            block("nccl alone", comm, size_bytes=1 << 27, gb_per_s=350.0),
+            block("torch", 1500.0, over_longer=1500.0 / max(1000.0, comm) - 1, path="torch", why="asked for torch"),
+            block("cuts", 1200.0, over_longer=1200.0 / max(1000.0, comm) - 1, path="cuts" if can_hide else "torch",
+                  marked=None if can_hide else "ran as torch: no shared memory"),
+            block("auto", 1200.0, over_longer=1200.0 / max(1000.0, comm) - 1, path="cuts", why="cuts is the simplest"),
+        ]  # fmt: skip
+    return measurement(suite="tensor", blocks=tuple(made))

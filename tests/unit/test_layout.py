@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "pair": {"machine"},
     "collectives": {"machine", "pair"},
     "controls": {"machine", "pair", "trace"},
-    "measurement": {"collectives", "controls", "machine", "pair"},
+    "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
     "torch_backend": {"parallel"},

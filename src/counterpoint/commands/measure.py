@@ -26,7 +26,8 @@ IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their 
 
 def measure(
     suite: Annotated[
-        str, typer.Argument(help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks or full.")
+        str,
+        typer.Argument(help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, full."),
     ],
     mechanism: Annotated[
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
@@ -59,8 +60,8 @@ def measure(
     check_outputs(table, partial)
     if html is not None and html.resolve() in {path.resolve() for path in (table, partial, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
-    if html is not None and suite == "blocks":
-        raise Misconfigured("--html draws pairs, and suite 'blocks' has none; --out writes its table")
+    if html is not None and suite in ("blocks", "tensor"):
+        raise Misconfigured(f"--html draws pairs, and suite {suite!r} has none; --out writes its table")
     with _ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 

@@ -82,7 +82,7 @@ def measure(
             device="cuda" if device == "cuda" else "cpu",
             world_size=ranks,
             scenarios=scenarios_of(suite, device=device, mechanisms=mechanisms),
-            blocks=blocks_of(suite),
+            blocks=blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms),
             rounds=rounds,
             timeout_s=min(timeout_s + 2 * STARTUP_S, MAX_WAIT_S),  # `launch` gives up first, and says who was where
             results=str(results.absolute()),

@@ -204,13 +204,13 @@ def _compare(buffers: Buffers, got: Tensor, sources: Iterable[int], offset: int)
         for part in parts:
             exact += part
             plain = plain + part
-        error, allowed = _relative(piece, exact), 2 * _relative(plain, exact)
+        error, allowed = relative_error(piece, exact), 2 * relative_error(plain, exact)
         if not error <= max(allowed, torch.finfo(piece.dtype).eps):
             raise WrongResult(
                 f"{buffers.collective} gave wrong sums: relative error {error:.2e}, allowed {allowed:.2e}"
             )
 
 
-def _relative(got: Tensor, exact: Tensor) -> float:
+def relative_error(got: Tensor, exact: Tensor) -> float:
     """Return ‖got - exact‖ / ‖exact‖ in float64; NaN never passes a comparison."""
     return float((got.double() - exact).norm() / exact.norm())

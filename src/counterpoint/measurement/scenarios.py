@@ -28,6 +28,7 @@ from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.measurement.open_mechanisms import Opened, OpenedAll, memory_of, offered, open_all, open_mechanism
 from counterpoint.measurement.rows import comm_time, compute_time, play_rounds, row, time_of, why_late
 from counterpoint.measurement.session import Session
+from counterpoint.measurement.tensor import is_dependent, measure_dependent
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import Workload, find_workload, prepare
 from counterpoint.pair.choice import choose_gemm_sms
@@ -251,6 +252,8 @@ def _comm_alone_us(session: Session, mechanism: Mechanism, collective: str, nume
 
 def measure_block(session: Session, block: Block, plan: Plan) -> Outcome:
     """Return all rows of a building block. All ranks call it with the same arguments."""
+    if is_dependent(block.what):
+        return measure_dependent(session, block, plan)
     if block.what not in collectives():
         return _compute_block(session, block, plan)
     rows: list[BlockRow] = []

@@ -4,7 +4,8 @@
 zero-SM collectives need next to a GEMM; `conccl`, `resource-aware` and `forum` the scenarios of ConCCL (arXiv
 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
 337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from
-(docs/design/pair.md); `blocks` building blocks alone; `full` everything.
+(docs/design/pair.md); `blocks` building blocks alone; `tensor` matmuls that depend on communication, by every way to
+run them; `full` everything else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from counterpoint.collectives.program.operations import OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.measurement.workloads import llama_layer
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
 
@@ -145,6 +147,49 @@ def _blocks() -> tuple[Block, ...]:
     return (*collectives, ctas, *gemms)
 
 
+SYMM_MEM = "symm_mem"  # torch's fused operations
+TENSOR_MECHANISMS = ("torch", SYMM_MEM, "serial", "cuts", "auto")
+GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their rows are to be scattered
+    (8192, 7168, 8192),
+    (8192, 7168, 4096),
+    (8192, 5120, 8192),
+    (8192, 28672, 8192),
+    (4096, 7168, 8192),
+    (8192, 1280, 8192),
+)
+TINY_MATMUL = (1024, 1024, 512)  # in float32, the smallest that is cut
+LLAMA_ROWS = 8192
+
+
+def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
+    """Return matmuls that depend on communication: those of the results, and Llama-3 layers divided among the ranks.
+
+    Rows are rounded up to a multiple that ranks can share. Matrices that they cannot share are left out.
+
+    Raises:
+        Misconfigured: there is no such mechanism.
+    """
+    chosen = tuple(dict.fromkeys(mechanisms or TENSOR_MECHANISMS))
+    wrong = next((name for name in chosen if name not in TENSOR_MECHANISMS), None)
+    if wrong is not None:
+        raise Misconfigured(
+            f"there is no mechanism {printable(wrong)!r} of suite 'tensor'; choose from: {', '.join(TENSOR_MECHANISMS)}"
+        )
+    gathered = list(GATHERED_MATMULS if device == "cuda" else (TINY_MATMUL,))
+    scattered = [(m, k, n) for m, n, k in gathered]
+    for billions in (8, 70) if device == "cuda" else ():
+        qkv, out, gate_up, down = (one.sizes for one in llama_layer(billions, LLAMA_ROWS))
+        gathered += [(m, n // world_size, k) for m, n, k in (qkv, gate_up) if n % world_size == 0]
+        scattered += [(m, n, k // world_size) for m, n, k in (out, down) if k % world_size == 0]
+    grain = 128 * world_size
+    names = [
+        f"{operation} {-(-m // grain) * grain}x{n}x{k}"
+        for operation, shapes in (("all_gather_matmul", gathered), ("matmul_reduce_scatter", scattered))
+        for m, n, k in shapes
+    ]
+    return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
+
+
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
     "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
@@ -157,6 +202,7 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "forum": lambda: _pairs((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
     "budget": _budget,
     "blocks": lambda: (),
+    "tensor": lambda: (),
     "full": lambda: _pairs(
         (*LOADS[::3], *LAYERS, *OTHERS),
         measured_by("torch"),
@@ -171,11 +217,13 @@ def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = 
     """Return the pairs of a suite, by `mechanisms` or by its own; raise Misconfigured for a wrong name."""
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
+    if suite == "tensor":
+        return ()
     for name in mechanisms or ():
         find_mechanism(name, device)
     if device == "cpu":
         if suite != "quick":
-            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there is only quick")
+            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick and tensor")
         workload = "gemm 512x512x512*8"
         return _pairs((workload,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
     scenarios = SUITES[suite]()
@@ -187,6 +235,20 @@ def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = 
     return scenarios
 
 
-def blocks_of(suite: str) -> tuple[Block, ...]:
-    """Return the building blocks of a suite: `blocks` and `budget` have some, others none."""
+def blocks_of(
+    suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None
+) -> tuple[Block, ...]:
+    """Return the building blocks of a suite: `blocks`, `budget` and `tensor` have some, others none.
+
+    Args:
+        suite: its name.
+        device: cuda or cpu.
+        world_size: ranks, among which the layers of `tensor` are divided.
+        mechanisms: those of `tensor` to measure; None: all.
+
+    Raises:
+        Misconfigured: `tensor` has no such mechanism.
+    """
+    if suite == "tensor":
+        return _tensor_blocks(device, world_size, mechanisms)
     return BLOCKS[suite]() if suite in BLOCKS else ()

@@ -41,9 +41,12 @@ class Scenario(Record, frozen=True, kw_only=True):
 
 
 class BlockRow(Record, frozen=True, kw_only=True):
-    """Holds the time of one operation alone: a collective of one size and CTAs, a copy, or a GEMM on some SMs."""
+    """Holds the time of one operation alone: a collective of one size and CTAs, a copy, or a GEMM on some SMs.
 
-    what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192"
+    Or that of a matmul that depends on communication, and of its two parts; these rows know `can_hide`.
+    """
+
+    what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192"
     mechanism: str
     size_bytes: int | None = None
     num_ctas: int | None = None
@@ -51,6 +54,10 @@ class BlockRow(Record, frozen=True, kw_only=True):
     time: Timing
     gb_per_s: float | None = None  # bus bandwidth, as nccl-tests counts it
     tflops: float | None = None
+    can_hide: bool | None = None  # whether the communication can hide behind the matmul at all: pair/arrivals.py
+    over_longer: float | None = None  # time over that of the longer of matmul and collective alone, minus 1
+    path: str | None = None  # which way the calls went, by the report of what made them: "torch", "serial", "cuts"
+    why: str | None = None  # why they went that way
     marked: str | None = None
 
 
@@ -58,8 +65,8 @@ class Block(Record, frozen=True, kw_only=True):
     """Asks for one operation to be measured alone, at several sizes or with several settings of a control."""
 
     name: str  # unique within its suite
-    what: str  # a collective, or a workload's name
-    mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"
+    what: str  # a collective, a workload's name, or "all_gather_matmul 8192x7168x8192"
+    mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"; of a matmul: "cuts"
     sizes_bytes: tuple[int, ...] = ()  # of a collective
 
 

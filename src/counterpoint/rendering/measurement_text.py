@@ -37,7 +37,10 @@ def render(measurement: Measurement, console: Console) -> None:
     console.print(say.text(_scope(measurement), say.QUIET))
     for rows in _by_scenario(measurement.rows).values():
         _print_pair(rows, console)
-    _blocks(measurement.blocks, console)
+    for blocks in _by_matmul(measurement.blocks).values():
+        _print_matmul(blocks, console)
+    _print_matmul_mechanisms(measurement.blocks, console)
+    _blocks([block for block in measurement.blocks if block.can_hide is None], console)
     _print_mechanisms(measurement.rows, console)
     if measurement.unavailable:
         say.heading(console, "Not measured")
@@ -92,6 +95,67 @@ def _add_reference(
 ) -> None:
     cells = (hidden, step, "", say.milliseconds(us, 3), "" if speedup is None else f"{speedup:.2f}", *more)
     table.add_row(*map(say.text, cells), style=say.QUIET)
+
+
+def _by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
+    """Return the rows of each matmul that depends on communication, in the order in which they were measured."""
+    found: dict[str, list[BlockRow]] = {}
+    for block in blocks:
+        if block.can_hide is not None:
+            found.setdefault(block.what, []).append(block)
+    return found
+
+
+def _print_matmul(blocks: Sequence[BlockRow], console: Console) -> None:
+    rule = f"its communication {'can' if blocks[0].can_hide else 'cannot'} hide"
+    say.heading(console, blocks[0].what, rule)
+    table = say.new_table(
+        ("over\nlonger", "step", "ms", "× torch", "TFLOP/s", "GB/s", "ran as"), left={"step", "ran as"}
+    )
+    for block in blocks:
+        over = f"{'! ' if block.marked else ''}{_over(block.over_longer)}"
+        cells = (
+            over, block.mechanism, say.milliseconds(block.time.us, 3), _speed(_times_torch(block, blocks)),
+            _maybe(block.tflops), _maybe(block.gb_per_s), block.path or "",
+        )  # fmt: skip
+        quiet = say.QUIET if block.over_longer is None else ""
+        table.add_row(*map(say.text, cells), style=MARKED if block.marked else quiet)
+    console.print(table)
+    for block in blocks:
+        if block.marked:
+            console.print(say.text(f"  ! {block.mechanism}: {block.marked}", MARKED), soft_wrap=True)
+        elif block.mechanism == "auto":
+            console.print(say.text(f"  · auto: {block.why}", say.QUIET, limit=400), soft_wrap=True)
+
+
+def _over(share: float | None) -> str:
+    return "" if share is None else f"{share:+z.1%}"
+
+
+def _speed(times_torch: float | None) -> str:
+    return "" if times_torch is None else say.ratio(times_torch)
+
+
+def _times_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
+    """Return how many times as fast as torch's collective and one matmul; None if that was not measured."""
+    stock = next((one.time.us for one in blocks if one.mechanism == "torch" and one.marked is None), None)
+    return None if stock is None or block.over_longer is None else stock / block.time.us
+
+
+def _print_matmul_mechanisms(blocks: Sequence[BlockRow], console: Console) -> None:
+    found = matmul_summaries(blocks)
+    if not found:
+        return
+    say.heading(console, "Over all matmuls", "mean over the longer of matmul and collective; without marked rows")
+    columns = ("mechanism", "can hide", "cannot hide", "× torch", "lowest", "rows", "marked")
+    cells = (
+        (
+            it.mechanism, _over(it.over_hiding), _over(it.over_others), _speed(it.times_torch),
+            _speed(it.lowest), it.rows, it.marked or "",
+        )
+        for it in found
+    )  # fmt: skip
+    say.print_table(console, columns, cells, left=LEFT)
 
 
 def _blocks(blocks: Sequence[BlockRow], console: Console) -> None:
@@ -186,6 +250,48 @@ def _summarize(mechanism: str, rows: Sequence[Row]) -> MechanismSummary:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulSummary:
+    """Summarizes one mechanism over its matmuls that are not marked; figures are None if there are no such rows."""
+
+    mechanism: str
+    over_hiding: float | None  # mean of `over_longer` where the communication can hide
+    over_others: float | None  # and where it cannot
+    times_torch: float | None  # speed over that of torch's collective and one matmul, geometric mean
+    lowest: float | None  # of them: below 1 it is slower somewhere
+    rows: int
+    marked: int
+
+
+def matmul_summaries(blocks: Iterable[BlockRow]) -> list[MatmulSummary]:
+    """Return a summary of every mechanism that ran matmuls which depend on communication, in their order."""
+    by_mechanism: dict[str, list[tuple[BlockRow, float | None]]] = {}
+    for matmul in _by_matmul(blocks).values():
+        for block in matmul:
+            if block.over_longer is not None:
+                by_mechanism.setdefault(block.mechanism, []).append((block, _times_torch(block, matmul)))
+    return [_summarize_matmuls(mechanism, of) for mechanism, of in by_mechanism.items()]
+
+
+def _summarize_matmuls(mechanism: str, found: Sequence[tuple[BlockRow, float | None]]) -> MatmulSummary:
+    good = [(block, times) for block, times in found if block.marked is None]
+    times_torch = [times for _, times in good if times is not None]
+
+    def over(can_hide: bool) -> float | None:
+        shares = [one.over_longer for one, _ in good if one.can_hide == can_hide and one.over_longer is not None]
+        return fmean(shares) if shares else None
+
+    return MatmulSummary(
+        mechanism=mechanism,
+        over_hiding=over(True),
+        over_others=over(False),
+        times_torch=geometric_mean(times_torch) if times_torch else None,
+        lowest=min(times_torch, default=None),
+        rows=len(good),
+        marked=len(found) - len(good),
+    )
+
+
 def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict[str, float]]:
     """Return the mean of `hidden` by mechanism and by `of(row)`, such as its collective; without marked rows."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -214,11 +320,12 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
         "gpu": where.gpu,
         "world_size": where.world_size,
         "rows": len(measurement.rows),
-        "marked": sum(row.marked is not None for row in measurement.rows),
+        "marked": sum(one.marked is not None for rows in (measurement.rows, measurement.blocks) for one in rows),
         "blocks": len(measurement.blocks),
         "hidden": {it.mechanism: _rounded(it.hidden) for it in found},
         "lowest_hidden": {it.mechanism: _rounded(it.lowest) for it in found},
         "speedup": {it.mechanism: _rounded(it.speedup) for it in found},
+        "times_torch": {it.mechanism: _rounded(it.times_torch) for it in matmul_summaries(measurement.blocks)},
         "out": out,
     }
 
@@ -233,7 +340,9 @@ def markdown(measurement: Measurement) -> str:
     if measurement.rows:
         means = [_mean_table(measurement, of) for of in (lambda row: row.collective, lambda row: row.order)]
         parts += ["## Mechanisms", _mechanism_table(measurement), *means, "## Pairs", _pair_table(measurement)]
-    if measurement.blocks:
+    if matmuls := matmul_summaries(measurement.blocks):
+        parts += ["## Mechanisms", _matmul_mechanism_table(matmuls), "## Matmuls", _matmul_table(measurement)]
+    if any(block.can_hide is None for block in measurement.blocks):
         parts += ["## Building blocks", _block_table(measurement)]
     if measurement.unavailable:
         parts += ["## Not measured", _markdown_table(("mechanism", "why"), measurement.unavailable.items())]
@@ -322,6 +431,42 @@ def _block_table(measurement: Measurement) -> str:
                 b.marked or "",
             )
             for b in measurement.blocks
+            if b.can_hide is None
+        ),
+    )  # fmt: skip
+
+
+def _matmul_mechanism_table(found: Sequence[MatmulSummary]) -> str:
+    columns = (
+        "mechanism", "over longer where it can hide, mean", "where it cannot, mean", "× torch, geometric mean",
+        "× torch, lowest", "rows", "marked",
+    )  # fmt: skip
+    return _markdown_table(
+        columns,
+        (
+            (
+                it.mechanism, _over(it.over_hiding), _over(it.over_others), _speed(it.times_torch),
+                _speed(it.lowest), it.rows, it.marked,
+            )
+            for it in found
+        ),
+    )  # fmt: skip
+
+
+def _matmul_table(measurement: Measurement) -> str:
+    columns = (
+        "what", "can hide", "step", "ms", "over longer", "× torch", "TFLOP/s", "GB/s", "ran as", "why", "marked",
+    )  # fmt: skip
+    return _markdown_table(
+        columns,
+        (
+            (
+                b.what, "yes" if b.can_hide else "no", b.mechanism, say.milliseconds(b.time.us, 3),
+                _over(b.over_longer), _speed(_times_torch(b, blocks)), _maybe(b.tflops), _maybe(b.gb_per_s),
+                b.path or "", b.why or "", b.marked or "",
+            )
+            for blocks in _by_matmul(measurement.blocks).values()
+            for b in blocks
         ),
     )  # fmt: skip
 

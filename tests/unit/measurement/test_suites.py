@@ -10,6 +10,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.suites import SUITES, blocks_of, scenarios_of
+from counterpoint.measurement.tensor import DependentMatmul, find_dependent
 from counterpoint.measurement.workloads import find_workload
 
 
@@ -26,7 +27,7 @@ def test_everything_in_a_suite_is_known(suite: str) -> None:
 def test_names_are_unique(suite: str) -> None:
     """Resuming goes by name."""
     names = [scenario.name for scenario in scenarios_of(suite, device="cuda")]
-    names += [block.name for block in blocks_of(suite)]
+    names += [block.name for block in blocks_of(suite, device="cuda", world_size=8)]
     assert max(Counter(names).values()) == 1
 
 
@@ -46,7 +47,7 @@ def test_the_forum_case_has_three_remedies_and_every_order() -> None:
 
 def test_blocks_cover_1_kb_to_1_gb() -> None:
     """Bandwidth by size, CTAs and engines; GEMM time by SMs."""
-    blocks = {block.name: block for block in blocks_of("blocks")}
+    blocks = {block.name: block for block in blocks_of("blocks", device="cuda", world_size=8)}
     assert (min(blocks["all_gather"].sizes_bytes), max(blocks["all_gather"].sizes_bytes)) == (1 << 10, 1 << 30)
     assert any("max_ctas=1" in name for name in blocks["all_gather by CTAs"].mechanisms)
     assert any("gemm_sms=" in name for name in blocks["gemm 8192x8192x8192 by SMs"].mechanisms)
@@ -56,7 +57,7 @@ def test_blocks_cover_1_kb_to_1_gb() -> None:
     ("suite", "device", "mechanisms", "said"),
     [
         ("slow", "cuda", None, "choose from: quick"),
-        ("conccl", "cpu", None, "on a CPU there is only quick"),
+        ("conccl", "cpu", None, "on a CPU there are quick and tensor"),
         ("quick", "cuda", ["smoke_signals"], "choose from: nccl"),
         ("quick", "cuda", ["nccl+volume=11"], "volume"),
         ("quick", "cpu", ["nccl"], "choose from: gloo"),
@@ -74,3 +75,42 @@ def test_mechanisms_replace_the_suites_own() -> None:
     """In the order given, each once."""
     scenario = scenarios_of("quick", device="cuda", mechanisms=["nccl_zero_cta", "nccl", "nccl_zero_cta"])[0]
     assert scenario.mechanisms == ("nccl_zero_cta", "nccl")
+
+
+def test_matmuls_of_the_results_and_of_layers() -> None:
+    """On eight ranks gate and up of 70B are 7168 columns, which is a shape of the results, too: it is there once."""
+    names = [block.name for block in blocks_of("tensor", device="cuda", world_size=8)]
+    assert names.count("all_gather_matmul 8192x7168x8192") == 1
+    wanted = {
+        "matmul_reduce_scatter 8192x8192x3584",
+        "all_gather_matmul 8192x768x4096",
+        "all_gather_matmul 8192x1280x8192",
+    }
+    assert wanted <= set(names)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_matmuls_divide_among_any_number_of_ranks(device: str, world_size: int) -> None:
+    """Rows do, and whatever layers cannot be divided is not there."""
+    blocks = blocks_of("tensor", device=device, world_size=world_size)
+    calls = [find_dependent(block.what) for block in blocks]
+    assert [call.m % world_size for call in calls] == [0] * len(blocks)
+    assert {call.operation for call in calls} == {"all_gather_matmul", "matmul_reduce_scatter"}
+
+
+def test_a_matmul_is_read_from_its_name() -> None:
+    """What moves is the input of one and the output of the other."""
+    gathered, scattered = (find_dependent(f"{name} 16x3x5") for name in ("all_gather_matmul", "matmul_reduce_scatter"))
+    assert gathered == DependentMatmul(operation="all_gather_matmul", m=16, n=3, k=5)
+    assert (gathered.moved, scattered.moved, gathered.flops) == (16 * 5, 16 * 3, 480)
+    with pytest.raises(Misconfigured, match="write one of: all_gather_matmul MxNxK"):
+        find_dependent("all_gather_matmul 16x3")
+
+
+def test_mechanisms_of_matmuls_are_chosen_by_name() -> None:
+    """Each once; a wrong one is refused with what there is."""
+    block = blocks_of("tensor", device="cpu", world_size=2, mechanisms=["cuts", "torch", "cuts"])[0]
+    assert block.mechanisms == ("cuts", "torch")
+    with pytest.raises(Misconfigured, match="no mechanism 'nccl' of suite 'tensor'; choose from: torch, symm_mem"):
+        blocks_of("tensor", device="cuda", world_size=2, mechanisms=["nccl"])

@@ -13,7 +13,7 @@ from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.sm_split import SmSplit
 
 PAIRS = scenarios_of("budget", device="cuda")
-BLOCKS = blocks_of("budget")
+BLOCKS = blocks_of("budget", device="cuda", world_size=8)
 
 
 @pytest.mark.parametrize("mechanism", BUDGET)
@@ -53,8 +53,9 @@ def test_collectives_take_turns() -> None:
 
 
 def test_other_suites_of_pairs_have_no_blocks() -> None:
-    """Building blocks belong to `blocks` and `budget`."""
-    assert (blocks_of("quick"), bool(blocks_of("blocks"))) == ((), True)
+    """Building blocks belong to `blocks`, `budget` and `tensor`."""
+    found = [bool(blocks_of(suite, device="cuda", world_size=8)) for suite in ("quick", "blocks")]
+    assert found == [False, True]
 
 
 def test_it_is_refused_on_cpus() -> None:

@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
-from counterpoint.rendering.measurement_text import markdown, mean_hidden, mechanism_summaries, render, summary
+from counterpoint.rendering.measurement_text import (
+    markdown,
+    matmul_summaries,
+    mean_hidden,
+    mechanism_summaries,
+    render,
+    summary,
+)
 from tests.support import example_measurement as measured
 
 
@@ -101,7 +108,38 @@ def test_building_blocks_have_their_table() -> None:
     assert "all_gather nccl+max_ctas=8 1.0 MiB 8 0.022 47.7" in lines
 
 
-@pytest.mark.parametrize("case", [measured.usual, measured.blocks, measured.hostile])
+def test_matmuls_have_their_ladder() -> None:
+    """What is over the longer part, how much faster than torch, and which way it ran."""
+    lines = [" ".join(line.split()) for line in lines_of(measured.matmuls())]
+    wanted = (
+        "all_gather_matmul 8192x7168x8192 its communication can hide", "matmul alone 1.000 700.0",
+        "nccl alone 0.400 350.0", "+50.0% torch 1.500 1.00 torch", "+20.0% cuts 1.200 1.25 cuts",
+        "· auto: cuts is the simplest", "matmul_reduce_scatter 8192x8192x1280 its communication cannot hide",
+        "! -4.0% cuts 1.200 1.25 torch", "! cuts: ran as torch: no shared memory",
+    )  # fmt: skip
+    assert [line for line in wanted if line not in lines] == []
+    assert "Building blocks each alone" not in lines
+
+
+def test_mechanisms_of_matmuls_are_summarized() -> None:
+    """Those that can hide apart from those that cannot; marked rows do not count."""
+    found = {it.mechanism: it for it in matmul_summaries(measured.matmuls().blocks)}
+    assert list(found) == ["torch", "cuts", "auto"]
+    cuts, auto = found["cuts"], found["auto"]
+    assert [cuts.over_hiding, auto.over_hiding, auto.over_others] == pytest.approx([0.2, 0.2, -0.04])
+    assert (cuts.over_others, cuts.rows, cuts.marked) == (None, 1, 1)
+    assert [auto.times_torch, auto.lowest] == pytest.approx([1.25, 1.25])
+    said = summary(measured.matmuls(), None)
+    assert (said["blocks"], said["marked"], said["times_torch"]) == (10, 1, {"torch": 1.0, "cuts": 1.25, "auto": 1.25})
+
+
+def test_matmuls_have_their_tables_in_markdown() -> None:
+    """A row for each measurement, none among the building blocks."""
+    page = markdown(measured.matmuls())
+    assert (page.count("| all\\_gather\\_matmul 8192x7168x8192 | yes |"), "## Building blocks" in page) == (5, False)
+
+
+@pytest.mark.parametrize("case", [measured.usual, measured.blocks, measured.matmuls, measured.hostile])
 def test_it_fits_a_terminal(case: object) -> None:
     """No table is wider than 80 columns; only explanations may wrap by the terminal."""
     assert callable(case)

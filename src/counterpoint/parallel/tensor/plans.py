@@ -14,7 +14,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
-from counterpoint.pair.cuts import cut
+from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.parallel.tensor.overlapped import RowLayout
@@ -96,8 +96,11 @@ class Plans:
         asked = self._options.mechanism
         if asked == "auto" or asked == plan.mechanism:
             return plan
-        grid_rows = task.rows if asked == "serial" else None  # one piece of all rows
-        pieces = cut(task, rank, self._profile, grid_rows=grid_rows).pieces
+        if asked == "serial":
+            axis = RowAxis.of(task, rank, self._profile, None, None)
+            pieces = axis.pieces([0, len(axis.cells)])
+        else:
+            pieces = cut(task, rank, self._profile).pieces
         return replace(plan, mechanism=asked, pieces=pieces, why=f"asked for {asked}")
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
