@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fsdp_variants import SHAPES, batch
-from step_rig import Step, block, formatted, show, start, synchronize, write
+from step_rig import Step, formatted, in_turns, show, start, synchronize, write
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,16 +113,7 @@ class Bench:
         """A row for each variant."""
         steps = {key: self.step(model, tokens) for key, model in models.items()}
         looks = {key: self.looked_at(model, tokens) for key, model in models.items()}
-        found: dict[tuple[float, str], list[tuple[float, float]]] = {key: [] for key in models}
-        for index in range(self.args.rounds + 1):
-            for key, step in steps.items():
-                seen = block(step, self.device, self.args.steps)
-                if index:
-                    found[key].append(seen)
-        mine = {key: tuple(median(column) for column in zip(*times, strict=True)) for key, times in found.items()}
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        times = {key: tuple(max(r[key][i] for r in ranks) for i in (0, 1)) for key in mine}
+        times = in_turns(steps, self.device, rounds=self.args.rounds, steps_each=self.args.steps)
         best = min(ms for (_, name), (ms, _) in times.items() if name == STOCK)
         room = best - next(ms for (_, name), (ms, _) in times.items() if name == BOUND)
         return [

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_rig import Step, block, formatted, show, start, synchronize, write
+from step_rig import Step, formatted, in_turns, show, start, synchronize, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -92,22 +91,12 @@ class Bench:
         """A row for each variant."""
         steps = self.steps(mib)
         losses = {name: step() for name, step in steps.items()}
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-        for index in range(self.args.rounds + 1):
-            for name, step in steps.items():
-                seen = block(step, self.device, self.args.steps)
-                if index:
-                    found[name].append(seen)
-        mine = {
-            name: (*(median(column) for column in zip(*times, strict=True)), _number(losses[name]))
-            for name, times in found.items()
-        }
+        times = in_turns(steps, self.device, rounds=self.args.rounds, steps_each=self.args.steps)
         ranks: list[Any] = [None] * self.size
-        dist.all_gather_object(ranks, mine)
-        times = {name: tuple(max(rank[name][i] for rank in ranks) for i in (0, 1)) for name in mine}
+        dist.all_gather_object(ranks, {name: _number(loss) for name, loss in losses.items()})
         return [
             {"activation_mib": mib, "variant": name, "ms": ms, "host_ms": host_ms}
-            | {"times": times[STOCK][0] / ms if name != ALONE else None, "loss": ranks[-1][name][2]}
+            | {"times": times[STOCK][0] / ms if name != ALONE else None, "loss": ranks[-1][name]}
             for name, (ms, host_ms) in times.items()
         ]
 

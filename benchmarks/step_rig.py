@@ -7,16 +7,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, provenance, write_result
 
-__all__ = ["NO_MULTICAST", "Step", "block", "formatted", "show", "start", "synchronize", "write"]
+__all__ = ["NO_MULTICAST", "Step", "block", "formatted", "in_turns", "show", "start", "synchronize", "write"]
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 Step = Callable[[], Any]
+Key = TypeVar("Key")
 
 
 def start(kind: str) -> torch.device:
@@ -51,6 +53,30 @@ def block(step: Step, device: torch.device, steps: int) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - started) * 1e3 / steps, host_ms
+
+
+def in_turns(
+    steps: Mapping[Key, Step], device: torch.device, *, rounds: int, steps_each: int
+) -> dict[Key, tuple[float, float]]:
+    """Return ms of a step and of the host of each variant: medians over rounds of blocks, maxima over ranks.
+
+    Args:
+        steps: a step of each variant; they take turns, and one round before is dropped.
+        device: of this rank.
+        rounds: blocks of each variant.
+        steps_each: of a block.
+    """
+    found: dict[Key, list[tuple[float, float]]] = {key: [] for key in steps}
+    for index in range(rounds + 1):
+        for key, step in steps.items():
+            seen = block(step, device, steps_each)
+            if index:
+                found[key].append(seen)
+    mine = [tuple(median(column) for column in zip(*times, strict=True)) for times in found.values()]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    slowest = [tuple(max(column) for column in zip(*times, strict=True)) for times in zip(*ranks, strict=True)]
+    return {key: (ms, host_ms) for key, (ms, host_ms) in zip(found, slowest, strict=True)}
 
 
 def formatted(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import measure_row_curves
 import pytest
+import tensor_block
 import tensor_clock
 import torch
 from process_cost import run
@@ -48,6 +50,38 @@ def test_pipeline_step_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
+
+
+def test_tensor_block_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: variants agree in loss and gradients, and only ours takes its calls."""
+    arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
+    arguments += ["--mechanism", "cuts", "--variants", "direct", "direct, torch's way"]
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/tensor_block.py"]
+    out = tmp_path / "block.json"
+    command = [sys.executable, *launched, *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert {name: row["fused"] for name, row in rows.items()} == {"eager": 0, "direct": 8, "direct, torch's way": 0}
+    assert 0 < rows["direct"]["difference"] < 1e-5
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, "is rounding"), (0.0, "every matmul of its step waits")])
+def test_a_tensor_block_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPatch, factor: float, said: str) -> None:
+    """Neither gradients that differ nor a mechanism that did nothing."""
+    grads = {"x": torch.ones(3)}
+    looks = {"eager": (1.0, grads, 0), "direct": (1.0, {"x": torch.ones(3) + factor}, 0)}
+    bench = object.__new__(tensor_block.Bench)
+    bench.models, bench.dtype, bench.device = (
+        dict.fromkeys(looks, torch.nn.Identity()),
+        torch.float32,
+        torch.device("cpu"),
+    )
+    bench.args = argparse.Namespace(mechanism="cuts")
+    monkeypatch.setattr(bench, "looked_at", lambda name, tokens: looks[name])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
+    with pytest.raises(RuntimeError, match=f"direct.*{said}"):
+        bench.look(32)
 
 
 def test_a_torch_test_that_crashes_is_alone(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ class DependentMatmul:
         return 2 * self.m * self.n * self.k
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a rank needs at most: operands, results, and the same in float64 for the check."""
+        """Return the bytes that a rank needs at most: operands, buffers and results, and some in float64 to compare."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
-        return itemsize * (2 * operands + 4 * product) + 8 * (operands + 3 * product)
+        return itemsize * (6 * operands + 8 * product) + 8 * (operands + 3 * product)
 
 
 def is_dependent(what: str) -> bool:
