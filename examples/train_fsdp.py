@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -62,6 +62,11 @@ def sharded_model(shape: Shape, device: torch.device) -> Llama:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    return drawn(model, device)
+
+
+def drawn(model: Llama, device: torch.device) -> Llama:
+    """Draw the weights of a model on the meta device, each rank its own shards."""
     model.to_empty(device=device)
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
@@ -72,13 +77,19 @@ def sharded_model(shape: Shape, device: torch.device) -> Llama:
     return model
 
 
-def train(args: argparse.Namespace, device: torch.device) -> None:
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    build: Callable[[Shape, torch.device], Llama] = sharded_model,
+    *,
+    same_text: bool = False,
+) -> None:
     """Train, print loss and speed every ten steps, and record the last steps if asked to."""
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), SHAPES[args.shape]
-    model = sharded_model(shape, device)
+    model = build(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     table = rotary_table(args.tokens, shape.head_dim, device)
-    data = SourceCode(args.tokens, rank, args.slow_input_ms if rank == ranks - 1 else 0.0)
+    data = SourceCode(args.tokens, 0 if same_text else rank, args.slow_input_ms if rank == ranks - 1 else 0.0)
     batches = iter(DataLoader(data, batch_size=None, num_workers=args.workers))
 
     overlapped = counterpoint.overlap(model) if args.overlap else None  # the one line
@@ -96,7 +107,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 dist.all_reduce(mean)
                 elapsed, value = time.perf_counter() - started, mean.item() / ranks  # .item() waits for the GPU
                 if rank == 0:
-                    rate = args.tokens * ranks * (step - steps_before) / elapsed
+                    rate = args.tokens * (1 if same_text else ranks) * (step - steps_before) / elapsed
                     print(f"step {step:4d}  loss {value:.3f}  {rate:,.0f} tokens/s", flush=True)
                 started, steps_before = time.perf_counter(), step
             profiler.step()
@@ -119,9 +130,9 @@ def recorder(folder: Path | None, steps: int, device: torch.device) -> profile:
     )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(description: str | None = __doc__) -> argparse.Namespace:
     """Read the command line; sizes that are not given follow from the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--overlap", action="store_true", help="use counterpoint's collectives")
     parser.add_argument("--trace", type=Path, help="folder for traces of the last 3 steps, one for each rank")
@@ -143,9 +154,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main(args: argparse.Namespace, training: Callable[[argparse.Namespace, torch.device], None]) -> None:
     """Join the other ranks, train, leave."""
-    args = arguments()
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -154,10 +164,10 @@ def main() -> None:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     try:
-        train(args, device)
+        training(args, device)
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(), train)

@@ -41,6 +41,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda-core": (lambda: installed("cuda.core"), "cuda-core"),
     "root": (lambda: os.geteuid() == 0, "to run as root"),
     "several-groups": (several_groups, "torch 2.12 or newer, whose FSDP2 modules have several groups"),
+    "transformers": (lambda: installed("transformers"), "the package transformers"),
     "triton": (lambda: installed("triton"), "Triton"),
     "zstandard": (lambda: installed("zstandard"), "the package zstandard"),
 }

@@ -4,7 +4,7 @@
     >>> result = counterpoint.diagnose("traces/")
     >>> result.diagnosis.verdict
     >>> counterpoint.measure("quick").rows[0].hidden
-    >>> counterpoint.overlap(model)  # an FSDP2 or DDP model: its collectives then need no SMs
+    >>> counterpoint.overlap(model)  # an FSDP2, DDP or tensor-parallel model: its collectives then need no SMs
     >>> with counterpoint.watch(every=500):  # diagnoses a training while it runs
     ...     train()
 

@@ -90,6 +90,7 @@ def test_evaluation_is_that_of_stock(two_ranks: Ranks) -> None:
 
 
 def test_tensor_parallel_layers_are_those_of_stock(four_ranks: Ranks) -> None:
-    """On a mesh of two axes ours run along the one over which FSDP2 shards: the same bits."""
-    for different, ranks in four_ranks.run(training.beside_tensor_parallel):
-        assert (different, {*ranks} <= {(0, 2), (1, 3)}) == ([], True)
+    """On a mesh of two axes ours run along the one over which FSDP2 shards; sums of the other have another order."""
+    for furthest, ranks in four_ranks.run(training.beside_tensor_parallel):
+        assert {*ranks} <= {(0, 2), (1, 3)}
+        assert furthest < 8 * 2**-23

@@ -1,4 +1,4 @@
-"""examples/train_fsdp.py, as docs/tutorial.md runs it: two ranks on a CPU, with torch's collectives and with ours."""
+"""examples/train_*.py, as docs/tutorial.md runs one: two ranks on a CPU, with torch's collectives and with ours."""
 
 from __future__ import annotations
 
@@ -47,8 +47,18 @@ def test_the_speed_is_printed(stock: str) -> None:
 
 def test_overlap_does_not_change_the_loss(stock: str, two_ranks: Ranks) -> None:
     """The loss after six steps is the same to the last digit printed."""
-    overlapped = two_ranks.run(programs.printed, "--steps", "6", "--overlap")
+    overlapped = two_ranks.run(programs.printed, "train_fsdp.py", "--steps", "6", "--overlap")
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(stock) != []
+
+
+def test_tensor_parallel_training_prints_the_same_losses(two_ranks: Ranks, tmp_path: Path) -> None:
+    """examples/train_tp.py: loss and speed, each rank's trace, and with `--overlap` what runs each layer."""
+    traced = two_ranks.run(programs.printed, "train_tp.py", "--steps", "6", "--trace", str(tmp_path))
+    overlapped = two_ranks.run(programs.printed, "train_tp.py", "--steps", "6", "--overlap")
+    assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", traced[0])
+    assert LOSSES.findall(overlapped[0]) == LOSSES.findall(traced[0]) != []
+    assert "layers.3.ffn.down" in overlapped[0]
+    assert len(list(tmp_path.glob("rank*.json.gz"))) == 2
 
 
 @pytest.mark.usefixtures("stock")

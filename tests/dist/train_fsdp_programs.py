@@ -1,4 +1,4 @@
-"""What ranks run to test examples/train_fsdp.py: the example itself, in ranks that have started already."""
+"""What ranks run to test examples/train_*.py: the examples themselves, in ranks that have started already."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from counterpoint.measurement.session import Session
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_fsdp
+import train_tp
+
+TRAINING = {"train_fsdp.py": train_fsdp.train, "train_tp.py": train_tp.training}
 
 
-def printed(session: Session, *options: str) -> str:
-    """Return what the example prints on this rank, started with these options."""
-    command = ["train_fsdp.py", "--device", "cpu", *options]
-    with patch.object(sys, "argv", command), patch.dict(os.environ, RANK=str(session.rank)):
+def printed(session: Session, script: str, *options: str) -> str:
+    """Return what an example prints on this rank, started with these options."""
+    with patch.object(sys, "argv", [script, "--device", "cpu", *options]), patch.dict(os.environ, RANK=str(session.rank)):
         args = train_fsdp.arguments()
     with redirect_stdout(io.StringIO()) as output:
-        train_fsdp.train(args, torch.device("cpu"))
+        TRAINING[script](args, torch.device("cpu"))
     return output.getvalue()

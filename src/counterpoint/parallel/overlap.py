@@ -1,4 +1,4 @@
-"""Run FSDP2, or DDP (`ddp.py`), with zero-SM collectives, by one line after `fully_shard`.
+"""Run FSDP2, DDP (`ddp.py`) or tensor parallelism (`tensor/`) with collectives that overlap, by one line.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -12,8 +12,9 @@ the optimizer, not the checkpoints. `print(overlapped)` says what was done; `ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, overload
 
 from counterpoint.collectives.options import CommunicatorOptions
@@ -31,7 +32,7 @@ from counterpoint.parallel.fsdp.modules import (
     unmanaged_bytes,
 )
 from counterpoint.parallel.fsdp.prefetch import Prefetch
-from counterpoint.parallel.fsdp.report import OverlappedModule, OverlapReport
+from counterpoint.parallel.report import OverlappedModule, OverlapReport
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
     from counterpoint.parallel.fsdp.hooks import Communicators
     from counterpoint.parallel.fsdp.slots import ModuleParameters
+    from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
+    from counterpoint.parallel.tensor.plans import TensorOptions
 
 
 STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
@@ -60,6 +63,8 @@ class OverlapOptions(CommunicatorOptions):
             module stay in symmetric memory for good.
         staging_bytes: most memory into which peers send gradients before they are added up; what needs more comes in
             slices. None: as much as the largest module needs, kept for good.
+        tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
+            groups have. All others are of FSDP2.
         channels: follows from the two channels; not to be given.
 
     Raises:
@@ -72,6 +77,7 @@ class OverlapOptions(CommunicatorOptions):
     scatter_channel: int = 1
     limit_bytes: int | None = None
     staging_bytes: int | None = STAGING_BYTES
+    tensor_parallel: TensorOptions | None = None
     channels: int = field(init=False, default=2)
 
     def __post_init__(self) -> None:
@@ -100,25 +106,29 @@ def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overl
 
 
 def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = None) -> Overlap | OverlappedDdp:
-    """Put zero-SM collectives under a model of FSDP2 or DDP. All ranks call it.
+    """Put collectives that overlap under a model of FSDP2, DDP or tensor parallelism. All ranks call it.
 
     It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
-    right after that was made.
+    right after that was made; and every linear layer of torch's `parallelize_module`, or of a `tp_plan` of
+    `transformers`. A model of FSDP2 and tensor parallelism on a mesh of two dimensions is taken as both.
 
     Parameters may still be on the meta device. HSDP's all-reduce between replicas stays with torch, as does everything
     of modules that have one rank or are larger than `options.limit_bytes`: the report says so.
 
     Args:
-        model: `fully_shard` was called on it, or on parts of it; or a `DistributedDataParallel`.
-        options: `DdpOptions` for DDP; None: the defaults.
+        model: `fully_shard` or `parallelize_module` was called on it, or on parts of it; or a
+            `DistributedDataParallel`; or `transformers` has made it with a `tp_plan`.
+        options: of FSDP2; `DdpOptions` for DDP; None: the defaults.
 
     Returns:
         A handle that reports, and puts torch's collectives back: an `Overlap`, for DDP an `OverlappedDdp`. The model
         works without it: it need not be kept.
 
     Raises:
-        Unsupported: one rank alone. As well CPU offload, ranks that cannot share memory, or a torch without the hooks.
-        Misconfigured: no FSDP2 module, FSDP1, other collectives set before, a second call, or options of another kind.
+        Unsupported: one rank alone, or nothing that could be replaced. As well CPU offload, ranks that cannot share
+            memory, or a torch without the hooks.
+        Misconfigured: no module of FSDP2 or tensor parallelism, FSDP1, other collectives set before, a second call, or
+            options of another kind.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -130,16 +140,36 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
         return OverlappedDdp(model, options)
     if not isinstance(options, OverlapOptions | None):
         raise Misconfigured(f"options of type {type(options).__name__} for a model that is no DDP: give OverlapOptions")
-    return _overlap_fsdp2(model, options or OverlapOptions())
+    return _overlap_modules(model, options or OverlapOptions())
 
 
-def _overlap_fsdp2(model: nn.Module, options: OverlapOptions) -> Overlap:
+def _overlap_modules(model: nn.Module, options: OverlapOptions) -> Overlap:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
+
+    tensor_parallel = OverlappedTensorParallel(model, options.tensor_parallel)
+    is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    try:
+        if is_sharded or tensor_parallel.is_empty:
+            return _overlap_fsdp2(model, options, tensor_parallel)
+        if not tensor_parallel.has_effect:
+            raise Unsupported(f"nothing to overlap: {tensor_parallel.first_left()}")
+    except BaseException:
+        tensor_parallel.restore()
+        raise
+    return Overlap(tensor_parallel=tensor_parallel)
+
+
+def _overlap_fsdp2(model: nn.Module, options: OverlapOptions, tensor_parallel: OverlappedTensorParallel) -> Overlap:
     from counterpoint.parallel.fsdp.hooks import Communicators
 
     modules = sharded_modules(model)
     torch_why = {module: _torch_why(module, options.limit_bytes) for module in modules}
     taken = [module for module in modules if not torch_why[module]]
     if not taken:
+        if tensor_parallel.has_effect:
+            return Overlap(torch_why=torch_why, tensor_parallel=tensor_parallel)
         raise Unsupported(f"nothing to overlap: {modules[0].name}: {torch_why[modules[0]]}")
     for module in taken:
         _check_unchanged(module)
@@ -160,6 +190,7 @@ def _overlap_fsdp2(model: nn.Module, options: OverlapOptions) -> Overlap:
         prefetch=prefetch,
         outermost=outermost(model),
         unmanaged_bytes=unmanaged_bytes(model, modules),
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -169,16 +200,17 @@ class Overlap:
     def __init__(
         self,
         *,
-        hooked: dict[ShardedModule, _HookedModule],
-        torch_why: dict[ShardedModule, str],
-        communicators: Communicators,
-        prefetch: Prefetch | None,
-        outermost: Sequence[nn.Module],
-        unmanaged_bytes: int,
+        tensor_parallel: OverlappedTensorParallel,
+        hooked: Mapping[ShardedModule, _HookedModule] = MappingProxyType({}),
+        torch_why: Mapping[ShardedModule, str] = MappingProxyType({}),
+        communicators: Communicators | None = None,
+        prefetch: Prefetch | None = None,
+        outermost: Sequence[nn.Module] = (),
+        unmanaged_bytes: int = 0,
     ) -> None:
         import torch
 
-        self._hooked, self._torch_why = hooked, torch_why
+        self._hooked, self._torch_why, self._tensor_parallel = hooked, torch_why, tensor_parallel
         self._communicators, self._prefetch, self._unmanaged_bytes = communicators, prefetch, unmanaged_bytes
         self._outermost = outermost
         refuse = torch.compiler.disable(refuse_unfinished)
@@ -195,11 +227,12 @@ class Overlap:
         return str(self.report())
 
     def report(self) -> OverlapReport:
-        """Return every FSDP2 module of the model, and what its hooks have moved so far."""
+        """Return every module of FSDP2 and what its hooks have moved so far, and every one of tensor parallelism."""
         return OverlapReport(
             modules=tuple(self._reported(module) for module in self._torch_why),
             prefetch="" if self._prefetch is None else str(self._prefetch),
             unmanaged_bytes=self._unmanaged_bytes,
+            tensor_parallel=None if self._tensor_parallel.is_empty else self._tensor_parallel.report(),
         )
 
     def check(self) -> None:
@@ -208,7 +241,8 @@ class Overlap:
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
         where a step must not be trusted that a peer has left, such as before a checkpoint.
         """
-        self._communicators.check()
+        if self._communicators is not None:
+            self._communicators.check()
 
     def reset_iter_state(self) -> None:
         """Discard a forward or backward pass that an exception ended, so that the step can begin anew.
@@ -233,7 +267,9 @@ class Overlap:
             self._prefetch.undo()
         for hooked in self._hooked.values():
             hooked.undo()
-        self._communicators.close()
+        if self._communicators is not None:
+            self._communicators.close()
+        self._tensor_parallel.restore()
 
     def _reported(self, module: ShardedModule) -> OverlappedModule:
         hooked = self._hooked.get(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from counterpoint.parallel.fsdp.report import HookTraffic, OverlappedModule, OverlapReport
+from counterpoint.parallel.report import HookTraffic, OverlappedModule, OverlapReport
 
 GATHER = HookTraffic(calls=2, num_bytes=16_000_000, dtype="bfloat16")
 NONE = HookTraffic()

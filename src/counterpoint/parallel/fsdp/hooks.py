@@ -45,8 +45,8 @@ from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
 from counterpoint.parallel.fsdp.placeholders import GatherPlaceholder, ScatterPlaceholder, ScatterSource
 from counterpoint.parallel.fsdp.prefetch import Prefetch
-from counterpoint.parallel.fsdp.report import HookTraffic
 from counterpoint.parallel.fsdp.slots import ModuleParameters
+from counterpoint.parallel.report import HookTraffic
 
 
 class Communicators:

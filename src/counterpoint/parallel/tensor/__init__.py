@@ -4,19 +4,27 @@
 - `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts which way it went.
 - `overlapped.py`: pieces beside the communication; `matmul.py`: one of them; `sums.py`: sums of the ranks' products.
 - `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
+- `linear.py`: linear layers of these operations; `modules.py`: puts them under a model that `recognised.py` finds to be
+  tensor parallel; `styles.py`: into a plan of `parallelize_module`.
 - `compiled.py`: the one line for torch.compile; `graphs.py` fuses inductor's graphs, whose nodes `nodes.py` reads.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from counterpoint.parallel.tensor import operations
+
 if TYPE_CHECKING:
     from counterpoint.parallel.tensor.compiled import fuse_compiled
+    from counterpoint.parallel.tensor.plans import TensorOptions
+    from counterpoint.parallel.tensor.styles import Colwise, Rowwise
 
-__all__ = ["fuse_compiled"]
+__all__ = ["Colwise", "Rowwise", "TensorOptions", "fuse_compiled", "operations"]
+
+_MODULES = {"Colwise": "styles", "Rowwise": "styles", "TensorOptions": "plans", "fuse_compiled": "compiled"}
 
 
-def __getattr__(name: str) -> Any:
-    if name != "fuse_compiled":
+def __getattr__(name: str) -> Any:  # some import much: inductor, DTensor
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("counterpoint.parallel.tensor.compiled").fuse_compiled  # it imports inductor
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

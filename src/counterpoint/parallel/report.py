@@ -1,9 +1,9 @@
-"""Hold what `overlap` did: which collectives of each FSDP2 module were replaced, and what they have moved."""
+"""Hold what `overlap` did to each module of FSDP2 and of tensor parallelism: what was replaced, and what was not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
+from counterpoint.parallel.tables import aligned_rows
 from counterpoint.records import Record
 
 
@@ -60,6 +60,50 @@ class OverlappedModule(Record, frozen=True, kw_only=True):
     copied_why: str = ""
 
 
+class TensorParallelModule(Record, frozen=True, kw_only=True):
+    """Reports one module of tensor parallelism.
+
+    Args:
+        name: in the model.
+        style: name of the style in the plan.
+        ranks: over which it is parallel, counted in the job.
+        operation: of `torch.ops.counterpoint`, which takes the place of collective and matmul; empty: none does.
+        shared_with: modules with which it shares the communication.
+        torch_why: why torch runs it; with an `operation`: why torch ran the latest call that it did run.
+    """
+
+    name: str
+    style: str
+    ranks: tuple[int, ...] = ()
+    operation: str = ""
+    shared_with: tuple[str, ...] = ()
+    torch_why: str = ""
+
+    def __str__(self) -> str:
+        shared = ", ".join(name.rpartition(".")[2] for name in self.shared_with)
+        shared = f", shared with {shared}" if shared else ""
+        if not self.operation:
+            return f"torch's: {self.torch_why}"
+        return f"{self.operation}{shared}" + (f"; some calls torch's: {self.torch_why}" if self.torch_why else "")
+
+
+class TensorParallelReport(Record, frozen=True, kw_only=True):
+    """Reports all modules of tensor parallelism of a model. Prints as a table.
+
+    Args:
+        modules: in the order of `named_modules`.
+        calls: of the operations on these ranks so far, and which way they went.
+    """
+
+    modules: tuple[TensorParallelModule, ...]
+    calls: tuple[RoutedCalls, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [(one.name, one.style, str(len(one.ranks) or ""), str(one)) for one in self.modules]
+        lines = aligned_rows([("module", "style", "ranks", "operation"), *rows])
+        return "\n".join([*lines, "", str(BackendReport(self.calls))] if self.calls else lines)
+
+
 class OverlapReport(Record, frozen=True, kw_only=True):
     """Reports all FSDP2 modules of a model. Prints as a table.
 
@@ -67,15 +111,17 @@ class OverlapReport(Record, frozen=True, kw_only=True):
         modules: in the order of `named_modules`.
         prefetch: what became of `OverlapOptions.prefetch`; empty if it was not given.
         unmanaged_bytes: size of parameters that FSDP2 does not manage: nothing gathers or scatters them.
+        tensor_parallel: None if the model is not tensor parallel.
     """
 
     modules: tuple[OverlappedModule, ...]
     prefetch: str = ""
     unmanaged_bytes: int = 0
+    tensor_parallel: TensorParallelReport | None = None
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
-        lines = _aligned_rows(rows)
+        rows = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
+        lines = aligned_rows(rows) if self.modules else []
         lines += [f"{module.name}: FSDP2 copies: {module.copied_why}" for module in self.modules if module.copied_why]
         if any(module.replicas > 1 for module in self.modules):
             lines.append("all_reduce between replicas: torch's")
@@ -83,6 +129,8 @@ class OverlapReport(Record, frozen=True, kw_only=True):
             lines.append(f"prefetch: {self.prefetch}")
         if self.unmanaged_bytes:
             lines.append(f"{self.unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module")
+        if self.tensor_parallel is not None:
+            lines += ["", str(self.tensor_parallel)] if lines else [str(self.tensor_parallel)]
         return "\n".join(lines)
 
 
@@ -92,8 +140,3 @@ def _cells(module: OverlappedModule) -> tuple[str, ...]:
     shown = (text if hook is None else str(hook) for hook, text in zip(hooks, own, strict=True))
     ranks = f"{len(module.ranks)} x {module.replicas}" if module.replicas > 1 else str(len(module.ranks))
     return (module.name, ranks, *shown)
-
-
-def _aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
