@@ -26,7 +26,7 @@ from counterpoint.pair.arrivals import Slab, TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.parallel.backend.group import CounterpointGroup
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
     GATHER,
     RowLayout,
@@ -169,7 +169,7 @@ class TensorGroup:
         if planned is None:
             return (
                 self._grad_of_rows(weights, grads, grad_gathered, dim) if needs_a else None,
-                _grads_of_weights(self._gathered(a_shard, dim), flat) if needs_weights else [],
+                _grads_of_weights(self._gathered(a_shard, dim), flat, weights) if needs_weights else [],
             )
         communicator, plan, layout, chunk_rows = planned
         extra = None if grad_gathered is None else grad_gathered.reshape(-1, grad_gathered.shape[-1])
@@ -194,7 +194,7 @@ class TensorGroup:
             if work is not None and rows is not None:
                 work.arrived(len(work.received))
                 copy_blocks(rows, rows, shard, layout)
-                grad_weights.extend(_grads_of_weights(rows, flat))
+                grad_weights.extend(_grads_of_weights(rows, flat, weights))
 
         grad_a = a_shard.new_empty(a_shard.shape)
         try:
@@ -267,7 +267,7 @@ class TensorGroup:
         gathered, products = self._gather_and_multiply(
             grad, weights, scatter_dim, keep="symmetric" if needs_b else "no"
         )
-        grad_b = None if gathered is None else a.flatten(0, -2).t() @ gathered.flatten(0, -2)
+        grad_b = None if gathered is None else grad_of_weight(a, gathered, b)
         return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
@@ -423,10 +423,9 @@ class TensorGroup:
         return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
-def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the derivative of each weight, by which all `rows` were multiplied."""
-    whole = rows.reshape(-1, rows.shape[-1]).t()
-    return [whole @ grad for grad in grads]
+    return [grad_of_weight(rows, grad, weight) for grad, weight in zip(grads, weights, strict=True)]
 
 
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:

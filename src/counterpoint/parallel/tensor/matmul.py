@@ -54,3 +54,12 @@ class Weight:
             assert row_scale is not None, "float8 rows have a scale"
             scales = row_scale, self.scale, self.bias, self.result_scale
             out.copy_(torch._scaled_mm(rows, self.matrix, *scales, out.dtype, self.use_fast_accum))
+
+
+def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
+    """Return the derivative of a matrix by which `rows` were multiplied, in memory as the matrix is.
+
+    The matrix of a linear layer is a transposed view: so is the derivative, or autograd would copy it.
+    """
+    rows, grad = rows.reshape(-1, rows.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (grad.t() @ rows).t() if matrix.stride(0) == 1 else rows.t() @ grad

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 
 _LIBRARY = torch.library.Library("counterpoint", "DEF")  # its operations live as long as this object
 
@@ -164,7 +164,7 @@ def _(a: Any, weights: Any, grads: Any, grad_gathered: Any, dim: int, group: str
     needs_a, needs_weights = needs
     return (
         a.new_empty(a.shape) if needs_a else None,
-        [weight.new_empty(weight.shape) for weight in weights] if needs_weights else [],
+        [torch.empty_like(weight) for weight in weights] if needs_weights else [],
     )
 
 
@@ -277,7 +277,7 @@ def matmul_reduce_scatter_backward(
 
 @_fake("matmul_reduce_scatter_backward")
 def _(grad: Any, a: Any, b: Any, op: str, dim: int, group: str, needs_a: bool, needs_b: bool) -> Any:
-    return a.new_empty(a.shape) if needs_a else None, b.new_empty(b.shape) if needs_b else None
+    return a.new_empty(a.shape) if needs_a else None, torch.empty_like(b) if needs_b else None
 
 
 def _save_for_scatter(ctx: Any, inputs: Any, output: Any) -> None:
@@ -394,7 +394,7 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> Any:
     a, b = ctx.saved_tensors
     needs_a, needs_b, *_ = ctx.needs_input_grad
     grad = grad if ctx.factor == 1.0 else grad * ctx.factor
-    grad_b = a.flatten(0, -2).t() @ grad.flatten(0, -2) if needs_b else None
+    grad_b = grad_of_weight(a, grad, b) if needs_b else None
     return grad @ b.t() if needs_a else None, grad_b, None, None
 
 
