@@ -35,6 +35,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend.report import RoutedCalls
 from counterpoint.parallel.overlap import Overlap, OverlapOptions
 from counterpoint.parallel.report import TensorParallelReport
+from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
 
 
@@ -105,8 +106,8 @@ def made(case: Case) -> Llama:
     for layer in layers:
         attention, ffn = layer.attention, layer.ffn
         if case.bias:
-            for linear in (attention.query, attention.key, attention.value, attention.output, ffn.up, ffn.down):
-                linear.bias = nn.Parameter(torch.randn(linear.out_features) / 8)
+            for one in (attention.query, attention.key, attention.value, attention.output, ffn.up, ffn.down):
+                one.bias = nn.Parameter(torch.randn(one.out_features) / 8)
         if case.keywords:
             layer.attention = ByKeyword(attention)
     return model.to(torch.float32 if case.autocast else torch.float64)
@@ -267,6 +268,21 @@ def by_styles(_: Session) -> tuple[float, dict[str, int], str]:
     except Unsupported as error:
         return largest_difference(found, expected), calls(group.report().rows), str(error)
     return 0.0, {}, ""
+
+
+def copied_gradients(_: Session) -> list[str]:
+    """Functions whose derivative of a weight lies otherwise than the weight, so that autograd would copy it."""
+    group = mesh_of(Case()).get_group().group_name
+    x, weight = torch.randn(2, 4, 6, requires_grad=True), torch.randn(8, 6, requires_grad=True)
+    bias = torch.randn(8, requires_grad=True)
+    outs = {
+        "all_gather_linear": linear.all_gather_linear(x, [weight], [bias], 1, group)[1][0],
+        "linear_reduce_scatter": linear.linear_reduce_scatter(x, weight, bias, 1, group),
+        "linear_all_reduce": linear.linear_all_reduce(x, weight, bias, group),
+        "replicated_linear": linear.replicated_linear(x, [weight], [bias], group)[0],
+    }
+    found = {name: torch.autograd.grad(out.sum(), [x, weight, bias]) for name, out in outs.items()}
+    return [name for name, gradients in found.items() if not all(one.is_contiguous() for one in gradients)]
 
 
 def errors(_: Session, name: str, mechanism: str) -> tuple[float, float, set[str]]:

@@ -55,6 +55,10 @@ def test_float32_is_as_exact_as_torch(two_ranks: Ranks, name: str, mechanism: st
         assert paths == {mechanism} or mechanism == "cuts"
 
 
+def test_no_derivative_of_a_weight_is_copied(two_ranks: Ranks) -> None:
+    assert two_ranks.run(programs.copied_gradients) == [[]] * 2
+
+
 def test_styles_work_by_themselves(two_ranks: Ranks) -> None:
     """Without `overlap` only layers below `PrepareModuleInput` wait for a gather of torch's."""
     for difference, calls, refused in two_ranks.run(programs.by_styles):
