@@ -64,7 +64,8 @@ class OverlapOptions(CommunicatorOptions):
         staging_bytes: most memory into which peers send gradients before they are added up; what needs more comes in
             slices. None: as much as the largest module needs, kept for good.
         tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
-            groups have. All others are of FSDP2.
+            groups have on CPUs, and on GPUs, where nothing was measured yet, torch runs these layers. All other options
+            are of FSDP2.
         channels: follows from the two channels; not to be given.
 
     Raises:
