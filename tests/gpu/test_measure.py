@@ -107,33 +107,3 @@ def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
     """What the host queued before a trial, however long it takes, is done when both sides are released."""
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr
-
-
-@pytest.fixture(scope="module")
-def matmuls(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    """The suite `tensor`, once, by every mechanism."""
-    out = tmp_path_factory.mktemp("measure") / "tensor.json"
-    command = [sys.executable, "-m", "counterpoint", "measure", "tensor", "--nproc", "2", "--rounds", "6"]
-    done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=500, start_new_session=True
-    )
-    assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(out.read_bytes(), type=Measurement)
-
-
-@pytest.mark.gpu(2)
-def test_matmuls_run_as_they_were_asked_to(matmuls: Measurement) -> None:
-    """Torch's fused operations run, and no result is wrong; only where no cut helps, `cuts` is in one piece."""
-    marks = {(row.mechanism, row.marked) for row in matmuls.blocks if row.marked}
-    assert [(name, why) for name, why in marks if name != "cuts" or not str(why).startswith("ran as serial")] == []
-    assert ("symm_mem" in {row.mechanism for row in matmuls.blocks}, matmuls.unavailable) == (True, {})
-
-
-@pytest.mark.gpu(2)
-def test_a_matmul_that_can_hide_its_gather_hides_most_of_it(matmuls: Measurement) -> None:
-    """As a whole by torch, in pieces by ours: 8192 x 7168 x 8192 on two ranks."""
-    rows = {row.mechanism: row for row in matmuls.blocks if row.what == "all_gather_matmul 8192x7168x8192"}
-    stock, cuts = rows["torch"].over_longer, rows["cuts"].over_longer
-    assert stock is not None
-    assert cuts is not None
-    assert (rows["cuts"].can_hide, cuts < 0.5 * stock) == (True, True), (stock, cuts)
