@@ -312,7 +312,8 @@ def _by_scenario(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
     """Return the last line of `counterpoint measure`: figures of every mechanism, and the file with all results."""
     where = measurement.environment
-    found = mechanism_summaries(measurement.rows)
+    found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
+    times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
     return {
         "schema": SUMMARY_SCHEMA,
         "suite": measurement.suite,
@@ -325,9 +326,8 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
         "hidden": {it.mechanism: _rounded(it.hidden) for it in found},
         "lowest_hidden": {it.mechanism: _rounded(it.lowest) for it in found},
         "speedup": {it.mechanism: _rounded(it.speedup) for it in found},
-        "times_torch": {it.mechanism: _rounded(it.times_torch) for it in matmul_summaries(measurement.blocks)},
         "out": out,
-    }
+    } | ({"times_torch": times_torch} if times_torch else {})
 
 
 def _rounded(value: float | None) -> float | None:
