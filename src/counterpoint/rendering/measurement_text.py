@@ -314,6 +314,7 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
     where = measurement.environment
     found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
     times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
+    of_matmuls: dict[str, object] = {"times_torch": times_torch} if times_torch else {}
     return {
         "schema": SUMMARY_SCHEMA,
         "suite": measurement.suite,
@@ -327,7 +328,7 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
         "lowest_hidden": {it.mechanism: _rounded(it.lowest) for it in found},
         "speedup": {it.mechanism: _rounded(it.speedup) for it in found},
         "out": out,
-    } | ({"times_torch": times_torch} if times_torch else {})
+    } | of_matmuls
 
 
 def _rounded(value: float | None) -> float | None:
