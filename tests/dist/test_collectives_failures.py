@@ -124,7 +124,8 @@ def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[di
 
 def test_a_communicator_says_what_was_not_measured(two_ranks: Ranks) -> None:
     """Once, where it is printed: the figures of a GPU that was measured need no word more."""
-    told = "not measured on this device, assumed: rates, nccl, sums, chip, contention, mechanisms, efficiency of H200"
+    groups = "rates, nccl, nccl_rates, sums, chip, contention, mechanisms, efficiency"
+    told = f"not measured on this device, assumed: {groups} of H200"
     assert [
         f"rank {rank} of 2 on cpu, profile: {told} (" in text
         for rank, text in enumerate(two_ranks.run(programs.repr_with, None))
