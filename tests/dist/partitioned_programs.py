@@ -18,7 +18,7 @@ from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 
-__all__ = ["captured", "counted", "gathered", "in_stream_order", "left_unfinished", "mixed_up", "scattered"]
+__all__ = ["behind_another", "captured", "counted", "gathered", "in_stream_order", "left_unfinished", "mixed_up", "scattered"]
 
 
 def rows_of(partition: Any, chunk_rows: int, rows: int) -> slice:
@@ -277,3 +277,25 @@ def counted(session: Session, steps: int) -> list[str]:
         gpu.synchronize()
         communicator.check()
         return wrong
+
+
+def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
+    """Return the error of a call behind one that is not finished, and whether the same call is right afterwards."""
+    gpu = SoftwareGpu() if on_gpu else None
+    if gpu is not None:
+        gpu.use(gpu.new_stream())
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        n, me = communicator.world_size, communicator.rank
+        shard = torch.full((2, 8), float(me))
+        rows, others = (communicator.empty(2 * n, 8, early_release=True) for _ in range(2))
+        first = communicator.partitioned_all_gather(rows, shard, chunk_rows=2)
+        try:
+            communicator.all_gather(others, shard)
+            said = "nothing"
+        except CounterpointError as error:
+            said = str(error)
+        first.finish()
+        communicator.all_gather(others, shard)
+        if gpu is not None:
+            gpu.synchronize()
+        return said, torch.equal(others, torch.arange(n).repeat_interleave(2)[:, None].expand(2 * n, 8).float())

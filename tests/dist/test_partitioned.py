@@ -46,3 +46,10 @@ def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
 def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -> None:
     """It reads the words of the call, and streams wait for its counters, while it runs."""
     assert three_ranks.run(programs.counted, 30) == [[]] * 3
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_a_call_behind_one_that_is_not_finished_is_refused(two_ranks: Ranks, on_gpu: bool) -> None:
+    """The error says what to do, and the call is right after that."""
+    for said, is_right in two_ranks.run(programs.behind_another, on_gpu):
+        assert ("finish it first" in said, is_right) == (True, True), said

@@ -93,14 +93,14 @@ class CpuTransport:
         """Queue a call behind the others of its channel; raise if an earlier one failed. See `Transport.start`."""
         self.check()
         self.early.collect()
+        before = self._cut.get(submission.channel)
+        if before is not None and not before.is_finished:
+            raise unfinished(before.current)
         early = submission.early
         handshake = early is None or early.handshake
         if early is not None:
             early.block.ready = False
         channel = self._channels[submission.channel]
-        before = self._cut.get(submission.channel)
-        if before is not None and not before.is_finished:
-            raise unfinished(before.current)
         if submission.partitioned == "no":
             call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
             channel.lanes[COPY].put(call)

@@ -135,15 +135,20 @@ class CudaWork:
         submission: Submission,
         number: int,
         record: RankStatus,
-        calls: tuple[DriverCall, ...],
+        prepared: Prepared,
         began: StreamPoint,
         ended: StreamPoint,
         keep: tuple[Any, ...],
     ) -> None:
         self._context, self._submission = context, submission
-        self.number, self.record, self.calls = number, record, calls
+        self.number, self.record, self.prepared = number, record, prepared
         self.began, self.ended, self.keep = began, ended, keep
         self.begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
+
+    @property
+    def calls(self) -> tuple[DriverCall, ...]:
+        """Return the driver calls that it made, whose flags streams wait for."""
+        return self.prepared.calls
 
     @property
     def current(self) -> CurrentCall:

@@ -123,25 +123,13 @@ class CallQueue:
             raise first from error
         if not submission.async_op:
             keep = ()
-        work = self._work(submission, number, record, prepared, begin, end, keep)
+        kind = PartitionedCudaWork if isinstance(prepared, PreparedPartitions) else CudaWork
+        work = kind(self.context, submission, number, record, prepared, begin, end, keep)
         if not capture:
             self.under_way.append(work)
         elif record.number == number:
             record.step = STEPS
         return work
-
-    def _work(
-        self,
-        submission: Submission,
-        number: int,
-        record: RankStatus,
-        prepared: Prepared,
-        begin: StreamPoint,
-        end: StreamPoint,
-        keep: tuple[Any, ...],
-    ) -> CudaWork:
-        """Return the work of a call that was issued."""
-        return CudaWork(self.context, submission, number, record, prepared.calls, begin, end, keep)
 
     def _issue(
         self, submission: Submission, prepared: Prepared, current: int, capture: int
@@ -199,27 +187,16 @@ class CudaChannel(CallQueue):
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
         """Queue a call; raise `Misconfigured` while one in partitions is not finished. See `CallQueue.start`."""
-        if self._cut is not None and not self._cut.is_finished:
-            raise unfinished(self._cut.current)
-        return super().start(submission, number, keep)
-
-    def _work(
-        self,
-        submission: Submission,
-        number: int,
-        record: RankStatus,
-        prepared: Prepared,
-        begin: StreamPoint,
-        end: StreamPoint,
-        keep: tuple[Any, ...],
-    ) -> CudaWork:
-        if not isinstance(prepared, PreparedPartitions):
-            return super()._work(submission, number, record, prepared, begin, end, keep)
-        self._cut = PartitionedCudaWork(
-            self.context, submission, number, record, prepared, begin, end, keep,
-            stream=self.stream, note_end=self.last.__setitem__,
-        )  # fmt: skip
-        return self._cut
+        cut = self._cut
+        if cut is not None:
+            if not cut.is_finished:
+                raise unfinished(cut.current)
+            self.last[cut.ended.capture] = cut.ended
+            self._cut = None
+        work, capture = super().start(submission, number, keep)
+        if isinstance(work, PartitionedCudaWork):
+            self._cut = work
+        return work, capture
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
         """Return the call's driver calls: cached ones, unless an address or size that they depend on has changed."""

@@ -7,17 +7,13 @@ stream that wrote it has come to the moment of `ready`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from counterpoint.collectives.cuda.call import CudaWork, Prepared
-from counterpoint.collectives.cuda.context import CudaContext
 from counterpoint.collectives.cuda.driver import Executor
-from counterpoint.collectives.cuda.events import EventPool, StreamPoint
+from counterpoint.collectives.cuda.events import EventPool
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
-from counterpoint.collectives.host.status import RankStatus
-from counterpoint.collectives.program.partitions import Partitions
+from counterpoint.collectives.program.partitions import BlockPartition, Partitions
 from counterpoint.collectives.program.steps import COPY, Program, Step
-from counterpoint.collectives.submit.submission import Submission
 
 
 class PreparedPartitions(Prepared):
@@ -68,29 +64,33 @@ class PreparedPartitions(Prepared):
 class PartitionedCudaWork(CudaWork):
     """Represents a call in partitions; see `PartitionedWork`. It has ended after `finish`, in stream order."""
 
-    def __init__(
-        self,
-        context: CudaContext,
-        submission: Submission,
-        number: int,
-        record: RankStatus,
-        prepared: PreparedPartitions,
-        began: StreamPoint,
-        ended: StreamPoint,
-        keep: tuple[Any, ...],
-        *,
-        stream: int,
-        note_end: Callable[[int, StreamPoint], None],
-    ) -> None:
-        super().__init__(context, submission, number, record, prepared.calls, began, ended, keep)
-        self._prepared, self._stream, self._note_end = prepared, stream, note_end
-        self.sent, self.received = prepared.cut.sent, prepared.cut.received
-        self._left = self._come = 0
-        self.is_finished = False
+    is_finished = False
+    _left = 0  # partitions that were let leave
+    _come = 0  # partitions that a stream waits for
+
+    @property
+    def sent(self) -> tuple[BlockPartition, ...]:
+        """Return the partitions of the input, in the order in which they leave."""
+        return self._cut.cut.sent
+
+    @property
+    def received(self) -> tuple[BlockPartition, ...]:
+        """Return the partitions of the output, in the order in which they come."""
+        return self._cut.cut.received
+
+    @property
+    def _cut(self) -> PreparedPartitions:
+        assert isinstance(self.prepared, PreparedPartitions)
+        return self.prepared
+
+    @property
+    def _stream(self) -> int:
+        """Return the channel's own stream, on which the call runs but for its waits."""
+        return self.ended.stream
 
     def ready(self, count: int) -> None:
         """Let the first `count` partitions leave after what the current stream holds; see `PartitionedWork`."""
-        sends = self._prepared.sends[self._left : count]
+        sends = self._cut.sends[self._left : count]
         if not sends:
             return
         events, (current, capture) = self._context.events, self._current()
@@ -105,10 +105,10 @@ class PartitionedCudaWork(CudaWork):
         A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
         which waits.
         """
-        send = self._prepared.sends[self._left]
+        send = self._cut.sends[self._left]
         events, (_, capture) = self._context.events, self._current()
         operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
-        self._prepared.gate(operations).start(self._stream, events, capture)
+        self._cut.gate(operations).start(self._stream, events, capture)
         send.start(self._stream, events, capture)
         self._left += 1
 
@@ -118,14 +118,14 @@ class PartitionedCudaWork(CudaWork):
 
         A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
         """
-        (first,) = self._prepared.receives[0].calls
+        (first,) = self._cut.receives[0].calls
         assert isinstance(first, MemoryOperations)
-        one, world_size = self.received[0], self._prepared.program.world_size
+        one, world_size = self.received[0], self.prepared.program.world_size
         return first.operations[0].address - WORD_BYTES * (one.chunk * world_size + one.peer)
 
     def arrived(self, count: int) -> None:
         """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
-        receives = self._prepared.receives[self._come : count]
+        receives = self._cut.receives[self._come : count]
         if not receives:
             return
         current, capture = self._current()
@@ -142,11 +142,10 @@ class PartitionedCudaWork(CudaWork):
         context, (current, capture) = self._context, self._current()
         events = context.events
         events.wait(self._stream, events.record(current, capture))
-        self.ended = self._prepared.last = events.record(self._stream, capture)
+        self.ended = self.prepared.last = events.record(self._stream, capture)
         if self._submission.at is not None:
             context.order.used(self._submission.at, current, capture)
         events.wait(current, self.ended)
-        self._note_end(capture, self.ended)
         self.is_finished, self.keep = True, ()
 
     def is_completed(self) -> bool:

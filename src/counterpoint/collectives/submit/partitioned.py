@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from counterpoint.collectives.host.status import MAX_CHUNKS
-from counterpoint.collectives.program.calls import ALIGNMENT
+from counterpoint.collectives.program.calls import ALIGNMENT, Buffer
 from counterpoint.collectives.program.coalesced import Parts, TensorLayout
 from counterpoint.collectives.program.operations import all_gather, all_to_all
 from counterpoint.collectives.program.steps import Tuning
@@ -23,17 +23,12 @@ def partitioned_all_gather(
     count = ranks.world_size
     share = block_bytes(output, input, outputs=count, device=ranks.device)
     _check_output(ranks, output, "all_gather")
-    batch = _batch_of(input, dim)
-    each, whole = share // batch, count * share // batch
-    layout: TensorLayout = ()
-    if batch > 1:
-        layout = (("output", _parts(each, whole, batch)),)
     return ranks.submission(
         output,
         input,
         text=f"all_gather of {described(input)} a rank along {dim}, {chunk_rows} rows at a time, {supplied=}",
         call=all_gather(count, share, own="consumer"),
-        layout=layout,
+        layout=_layout("output", input, dim, share, count),
         partitioned="output" if supplied else "both",
         tuning=_tuning(input, share, chunk_rows, peers_first=supplied),
     )
@@ -44,17 +39,12 @@ def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int
     count = ranks.world_size
     share = block_bytes(output, input, device=ranks.device) // count
     _check_output(ranks, output, "all_to_all")
-    batch = _batch_of(input, dim)
-    each, whole = share // batch, count * share // batch
-    layout: TensorLayout = ()
-    if batch > 1:
-        layout = (("input", _parts(each, whole, batch)),)
     return ranks.submission(
         output,
         input,
         text=f"all_to_all of {described(input)} a rank along {dim}, {chunk_rows} rows at a time",
         call=all_to_all(((share,) * count,) * count, own="consumer"),
-        layout=layout,
+        layout=_layout("input", input, dim, share, count),
         partitioned="both",
         tuning=_tuning(output[0], share, chunk_rows, peers_first=True),
     )
@@ -65,17 +55,27 @@ def _check_output(ranks: RankContext, output: Any, operation: str) -> None:
         raise Misconfigured(f"{operation} in partitions: its output has to be a tensor of empty(); make one")
 
 
-def _batch_of(tensor: Any, dim: int) -> int:
-    """Return into how many pieces `dim` cuts a rank's share of a tensor: the elements of the dimensions before it."""
+def _layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
+    """Return where the ranks' shares of a buffer lie: a piece of each in every element of the dimensions before `dim`.
+
+    Args:
+        buffer: whose layout is returned; it has `count` shares.
+        tensor: tells the dimensions.
+        dim: dimension along which shares lie behind one another.
+        share: bytes of a share.
+        count: number of ranks.
+
+    Raises:
+        Misconfigured: the tensor has no such dimension.
+    """
     if not 0 <= dim < tensor.dim():
         raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
-    return int(tensor.shape[:dim].numel())
-
-
-def _parts(each: int, whole: int, batch: int) -> Parts:
-    """Return `batch` tensors of `whole` bytes, one after the other, of which every rank has a share of `each` bytes."""
+    batch = int(tensor.shape[:dim].numel())
+    if batch <= 1:
+        return ()
+    each, whole = share // batch, count * share // batch
     starts = tuple(accumulate((whole,) * (batch - 1), initial=0))
-    return Parts(starts=starts, shares=(each,) * batch, sizes=(whole,) * batch)
+    return ((buffer, Parts(starts=starts, shares=(each,) * batch, sizes=(whole,) * batch)),)
 
 
 def _tuning(block: Any, share: int, chunk_rows: int, *, peers_first: bool) -> Tuning:

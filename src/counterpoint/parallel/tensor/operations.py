@@ -118,9 +118,7 @@ def _(a: Any, weights: Any, dim: int, group: str, return_gathered: bool = True) 
 
 @_fake("all_gather_linear")
 def _(a: Any, weights: Any, biases: Any, dim: int, group: str, return_gathered: bool) -> Any:
-    gathered = _gathered_like(a, dim, group)
-    outs = [gathered.new_empty(*gathered.shape[:-1], weight.shape[1]) for weight in weights]
-    return gathered if return_gathered else None, outs
+    return torch.ops.counterpoint.all_gather_matmul(a, weights, dim, group, return_gathered=return_gathered)
 
 
 @_operation(
