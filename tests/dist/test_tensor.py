@@ -61,3 +61,10 @@ def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:
     """A row for each kind of call."""
     assert "all_gather_matmul  below 1 MiB" in two_ranks.run(programs.reported)[0]
+
+
+def test_matmuls_that_poll_are_not_taken_on_cpus(two_ranks: Ranks) -> None:
+    """A call that cannot run as it was asked to says so, and is cut."""
+    found = two_ranks.run(programs.asked_to_poll)[0]
+    assert {path for path, _ in found} <= {"cuts", "serial"}
+    assert [why for _, why in found] == ["asked for flagged, which does not do this call"] * 2

@@ -148,7 +148,7 @@ def _blocks() -> tuple[Block, ...]:
 
 
 SYMM_MEM = "symm_mem"  # torch's fused operations
-TENSOR_MECHANISMS = ("torch", SYMM_MEM, "serial", "cuts", "auto")
+TENSOR_MECHANISMS = ("torch", SYMM_MEM, "serial", "cuts", "flagged", "auto")
 GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their rows are to be scattered
     (8192, 7168, 8192),
     (8192, 7168, 4096),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _OPERATIONS = get_args(TensorOperation)
-_FORCED = ("serial", "cuts")  # mechanisms that a call may be unable to take
+_FORCED = ("serial", "cuts", "flagged")  # mechanisms that a call may be unable to take
 _MATMUL = "matmul alone"
 
 

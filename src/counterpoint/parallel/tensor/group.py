@@ -33,11 +33,14 @@ from counterpoint.parallel.tensor.overlapped import (
     copy_blocks,
     empty_for_op,
     gather_and_multiply,
+    gather_flagged,
     multiply_and_scatter,
+    scatter_flagged,
 )
 from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions
 
 _c10d: Any = distributed_c10d
+_WORDS = 1 << 12  # of 32 bits, for matmuls that poll: an error, and a count for each partition
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
 
@@ -56,6 +59,7 @@ class TensorGroup:
         self._counts = CallCounts()
         self._communicator: Communicator | None = None
         self._plans: Plans | None = None
+        self._words = torch.empty(0, dtype=torch.int32)
         self._why_not = "one rank" if self.world_size == 1 else None
 
     def report(self) -> BackendReport:
@@ -109,7 +113,10 @@ class TensorGroup:
             a_scale = self._gathered(a_scale, dim)
         scale = _flat_scale(a_scale)
         columns = [weight.columns for weight in weights]
-        planned = self._planned("all_gather_matmul", a_shard, dim, 1, columns, a_shard.nbytes * self.world_size)
+        planned = self._planned(
+            "all_gather_matmul", a_shard, dim, 1, columns, a_shard.nbytes * self.world_size,
+            may_poll=all(weight.scale is None for weight in weights),
+        )  # fmt: skip
         if planned is None:
             gathered = self._gathered(a_shard, dim)
             return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
@@ -126,16 +133,12 @@ class TensorGroup:
         kept = {"no": None, "symmetric": whole}.get(keep)
         if keep == "copy":
             kept = torch.empty_like(whole)
-        gather_and_multiply(
-            communicator,
-            a_shard.contiguous().view(layout.batch, layout.rows, -1),
-            whole,
-            plan.pieces,
-            layout,
-            multiply,
-            chunk_rows=chunk_rows,
-            rows_to=kept,
-        )
+        shard = a_shard.contiguous().view(layout.batch, layout.rows, -1)
+        common: dict[str, Any] = {"chunk_rows": chunk_rows, "rows_to": kept}
+        if plan.mechanism == "flagged":
+            gather_flagged(communicator, shard, whole, layout, weights, flat, words=self._words, **common)
+        else:
+            gather_and_multiply(communicator, shard, whole, plan.pieces, layout, multiply, **common)
         return None if kept is None else kept.view(shape), outs
 
     def all_gather_matmul_backward(
@@ -236,7 +239,10 @@ class TensorGroup:
             )
         dtype, scale = weight.product_dtype(a), _flat_scale(a_scale)
         num_bytes = a.numel() // a.shape[-1] * weight.columns * dtype.itemsize
-        planned = self._planned("matmul_reduce_scatter", a, dim, self.world_size, [weight.columns], num_bytes)
+        planned = self._planned(
+            "matmul_reduce_scatter", a, dim, self.world_size, [weight.columns], num_bytes,
+            may_poll=weight.scale is None and weight.bias is None and dtype == a.dtype,
+        )  # fmt: skip
         if planned is None:
             return self._scattered(_product(a, weight, scale), reduce_op, dim)
         communicator, plan, layout, chunk_rows = planned
@@ -246,15 +252,13 @@ class TensorGroup:
             weight.multiply(flat[slab.start : slab.start + slab.rows], out, _part(scale, slab))
 
         out = a.new_empty(*_resized(a, dim, 1 / self.world_size)[:-1], weight.columns, dtype=dtype)
-        multiply_and_scatter(
-            communicator,
-            out.view(layout.batch, layout.rows, -1),
-            plan.pieces,
-            layout,
-            reduce_op,
-            multiply,
-            chunk_rows=chunk_rows,
-        )
+        sums = out.view(layout.batch, layout.rows, -1)
+        if plan.mechanism == "flagged":
+            scatter_flagged(
+                communicator, flat, weight, sums, layout, reduce_op, chunk_rows=chunk_rows, words=self._words
+            )
+        else:
+            multiply_and_scatter(communicator, sums, plan.pieces, layout, reduce_op, multiply, chunk_rows=chunk_rows)
         return out
 
     def matmul_reduce_scatter_backward(
@@ -331,6 +335,7 @@ class TensorGroup:
         *,
         k: int | None = None,
         name: str = "",
+        may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, RowLayout, int] | None:
         """Return how to run a call beside its communication; None if torch makes it. Count the call.
 
@@ -343,6 +348,7 @@ class TensorGroup:
             num_bytes: of the whole array that is communicated.
             k: elements of each sum; None: those of `rows`.
             name: of the operation in the report; empty: `operation`.
+            may_poll: whether a matmul that polls does all that the call needs.
         """
         layout = RowLayout(
             batch=math.prod(rows.shape[:dim]),
@@ -361,6 +367,7 @@ class TensorGroup:
                     k=k or rows.shape[-1],
                     columns=tuple(columns),
                     dtype=dtype_name(rows),
+                    may_poll=may_poll,
                 )
                 plan, chunk_rows = self._plans.get(shape, rows.device)
             except Unsupported as error:
@@ -368,7 +375,8 @@ class TensorGroup:
         if why is not None or plan.mechanism == "torch":
             self._left(name or operation, num_bytes, why or plan.why)
             return None
-        self._counts.add(name or operation, num_bytes, "cuts" if len(plan.pieces) > 1 else "serial", plan.why)
+        path = plan.mechanism if plan.mechanism == "flagged" else "cuts" if len(plan.pieces) > 1 else "serial"
+        self._counts.add(name or operation, num_bytes, path, plan.why)
         return communicator, plan, layout, chunk_rows
 
     def _why_torch(self, rows: Tensor, layout: RowLayout, columns: Sequence[int], num_bytes: int) -> str | None:
@@ -397,6 +405,9 @@ class TensorGroup:
                 raise
             profile = self._communicator.profile if device.type == "cuda" else default_profile()  # CPUs rehearse
             self._plans = Plans(group, profile, self.options)
+            self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # other streams read them, too
         return self._communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:

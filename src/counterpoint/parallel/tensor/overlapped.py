@@ -2,7 +2,8 @@
 
 An all_gather pushes this rank's rows to the peers while its own are multiplied; a piece begins when its rows are there.
 Own rows are read where they are. A reduce_scatter pushes each part of the product as soon as it is computed, those for
-peers first; sums of own rows are made last, in the order of ranks, and rounded once.
+peers first; sums of own rows are made last, in the order of ranks, and rounded once. `gather_flagged` and
+`scatter_flagged` do the same by matmuls that poll (`flagged.py`), on GPUs only.
 
 Rows are counted as in `pair/arrivals.py`: those of all ranks, `[batch, world_size * rows]`, flattened.
 """
@@ -17,9 +18,17 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
 from counterpoint.collectives.program.partitions import BlockPartition
 from counterpoint.pair.arrivals import Slab
 from counterpoint.pair.cuts import Piece
+from counterpoint.parallel.tensor.flagged import (
+    ShardedRows,
+    bind_all_gather_matmul,
+    bind_matmul_reduce_scatter,
+    stored_tiles,
+)
+from counterpoint.parallel.tensor.matmul import Weight
 from counterpoint.parallel.tensor.sums import add_up
 
 GATHER, SCATTER = 0, 1  # channels: both may be under way at once
@@ -38,6 +47,10 @@ class RowLayout:
     def shape(self) -> tuple[int, int]:
         """Return the batch elements, and the rows of all ranks in each."""
         return self.batch, self.world_size * self.rows
+
+    def sharded(self, chunk_rows: int) -> ShardedRows:
+        """Return the rows by their rank and partition, as matmuls that poll want them."""
+        return ShardedRows(rank=self.rank, rows=(self.rows,) * self.world_size, batch=self.batch, chunk_rows=chunk_rows)
 
     def own(self, slab: Slab) -> int | None:
         """Return where rows begin in this rank's flattened block, if they are its own, else None."""
@@ -149,6 +162,93 @@ def multiply_and_scatter(
             if index:  # one behind: the GPU is busy until the peers' parts have come
                 sum_up(own[index - 1][1])
         sum_up(own[-1][1])
+    finally:
+        work.finish()
+
+
+def gather_flagged(
+    communicator: Communicator,
+    shard: Tensor,
+    gathered: Tensor,
+    layout: RowLayout,
+    weights: Sequence[Weight],
+    products: Sequence[Tensor],
+    *,
+    chunk_rows: int,
+    rows_to: Tensor | None,
+    words: Tensor,
+) -> None:
+    """Gather rows while one matmul for each weight takes its tiles in the order in which they arrive.
+
+    Args:
+        communicator: of the ranks; its channel `GATHER` is used.
+        shard: this rank's rows, `[batch, rows, k]`, contiguous.
+        gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
+        layout: of the rows.
+        weights: by which all rows are multiplied.
+        products: of each weight, `[batch * world_size * rows, n]`.
+        chunk_rows: rows of a partition.
+        rows_to: as of `gather_and_multiply`.
+        words: int32, zeros: the error word is the first.
+    """
+    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=chunk_rows, channel=GATHER)
+    assert isinstance(work, PartitionedCudaWork)
+    own, whole, rows = (
+        shard.view(-1, shard.shape[-1]),
+        gathered.view(-1, gathered.shape[-1]),
+        layout.sharded(chunk_rows),
+    )
+    try:
+        for weight, out in zip(weights, products, strict=True):
+            bind_all_gather_matmul(
+                own, whole, weight.matrix, out, rows,
+                words=work.arrival_words, error=words.data_ptr(), bias=weight.bias,
+            )()  # fmt: skip
+        work.arrived(len(work.received))
+        if rows_to is not None:
+            copy_blocks(rows_to, gathered, shard, layout)
+    finally:
+        work.finish()
+
+
+def scatter_flagged(
+    communicator: Communicator,
+    a: Tensor,
+    weight: Weight,
+    out: Tensor,
+    layout: RowLayout,
+    reduce_op: str,
+    *,
+    chunk_rows: int,
+    words: Tensor,
+) -> None:
+    """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
+
+    Args:
+        communicator: of the ranks; its channel `SCATTER` is used.
+        a: `[batch * world_size * rows, k]`.
+        weight: without bias.
+        out: this rank's sums, `[batch, rows, n]`.
+        layout: of the rows.
+        reduce_op: sum or avg.
+        chunk_rows: rows of a partition.
+        words: int32, zeros, kept from call to call: the error word, then a count for each partition, set back here.
+    """
+    n, columns, rows = layout.world_size, out.shape[-1], layout.sharded(chunk_rows)
+    staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
+    product = torch.empty(layout.batch, n * layout.rows, columns, dtype=out.dtype, device=out.device)
+    counts = words[1:]
+    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=chunk_rows, channel=SCATTER)
+    assert isinstance(work, PartitionedCudaWork)
+    try:
+        bind_matmul_reduce_scatter(
+            a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), rows,
+            stored=counts.data_ptr(), words=work.arrival_words, error=words.data_ptr(), average=reduce_op == "avg",
+        )()  # fmt: skip
+        stored = stored_tiles(rows, columns)
+        for one in work.sent:
+            word = counts.data_ptr() + counts.itemsize * rows.word(one.peer, one.chunk)
+            work.ready_when(word, stored[one.peer, one.chunk])
     finally:
         work.finish()
 

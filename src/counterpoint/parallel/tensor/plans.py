@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -17,9 +19,16 @@ from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
+from counterpoint.parallel.tensor.flagged import (
+    TYPES,
+    ShardedRows,
+    bind_all_gather_matmul,
+    bind_matmul_reduce_scatter,
+)
 from counterpoint.parallel.tensor.overlapped import RowLayout
 
-Mechanism = Literal["auto", "torch", "serial", "cuts"]
+Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
+POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
 _POINTS, _REPEATS = 32, 5  # of a curve that is measured
 
 
@@ -29,7 +38,8 @@ class TensorOptions(CommunicatorOptions):
 
     Args:
         mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
-            (its own collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (pieces).
+            (its own collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (pieces), `flagged`
+            (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
         measure: time each new shape on the GPU at its first call, which takes a tenth of a second; False: estimate it.
 
     Raises:
@@ -54,6 +64,7 @@ class MatmulShape:
     k: int
     columns: tuple[int, ...]  # of each weight
     dtype: str  # of the operands, torch's name
+    may_poll: bool  # whether a matmul that polls does all that the call needs
 
 
 class Plans:
@@ -89,19 +100,36 @@ class Plans:
             self._profile,
         )
         assert task.chunk_rows is not None
-        return self._chosen(task, layout.rank), task.chunk_rows
+        return self._chosen(task, shape, self._flagged_factor(shape, task, device)), task.chunk_rows
 
-    def _chosen(self, task: ShardedMatmul, rank: int) -> MatmulPlan:
-        plan = choose_matmul(task, rank, self._profile, flagged_factor=None)
-        asked = self._options.mechanism
+    def _chosen(self, task: ShardedMatmul, shape: MatmulShape, flagged_factor: float | None) -> MatmulPlan:
+        rank, asked = shape.layout.rank, self._options.mechanism
+        plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor)
         if asked == "auto" or asked == plan.mechanism:
             return plan
-        if asked == "serial":
+        if asked == "flagged" and flagged_factor is None:
+            return replace(
+                plan, mechanism="cuts", pieces=cut(task, rank, self._profile).pieces,
+                why="asked for flagged, which does not do this call",
+            )  # fmt: skip
+        if asked == "cuts":
+            pieces = cut(task, rank, self._profile).pieces
+        else:
             axis = RowAxis.of(task, rank, self._profile, None, None)
             pieces = axis.pieces([0, len(axis.cells)])
-        else:
-            pieces = cut(task, rank, self._profile).pieces
         return replace(plan, mechanism=asked, pieces=pieces, why=f"asked for {asked}")
+
+    def _flagged_factor(self, shape: MatmulShape, task: ShardedMatmul, device: torch.device) -> float | None:
+        """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all."""
+        asked = self._options.mechanism == "flagged"  # `auto` is to take it when more GPUs have run it
+        if not asked or not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
+            return None
+        try:
+            us = sum(_flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns)
+        except Unsupported:
+            us = 0.0
+        slowest = gather_values(self._group, us)
+        return task.alone_us / max(slowest) if min(slowest) > 0 else None
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
         layout = shape.layout
@@ -116,6 +144,24 @@ class Plans:
 
 
 @lru_cache(maxsize=256)
+def _flagged_us(rows: int, columns: int, k: int, dtype: str, operation: TensorOperation, device: torch.device) -> float:
+    """Return the µs of a matmul that polls, of which all rows are this rank's own: the median, on the current stream.
+
+    Raises:
+        Unsupported: such matmuls do not run here.
+    """
+    kind, layout = getattr(torch, dtype), ShardedRows(rank=0, rows=(rows,))
+    with torch.cuda.device(device):
+        a, out = (torch.randn(rows, size, device=device, dtype=kind) for size in (k, columns))
+        b = torch.randn(columns, k, device=device, dtype=kind).t()
+        if operation == "all_gather_matmul":
+            launch = bind_all_gather_matmul(a, a, b, out, layout, words=0, error=0)
+        else:
+            launch = bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, words=0, error=0)
+        return _median_us([launch], device)[0]
+
+
+@lru_cache(maxsize=256)
 def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device) -> tuple[tuple[int, float], ...]:
     """Return the µs of a matmul at some numbers of rows, up to `rows`: medians, on the current stream."""
     step = max(128, -(-rows // _POINTS // 128) * 128)
@@ -124,16 +170,22 @@ def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device)
         a = torch.randn(rows, k, device=device, dtype=getattr(torch, dtype))
         b = torch.randn(columns, k, device=device, dtype=getattr(torch, dtype)).t()
         out = torch.empty(rows, columns, device=device, dtype=getattr(torch, dtype))
-        times: dict[int, list[float]] = {count: [] for count in counts}
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(counts) + 1)]
-        for repeat in range(_REPEATS + 1):
-            torch.cuda._sleep(2_000_000)  # the host is ahead when the first matmul begins
-            events[0].record()
-            for count, event in zip(counts, events[1:], strict=True):
-                torch.mm(a[:count], b, out=out[:count])
-                event.record()
-            torch.cuda.synchronize(device)
-            for index, count in enumerate(counts):
-                if repeat:
-                    times[count].append(1000.0 * events[index].elapsed_time(events[index + 1]))
-    return tuple((count, median(times[count])) for count in counts)
+        launches = [partial(torch.mm, a[:count], b, out=out[:count]) for count in counts]
+        return tuple(zip(counts, _median_us(launches, device), strict=True))
+
+
+def _median_us(launches: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Return the median µs of each of these launches, one behind the other on the current stream."""
+    times: list[list[float]] = [[] for _ in launches]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
+    for repeat in range(_REPEATS + 1):
+        torch.cuda._sleep(2_000_000)  # the host is ahead when the first one begins
+        events[0].record()
+        for launch, event in zip(launches, events[1:], strict=True):
+            launch()
+            event.record()
+        torch.cuda.synchronize(device)
+        if repeat:
+            for each, (first, last) in zip(times, pairwise(events), strict=True):
+                each.append(1000.0 * first.elapsed_time(last))
+    return [median(each) for each in times]
