@@ -20,8 +20,8 @@ class RoutedCalls:
     """Counts calls of one kind: which way they went, and why.
 
     `path` is `zero_sm` for calls by copy engines (on CPUs: by this package's threads), `hosts` for those that go over
-    several hosts, and `torch` for those that torch's own backend made. Tensor-parallel matmuls have `serial`, `cuts` and
-    `flagged` (`parallel/tensor`).
+    several hosts, and `torch` for those that torch's own backend made. Tensor-parallel matmuls have `serial`, `cuts`
+    and `flagged` (`parallel/tensor`).
     """
 
     operation: str
