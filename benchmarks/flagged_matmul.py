@@ -27,9 +27,9 @@ from provenance import gpu_provenance, write_result
 from tables import print_table
 
 from counterpoint.collectives.cuda.driver import Executor
+from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    ShardedRows,
     TileRun,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,

@@ -296,6 +296,6 @@ def asked_to_poll(session: Session) -> list[tuple[str, str]]:
     group = tensor_group(name, TensorOptions(mechanism="flagged", timeout_s=60))
     OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
     OPS.matmul_reduce_scatter(torch.randn(64, 32), torch.randn(32, 16), "sum", 0, name)
-    found = [(row.path, row.why) for row in group.report().rows]
+    found = [(str(row.path), row.why) for row in group.report().rows]
     group.close()
     return found

@@ -4,6 +4,7 @@
 worth. `choice.py`: SMs for each side. `sm_split.py`: divisions of the SMs, and which blocks fit. `curves.py`: measured
 times alone, interpolated. Figures come from `machine/profile.py`. Other packages may import all of these files.
 
-A matmul that depends on its communication: `row_curves.py` has its time by rows, `arrivals.py` when rows come and
-whether that can hide, `cuts.py` the best pieces, `matmul_choice.py` how it runs best.
+A matmul that depends on its communication: `row_curves.py` has its time by rows, `sharded_rows.py` whose rows are
+where, `arrivals.py` when rows come and whether that can hide, `cuts.py` the best pieces, `matmul_choice.py` how it runs
+best.
 """

@@ -11,28 +11,19 @@ docs/design/tensor.md has the equations and what they leave out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.row_curves import DTYPES, RowCurve
+from counterpoint.pair.sharded_rows import ShardedRows, Slabs, merged
 from counterpoint.pair.together import disturbance
 
 TensorOperation = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without SMs
-
-
-class Slab(NamedTuple):
-    """Names consecutive rows of the flattened whole."""
-
-    start: int
-    rows: int
-
-
-Slabs: TypeAlias = tuple[Slab, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,18 +92,14 @@ class ShardedMatmul:
         """Return the floating-point operations of the matmuls on one rank."""
         return 2.0 * self.rows * sum(curve.n * curve.k for curve in self.curves)
 
+    @property
+    def sharded(self) -> ShardedRows:
+        """Return whose rows are where."""
+        return ShardedRows(rows=self.shard_rows, batch=self.batch, chunk_rows=self.chunk_rows)
+
     def chunks_of(self, rank: int) -> list[Slabs]:
         """Return the rows of a rank in the chunks in which they are sent: slabs of the flattened whole."""
-        sequence, shard, first = sum(self.shard_rows), self.shard_rows[rank], sum(self.shard_rows[:rank])
-        block = self.batch * shard
-        found = []
-        for start in range(0, block, self.chunk_rows or max(block, 1)):
-            end = min(block, start + (self.chunk_rows or block))
-            bounds = [start, *range((start // shard + 1) * shard, end, shard), end]
-            found.append(
-                tuple(Slab(low // shard * sequence + first + low % shard, high - low) for low, high in pairwise(bounds))
-            )
-        return found
+        return [self.sharded.slabs(rank, rows) for rows in self.sharded.chunks(rank)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,17 +137,6 @@ def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) 
     mine = merged(slab for slabs in task.chunks_of(rank) for slab in slabs)
     own = Segment(rank=rank, slabs=mine, us=sum(sums))
     return (*others, own) if task.is_scatter else (own, *others)
-
-
-def merged(slabs: Iterable[Slab]) -> Slabs:
-    """Return the rows of slabs, which may not overlap, as few slabs in ascending order."""
-    found: list[Slab] = []
-    for slab in sorted(slabs):
-        if found and sum(found[-1]) == slab.start:
-            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
-        else:
-            found.append(slab)
-    return tuple(found)
 
 
 def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:

@@ -23,10 +23,9 @@ from counterpoint.pair.arrivals import (
     COPY_ENGINES,
     Segment,
     ShardedMatmul,
-    Slab,
-    merged,
     segments_of,
 )
+from counterpoint.pair.sharded_rows import Slab, merged
 from counterpoint.pair.together import disturbance
 
 MAX_CELLS = 64  # of the grid, which grows with the rows

@@ -23,13 +23,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.parallel.tensor.flagged import (
-    MatmulTiles,
-    ShardedRows,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
-    warm,
-)
+from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_all_gather_matmul, bind_matmul_reduce_scatter, warm
 
 SEEN = {
     "poll": r"(?:ld|atom)\.global\.sys\.acquire",

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    ShardedRows,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
     stored_tiles,

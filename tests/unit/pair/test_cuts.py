@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
-from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, segments_of
+from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, segments_of
 from counterpoint.pair.cuts import MAX_CELLS, Piece, RowAxis, cut
 from counterpoint.pair.matmul_choice import choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import RowCurve, estimated_curve
+from counterpoint.pair.sharded_rows import Slab
 
 H200 = default_profile()
 OPERATIONS: tuple[TensorOperation, ...] = ("all_gather_matmul", "matmul_reduce_scatter")

@@ -15,9 +15,9 @@ from counterpoint.collectives.program.partitions import BlockPartition, partitio
 from counterpoint.collectives.program.steps import Flag, Tuning, flag_word
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    ShardedRows,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
     stored_tiles,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,77 +26,12 @@ import torch
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.pair.sharded_rows import ShardedRows
 
 MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
 HOPPER = 9  # compute capability
 TMA_BYTES = 16  # what addresses and strides must be multiples of
 TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedRows:
-    """Says which rows of a matrix belong to which rank.
-
-    The matrix has `batch` slabs, in each of which the ranks' rows follow one another: row i of the peer's rows in slab
-    b is row `b * sum(rows) + sum(rows[:peer]) + i`. The peer's *shard* has only its rows, slab after slab.
-
-    Args:
-        rank: this rank.
-        rows: how many rows each rank has in each slab.
-        batch: number of slabs.
-        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), counted through the
-            slabs, each with a word of its own; None: in one. A multiple of the rows of a tile wastes none.
-
-    Raises:
-        Misconfigured: a number is out of its range.
-    """
-
-    rank: int
-    rows: tuple[int, ...]
-    batch: int = 1
-    chunk_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < len(self.rows):
-            raise Misconfigured(
-                f"rank={self.rank} with the rows of {len(self.rows)} ranks: give the rows of every rank"
-            )
-        if min(self.rows) < 0 or self.batch < 1 or (self.chunk_rows is not None and self.chunk_rows < 1):
-            raise Misconfigured(
-                f"rows={self.rows}, batch={self.batch}, chunk_rows={self.chunk_rows}: give rows of 0 or more, and a "
-                f"batch and chunk_rows of 1 or more"
-            )
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.rows)
-
-    @property
-    def total(self) -> int:
-        """Return the rows of the whole matrix."""
-        return self.batch * sum(self.rows)
-
-    def shard(self, peer: int) -> int:
-        """Return the rows of the peer's shard."""
-        return self.batch * self.rows[peer]
-
-    def chunks(self, peer: int) -> tuple[range, ...]:
-        """Return the rows of each chunk of the peer's shard."""
-        rows = self.shard(peer)
-        step = self.chunk_rows or max(rows, 1)
-        return tuple(range(start, min(start + step, rows)) for start in range(0, rows, step))
-
-    def word(self, peer: int, chunk: int) -> int:
-        """Return the place of the word of a peer's chunk among the words."""
-        return chunk * self.world_size + peer
-
-    def missing(self, error: int) -> tuple[int, int] | None:
-        """Return peer and chunk that a matmul has waited for in vain, from its error word; None if it is 0."""
-        if not error:
-            return None
-        chunk, peer = divmod(error - 1, self.world_size)
-        return peer, chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,33 +86,24 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
     for turn in range(layout.world_size) if gathers else range(1, layout.world_size + 1):
         peer = (layout.rank + (-turn if gathers else turn)) % layout.world_size
         own = peer == layout.rank
-        for in_matrix, in_shard, rows, chunk in _runs(layout, peer, whole=own and gathers):
-            begin = found[-1].end if found else 0
-            found.append(
-                TileRun(
-                    begin=begin,
-                    end=begin - (-rows // tile_rows),
-                    source=in_shard if own and gathers else in_matrix,
-                    target=in_shard if own and not gathers else in_matrix,
-                    rows=rows,
-                    peer=peer,
-                    chunk=chunk,
+        chunks = (range(layout.shard(peer)),) if own and gathers else layout.chunks(peer)
+        for chunk, block in enumerate(chunks):
+            in_shard = block.start
+            for in_matrix, rows in layout.slabs(peer, block):
+                begin = found[-1].end if found else 0
+                found.append(
+                    TileRun(
+                        begin=begin,
+                        end=begin - (-rows // tile_rows),
+                        source=in_shard if own and gathers else in_matrix,
+                        target=in_shard if own and not gathers else in_matrix,
+                        rows=rows,
+                        peer=peer,
+                        chunk=chunk,
+                    )
                 )
-            )
+                in_shard += rows
     return tuple(found)
-
-
-def _runs(layout: ShardedRows, peer: int, *, whole: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (row of the matrix, row of the shard, rows, chunk) of what is adjacent in both; `whole`: chunks or not."""
-    height = layout.rows[peer]
-    chunks = (range(layout.shard(peer)),) if whole else layout.chunks(peer)
-    for chunk, rows in enumerate(chunks):
-        start = rows.start
-        while start < rows.stop:
-            slab, row = divmod(start, height)
-            stop = min(rows.stop, (slab + 1) * height)
-            yield slab * sum(layout.rows) + sum(layout.rows[:peer]) + row, start, stop - start, chunk
-            start = stop
 
 
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:

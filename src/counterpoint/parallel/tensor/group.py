@@ -22,14 +22,14 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
-from counterpoint.pair.arrivals import Slab, TensorOperation
+from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
+from counterpoint.pair.sharded_rows import ShardedRows, Slab
 from counterpoint.parallel.backend.group import CounterpointGroup
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
     GATHER,
-    RowLayout,
     copy_blocks,
     empty_for_op,
     gather_and_multiply,
@@ -120,7 +120,7 @@ class TensorGroup:
         if planned is None:
             gathered = self._gathered(a_shard, dim)
             return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
-        communicator, plan, layout, chunk_rows = planned
+        communicator, plan, layout = planned
         shape = _resized(a_shard, dim, self.world_size)
         outs = [a_shard.new_empty(*shape[:-1], one.columns, dtype=one.product_dtype(a_shard)) for one in weights]
         flat = [out.view(-1, out.shape[-1]) for out in outs]
@@ -129,16 +129,15 @@ class TensorGroup:
             for weight, out in zip(weights, flat, strict=True):
                 weight.multiply(rows, out[slab.start : slab.start + slab.rows], _part(scale, slab))
 
-        whole = empty_for_op(communicator, *layout.shape, a_shard.shape[-1], dtype=a_shard.dtype)
+        whole = empty_for_op(communicator, layout.batch, sum(layout.rows), a_shard.shape[-1], dtype=a_shard.dtype)
         kept = {"no": None, "symmetric": whole}.get(keep)
         if keep == "copy":
             kept = torch.empty_like(whole)
-        shard = a_shard.contiguous().view(layout.batch, layout.rows, -1)
-        common: dict[str, Any] = {"chunk_rows": chunk_rows, "rows_to": kept}
+        shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
         if plan.mechanism == "flagged":
-            gather_flagged(communicator, shard, whole, layout, weights, flat, words=self._words, **common)
+            gather_flagged(communicator, shard, whole, layout, weights, flat, rows_to=kept, words=self._words)
         else:
-            gather_and_multiply(communicator, shard, whole, plan.pieces, layout, multiply, **common)
+            gather_and_multiply(communicator, shard, whole, plan.pieces, layout, multiply, rows_to=kept)
         return None if kept is None else kept.view(shape), outs
 
     def all_gather_matmul_backward(
@@ -174,15 +173,15 @@ class TensorGroup:
                 self._grad_of_rows(weights, grads, grad_gathered, dim) if needs_a else None,
                 _grads_of_weights(self._gathered(a_shard, dim), flat, weights) if needs_weights else [],
             )
-        communicator, plan, layout, chunk_rows = planned
+        communicator, plan, layout = planned
         extra = None if grad_gathered is None else grad_gathered.reshape(-1, grad_gathered.shape[-1])
-        shard = a_shard.contiguous().view(layout.batch, layout.rows, -1)
+        shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
         rows = work = None
         grad_weights: list[Tensor] = []
         if needs_weights:
-            rows = empty_for_op(communicator, *layout.shape, shard.shape[-1], dtype=shard.dtype)
+            rows = empty_for_op(communicator, layout.batch, sum(layout.rows), shard.shape[-1], dtype=shard.dtype)
             work = communicator.partitioned_all_gather(
-                rows, shard, dim=1, chunk_rows=layout.batch * layout.rows, channel=GATHER
+                rows, shard, dim=1, chunk_rows=layout.shard(layout.rank), channel=GATHER
             )
 
         def multiply(slab: Slab, out: Tensor) -> None:
@@ -203,12 +202,11 @@ class TensorGroup:
         try:
             multiply_and_scatter(
                 communicator,
-                grad_a.view(layout.batch, layout.rows, -1),
+                grad_a.view(layout.batch, -1, a_shard.shape[-1]),
                 plan.pieces,
                 layout,
                 "sum",
                 multiply,
-                chunk_rows=chunk_rows,
                 between=multiply_rows,
             )
         finally:
@@ -245,20 +243,18 @@ class TensorGroup:
         )  # fmt: skip
         if planned is None:
             return self._scattered(_product(a, weight, scale), reduce_op, dim)
-        communicator, plan, layout, chunk_rows = planned
+        communicator, plan, layout = planned
         flat = a.reshape(-1, a.shape[-1])
 
         def multiply(slab: Slab, out: Tensor) -> None:
             weight.multiply(flat[slab.start : slab.start + slab.rows], out, _part(scale, slab))
 
         out = a.new_empty(*_resized(a, dim, 1 / self.world_size)[:-1], weight.columns, dtype=dtype)
-        sums = out.view(layout.batch, layout.rows, -1)
+        sums = out.view(layout.batch, -1, weight.columns)
         if plan.mechanism == "flagged":
-            scatter_flagged(
-                communicator, flat, weight, sums, layout, reduce_op, chunk_rows=chunk_rows, words=self._words
-            )
+            scatter_flagged(communicator, flat, weight, sums, layout, reduce_op, words=self._words)
         else:
-            multiply_and_scatter(communicator, sums, plan.pieces, layout, reduce_op, multiply, chunk_rows=chunk_rows)
+            multiply_and_scatter(communicator, sums, plan.pieces, layout, reduce_op, multiply)
         return out
 
     def matmul_reduce_scatter_backward(
@@ -290,12 +286,12 @@ class TensorGroup:
             product = _product(a, weight, None)
             torch_function("all_reduce")(product, group=self.group)
             return self._averaged(product, reduce_op)
-        communicator, plan, layout, chunk_rows = planned
-        whole = empty_for_op(communicator, self.world_size, layout.rows, weight.columns, dtype=a.dtype)
-        out = a.new_empty(self.world_size, layout.rows, weight.columns)
+        communicator, plan, layout = planned
+        whole = empty_for_op(communicator, self.world_size, layout.shard(layout.rank), weight.columns, dtype=a.dtype)
+        out = a.new_empty(self.world_size, layout.shard(layout.rank), weight.columns)
         own = out[layout.rank]
         work = communicator.partitioned_all_gather(
-            whole.view(-1, weight.columns), own, chunk_rows=chunk_rows, supplied=False, channel=GATHER
+            whole.view(-1, weight.columns), own, chunk_rows=layout.most_sent, supplied=False, channel=GATHER
         )
         peers = self.world_size - 1
 
@@ -303,18 +299,17 @@ class TensorGroup:
             weight.multiply(flat[slab.start : slab.start + slab.rows], out)
 
         def summed(rows: int) -> None:
-            chunks = -(-rows // chunk_rows) if rows == layout.rows else rows // chunk_rows
+            chunks = len(layout.chunks(layout.rank)) if rows == own.shape[0] else rows // layout.most_sent
             work.ready(chunks * peers)
 
         try:
             multiply_and_scatter(
                 communicator,
-                own.view(1, layout.rows, -1),
+                own[None],
                 plan.pieces,
                 layout,
                 reduce_op,
                 multiply,
-                chunk_rows=chunk_rows,
                 summed=summed,
             )
         finally:
@@ -336,7 +331,7 @@ class TensorGroup:
         k: int | None = None,
         name: str = "",
         may_poll: bool = False,
-    ) -> tuple[Communicator, MatmulPlan, RowLayout, int] | None:
+    ) -> tuple[Communicator, MatmulPlan, ShardedRows] | None:
         """Return how to run a call beside its communication; None if torch makes it. Count the call.
 
         Args:
@@ -350,11 +345,10 @@ class TensorGroup:
             name: of the operation in the report; empty: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
-        layout = RowLayout(
-            batch=math.prod(rows.shape[:dim]),
-            rows=math.prod(rows.shape[dim:-1]) // ranks,
-            world_size=self.world_size,
+        layout = ShardedRows(
+            rows=(math.prod(rows.shape[dim:-1]) // ranks,) * self.world_size,
             rank=self.rank,
+            batch=math.prod(rows.shape[:dim]),
         )
         why = self._why_not or self._why_torch(rows, layout, columns, num_bytes)
         if why is None:
@@ -369,7 +363,7 @@ class TensorGroup:
                     dtype=dtype_name(rows),
                     may_poll=may_poll,
                 )
-                plan, chunk_rows = self._plans.get(shape, rows.device)
+                plan, layout = self._plans.get(shape, rows.device)
             except Unsupported as error:
                 why = str(error)
         if why is not None or plan.mechanism == "torch":
@@ -377,14 +371,14 @@ class TensorGroup:
             return None
         path = plan.mechanism if plan.mechanism == "flagged" else "cuts" if len(plan.pieces) > 1 else "serial"
         self._counts.add(name or operation, num_bytes, path, plan.why)
-        return communicator, plan, layout, chunk_rows
+        return communicator, plan, layout
 
-    def _why_torch(self, rows: Tensor, layout: RowLayout, columns: Sequence[int], num_bytes: int) -> str | None:
+    def _why_torch(self, rows: Tensor, layout: ShardedRows, columns: Sequence[int], num_bytes: int) -> str | None:
         if self.options.mechanism == "torch":
             return "asked for torch"
         if not columns or not rows.numel() or not num_bytes:
             return "nothing to multiply"
-        whole = layout.batch * layout.world_size * layout.rows
+        whole = layout.total
         if num_bytes // whole % _ALIGNMENT:
             return f"rows of {num_bytes // whole} bytes, which is no multiple of {_ALIGNMENT}"
         return None

@@ -5,14 +5,12 @@ Own rows are read where they are. A reduce_scatter pushes each part of the produ
 peers first; sums of own rows are made last, in the order of ranks, and rounded once. `gather_flagged` and
 `scatter_flagged` do the same by matmuls that poll (`flagged.py`), on GPUs only.
 
-Rows are counted as in `pair/arrivals.py`: those of all ranks, `[batch, world_size * rows]`, flattened.
+Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +18,9 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
 from counterpoint.collectives.program.partitions import BlockPartition
-from counterpoint.pair.arrivals import Slab
 from counterpoint.pair.cuts import Piece
+from counterpoint.pair.sharded_rows import ShardedRows, Slab
 from counterpoint.parallel.tensor.flagged import (
-    ShardedRows,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
     stored_tiles,
@@ -34,50 +31,14 @@ from counterpoint.parallel.tensor.sums import add_up
 GATHER, SCATTER = 0, 1  # channels: both may be under way at once
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowLayout:
-    """Says how the rows of all ranks lie: `[batch, world_size, rows]`, flattened."""
-
-    batch: int
-    rows: int  # of a rank in each batch element
-    world_size: int
-    rank: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return the batch elements, and the rows of all ranks in each."""
-        return self.batch, self.world_size * self.rows
-
-    def sharded(self, chunk_rows: int) -> ShardedRows:
-        """Return the rows by their rank and partition, as matmuls that poll want them."""
-        return ShardedRows(rank=self.rank, rows=(self.rows,) * self.world_size, batch=self.batch, chunk_rows=chunk_rows)
-
-    def own(self, slab: Slab) -> int | None:
-        """Return where rows begin in this rank's flattened block, if they are its own, else None."""
-        batch, rest = divmod(slab.start, self.world_size * self.rows)
-        rank, first = divmod(rest, self.rows)
-        return batch * self.rows + first if rank == self.rank else None
-
-    def apart(self, slabs: Sequence[Slab]) -> Iterator[Slab]:
-        """Yield slabs cut where own rows begin and end."""
-        whole = self.world_size * self.rows
-        begins = [batch * whole + self.rank * self.rows for batch in range(self.batch)]
-        bounds = [bound for begin in begins for bound in (begin, begin + self.rows)]
-        for start, rows in slabs:
-            end = start + rows
-            for low, high in pairwise([start, *(bound for bound in bounds if start < bound < end), end]):
-                yield Slab(low, high - low)
-
-
 def gather_and_multiply(
     communicator: Communicator,
     shard: Tensor,
     gathered: Tensor,
     pieces: Sequence[Piece],
-    layout: RowLayout,
+    layout: ShardedRows,
     multiply: Callable[[Slab, Tensor], None],
     *,
-    chunk_rows: int,
     rows_to: Tensor | None,
 ) -> None:
     """Gather rows, and multiply each piece when it is there.
@@ -89,10 +50,9 @@ def gather_and_multiply(
         pieces: in their order; their `segment` is the number of partitions that have to be there.
         layout: of the rows.
         multiply: multiplies a slab of the rows, which it is given.
-        chunk_rows: rows of a partition.
         rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
     """
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=chunk_rows, channel=GATHER)
+    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
     flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
     try:
         for piece in pieces:
@@ -111,11 +71,10 @@ def multiply_and_scatter(
     communicator: Communicator,
     out: Tensor,
     pieces: Sequence[Piece],
-    layout: RowLayout,
+    layout: ShardedRows,
     reduce_op: str,
     multiply: Callable[[Slab, Tensor], None],
     *,
-    chunk_rows: int,
     between: Callable[[], None] = lambda: None,
     summed: Callable[[int], None] = lambda rows: None,
 ) -> None:
@@ -128,20 +87,19 @@ def multiply_and_scatter(
         layout: of the rows.
         reduce_op: sum or avg.
         multiply: writes the product of a slab of rows.
-        chunk_rows: rows of a partition.
         between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
         summed: called with the number of own rows, from the first on, whose sums are there.
     """
     n, columns = layout.world_size, out.shape[-1]
     staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
-    product = torch.empty(layout.batch, n * layout.rows, columns, dtype=out.dtype, device=out.device)
+    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
     parts, whole, sums = staging.view(n, -1, columns), product.view(-1, columns), out.view(-1, columns)
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=chunk_rows, channel=SCATTER)
+    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
     own: list[tuple[Slab, slice]] = []
     complete = [0]  # own rows from the first on whose sums are there
 
     def sum_up(mine: slice) -> None:
-        work.arrived(_needed(work.received, chunk_rows, mine.stop))
+        work.arrived(_needed(work.received, layout.most_sent, mine.stop))
         add_up(parts[:, mine], sums[mine], reduce_op)
         if mine.start == complete[-1]:
             complete.append(mine.stop)
@@ -170,11 +128,10 @@ def gather_flagged(
     communicator: Communicator,
     shard: Tensor,
     gathered: Tensor,
-    layout: RowLayout,
+    layout: ShardedRows,
     weights: Sequence[Weight],
     products: Sequence[Tensor],
     *,
-    chunk_rows: int,
     rows_to: Tensor | None,
     words: Tensor,
 ) -> None:
@@ -187,21 +144,16 @@ def gather_flagged(
         layout: of the rows.
         weights: by which all rows are multiplied.
         products: of each weight, `[batch * world_size * rows, n]`.
-        chunk_rows: rows of a partition.
         rows_to: as of `gather_and_multiply`.
         words: int32, zeros: the error word is the first.
     """
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=chunk_rows, channel=GATHER)
+    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
     assert isinstance(work, PartitionedCudaWork)
-    own, whole, rows = (
-        shard.view(-1, shard.shape[-1]),
-        gathered.view(-1, gathered.shape[-1]),
-        layout.sharded(chunk_rows),
-    )
+    own, whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
     try:
         for weight, out in zip(weights, products, strict=True):
             bind_all_gather_matmul(
-                own, whole, weight.matrix, out, rows,
+                own, whole, weight.matrix, out, layout,
                 words=work.arrival_words, error=words.data_ptr(), bias=weight.bias,
             )()  # fmt: skip
         work.arrived(len(work.received))
@@ -216,10 +168,9 @@ def scatter_flagged(
     a: Tensor,
     weight: Weight,
     out: Tensor,
-    layout: RowLayout,
+    layout: ShardedRows,
     reduce_op: str,
     *,
-    chunk_rows: int,
     words: Tensor,
 ) -> None:
     """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
@@ -231,34 +182,33 @@ def scatter_flagged(
         out: this rank's sums, `[batch, rows, n]`.
         layout: of the rows.
         reduce_op: sum or avg.
-        chunk_rows: rows of a partition.
         words: int32, zeros, kept from call to call: the error word, then a count for each partition, set back here.
     """
-    n, columns, rows = layout.world_size, out.shape[-1], layout.sharded(chunk_rows)
+    n, columns = layout.world_size, out.shape[-1]
     staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
-    product = torch.empty(layout.batch, n * layout.rows, columns, dtype=out.dtype, device=out.device)
+    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
     counts = words[1:]
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=chunk_rows, channel=SCATTER)
+    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
     assert isinstance(work, PartitionedCudaWork)
     try:
         bind_matmul_reduce_scatter(
-            a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), rows,
+            a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), layout,
             stored=counts.data_ptr(), words=work.arrival_words, error=words.data_ptr(), average=reduce_op == "avg",
         )()  # fmt: skip
-        stored = stored_tiles(rows, columns)
+        stored = stored_tiles(layout, columns)
         for one in work.sent:
-            word = counts.data_ptr() + counts.itemsize * rows.word(one.peer, one.chunk)
+            word = counts.data_ptr() + counts.itemsize * layout.word(one.peer, one.chunk)
             work.ready_when(word, stored[one.peer, one.chunk])
     finally:
         work.finish()
 
 
-def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: RowLayout) -> None:
+def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: ShardedRows) -> None:
     """Copy all rows to `target`: this rank's from `own`, the peers' from `gathered`, unless they are there."""
-    shape = layout.batch, layout.world_size, layout.rows, target.shape[-1]
+    shape = layout.batch, layout.world_size, layout.rows[layout.rank], target.shape[-1]
     blocks, there = target.view(shape), gathered.view(shape)
     if own.data_ptr() != blocks[:, layout.rank].data_ptr():
-        blocks[:, layout.rank].copy_(own.view(layout.batch, layout.rows, -1))
+        blocks[:, layout.rank].copy_(own.view(layout.batch, layout.rows[layout.rank], -1))
     if target is not gathered:
         for part in (slice(0, layout.rank), slice(layout.rank + 1, layout.world_size)):
             blocks[:, part].copy_(there[:, part])

@@ -19,13 +19,12 @@ from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
+from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     TYPES,
-    ShardedRows,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
 )
-from counterpoint.parallel.tensor.overlapped import RowLayout
 
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
@@ -60,7 +59,7 @@ class MatmulShape:
     """Describes a call: what all ranks have in common."""
 
     operation: TensorOperation
-    layout: RowLayout
+    layout: ShardedRows  # chunks are not chosen yet
     k: int
     columns: tuple[int, ...]  # of each weight
     dtype: str  # of the operands, torch's name
@@ -72,10 +71,10 @@ class Plans:
 
     def __init__(self, group: Any, profile: Profile, options: TensorOptions) -> None:
         self._group, self._profile, self._options = group, profile, options
-        self._known: dict[MatmulShape, tuple[MatmulPlan, int]] = {}
+        self._known: dict[MatmulShape, tuple[MatmulPlan, ShardedRows]] = {}
 
-    def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, int]:
-        """Return the plan of a call on this rank, and the rows of a partition.
+    def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, ShardedRows]:
+        """Return the plan of a call on this rank, and its rows with the chunks in which they are sent.
 
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
@@ -85,22 +84,17 @@ class Plans:
             found = self._known[shape] = self._planned(shape, device)
         return found
 
-    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, int]:
+    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, ShardedRows]:
         if shape.dtype not in DTYPES:
             raise Unsupported(f"no plan for matmuls of {shape.dtype}")
         layout = shape.layout
         curves = tuple(self._curve(shape, columns, device) for columns in shape.columns)
         task = with_best_chunks(
-            ShardedMatmul(
-                operation=shape.operation,
-                curves=curves,
-                shard_rows=(layout.rows,) * layout.world_size,
-                batch=layout.batch,
-            ),
+            ShardedMatmul(operation=shape.operation, curves=curves, shard_rows=layout.rows, batch=layout.batch),
             self._profile,
         )
-        assert task.chunk_rows is not None
-        return self._chosen(task, shape, self._flagged_factor(shape, task, device)), task.chunk_rows
+        plan = self._chosen(task, shape, self._flagged_factor(shape, task, device))
+        return plan, replace(layout, chunk_rows=task.chunk_rows)
 
     def _chosen(self, task: ShardedMatmul, shape: MatmulShape, flagged_factor: float | None) -> MatmulPlan:
         rank, asked = shape.layout.rank, self._options.mechanism
@@ -132,8 +126,7 @@ class Plans:
         return task.alone_us / max(slowest) if min(slowest) > 0 else None
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
-        layout = shape.layout
-        rows = layout.batch * layout.world_size * layout.rows
+        rows = shape.layout.total
         if device.type != "cuda" or not self._options.measure or shape.dtype.startswith("float8"):
             return estimated_curve(columns, shape.k, shape.dtype, rows, self._profile)
         if torch.cuda.is_current_stream_capturing():

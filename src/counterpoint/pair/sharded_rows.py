@@ -1,0 +1,126 @@
+"""Say which rows of a matrix that ranks share belong to which of them, and in which chunks they are sent. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+from counterpoint.errors import Misconfigured
+
+
+class Slab(NamedTuple):
+    """Names consecutive rows of the flattened whole."""
+
+    start: int
+    rows: int
+
+
+Slabs: TypeAlias = tuple[Slab, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedRows:
+    """Says which rows of a matrix, `[batch, rows of all ranks]` flattened, belong to which rank.
+
+    Row i of a peer's rows in batch element b is row `b * sum(rows) + sum(rows[:peer]) + i`. The peer's *shard* has only
+    its rows, batch element after batch element.
+
+    Args:
+        rows: how many rows each rank has in each batch element.
+        rank: this rank.
+        batch: number of batch elements.
+        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), counted through the
+            batch, each with a word of its own; None: in one. A multiple of the rows of a tile wastes none.
+
+    Raises:
+        Misconfigured: a number is out of its range.
+    """
+
+    rows: tuple[int, ...]
+    rank: int = 0
+    batch: int = 1
+    chunk_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.rows):
+            raise Misconfigured(
+                f"rank={self.rank} with the rows of {len(self.rows)} ranks: give the rows of every rank"
+            )
+        if min(self.rows) < 0 or self.batch < 1 or (self.chunk_rows is not None and self.chunk_rows < 1):
+            raise Misconfigured(
+                f"rows={self.rows}, batch={self.batch}, chunk_rows={self.chunk_rows}: give rows of 0 or more, and a "
+                f"batch and chunk_rows of 1 or more"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rows)
+
+    @property
+    def total(self) -> int:
+        """Return the rows of the whole matrix."""
+        return self.batch * sum(self.rows)
+
+    @property
+    def most_sent(self) -> int:
+        """Return the rows of the largest chunk: `chunk_rows`, or the largest shard."""
+        return self.chunk_rows or max(self.batch * max(self.rows), 1)
+
+    def shard(self, peer: int) -> int:
+        """Return the rows of the peer's shard."""
+        return self.batch * self.rows[peer]
+
+    def chunks(self, peer: int) -> tuple[range, ...]:
+        """Return the rows of each chunk of the peer's shard."""
+        rows = self.shard(peer)
+        return tuple(range(start, min(start + self.most_sent, rows)) for start in range(0, rows, self.most_sent))
+
+    def slabs(self, peer: int, rows: range) -> Slabs:
+        """Return where rows of the peer's shard are in the matrix: a slab for each batch element that they touch."""
+        height, first = self.rows[peer], sum(self.rows[:peer])
+        bounds = [rows.start, *range((rows.start // max(height, 1) + 1) * height, rows.stop, max(height, 1)), rows.stop]
+        return tuple(
+            Slab(low // height * sum(self.rows) + first + low % height, high - low)
+            for low, high in pairwise(bounds)
+            if high > low
+        )
+
+    def own(self, slab: Slab) -> int | None:
+        """Return where rows begin in this rank's shard, if they are its own, else None."""
+        batch, row = divmod(slab.start, sum(self.rows))
+        row -= sum(self.rows[: self.rank])
+        return batch * self.rows[self.rank] + row if 0 <= row < self.rows[self.rank] else None
+
+    def apart(self, slabs: Iterable[Slab]) -> Iterator[Slab]:
+        """Yield slabs cut where own rows begin and end."""
+        own = self.slabs(self.rank, range(self.shard(self.rank)))
+        bounds = [bound for start, rows in own for bound in (start, start + rows)]
+        for start, rows in slabs:
+            end = start + rows
+            for low, high in pairwise([start, *(bound for bound in bounds if start < bound < end), end]):
+                yield Slab(low, high - low)
+
+    def word(self, peer: int, chunk: int) -> int:
+        """Return the place of the word of a peer's chunk among the words."""
+        return chunk * self.world_size + peer
+
+    def missing(self, error: int) -> tuple[int, int] | None:
+        """Return peer and chunk that a matmul has waited for in vain, from its error word; None if it is 0."""
+        if not error:
+            return None
+        chunk, peer = divmod(error - 1, self.world_size)
+        return peer, chunk
+
+
+def merged(slabs: Iterable[Slab]) -> Slabs:
+    """Return the rows of slabs, which may not overlap, as few slabs in ascending order."""
+    found: list[Slab] = []
+    for slab in sorted(slabs):
+        if found and sum(found[-1]) == slab.start:
+            found[-1] = Slab(found[-1].start, found[-1].rows + slab.rows)
+        else:
+            found.append(slab)
+    return tuple(found)
