@@ -3,39 +3,51 @@
     python benchmarks/plan_published.py                 # the tables, results/plan-published.{json,md}
     python benchmarks/plan_published.py --leave-out     # and both fitted constants again without each model (a minute)
 
-Two constants of Ampere, `matmul` and `memory`, are fitted, to the 18 rows marked so; nothing is to any other row. What
-a paper leaves open is set by what its software did at that time, for all of its rows alike (`docs/results/planner.md`).
+Rows are files, `benchmarks/published/*.toml`, one for each source:
+
+    source, url, date, vendor    what a person looks up, and who measured it
+    notes                        what the source leaves open, how that was set once for the file, rows left out
+    fitted                       whether constants were fitted to these rows; left out: they were not
+    measured                     what the last column holds: a key of `READS`, or "fits": whether memory was enough
+    columns, rows                "name", fields of a job ("model.layers"), "measured"; a list of values for each row
+    [job.training], ...          tables of a job (`plan/job/job.py`) that all rows share; a column overrides a field
+
+What a source leaves open is set by what its software did at that time, for all of its rows alike
+(`docs/results/planner.md`). The measurements of this project on H200 are read from results/, by functions below.
+Two constants of Ampere, `matmul` and `memory`, are fitted, to the rows marked so; nothing is to any other row.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
+from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Efficiency, shipped_profile
+from counterpoint.plan.compute.memory import memory
 from counterpoint.plan.compute.roofline import GpuRates
-from counterpoint.plan.job.cluster import Cluster, find_gpu
-from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.model import Model, find_model, model_flops
+from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
+from counterpoint.plan.job.job import TABLES, Job, parse_job, parse_record, read_tables
+from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
 from counterpoint.plan.network.protocols import levels, network_of
 from counterpoint.plan.step.step import PredictedStep, expected_slowest, predict_step
+from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED = ROOT / "benchmarks" / "published"
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
-WHOLE = 1 << 36  # one bucket: gradients are reduced at once, after the last micro-batch
-Recompute = Literal["none", "selective", "full"]
-KINDS: tuple[Recompute, Recompute] = ("full", "selective")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
 Read = Callable[[Job, PredictedStep], float]
@@ -43,7 +55,7 @@ Read = Callable[[Job, PredictedStep], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure; `read` takes it from a predicted step, `slower` says if more of it is worse."""
+    """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate."""
 
     group: str
     name: str
@@ -54,12 +66,33 @@ class Row:
     fitted: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """One published job of which is known whether it fitted in memory."""
+
+    group: str
+    name: str
+    job: Job
+    fitted: bool
+
+
+class Source(Record, frozen=True, kw_only=True):
+    """A file of rows, as at the top."""
+
+    source: str
+    url: str
+    date: str
+    vendor: str
+    notes: list[str]
+    fitted: bool = False
+    measured: str
+    columns: list[str]
+    rows: list[list[Any]]
+    job: dict[str, dict[str, Any]]
+
+
 def cluster(gpu: str, network: str, gpus: int) -> Cluster:
     return Cluster(gpu=find_gpu(gpu), levels=levels(network, gpus))
-
-
-def seconds(job: Job, found: PredictedStep) -> float:
-    return found.step_us / 1e6
 
 
 def with_recomputation(job: Job, found: PredictedStep) -> float:
@@ -70,149 +103,79 @@ def with_recomputation(job: Job, found: PredictedStep) -> float:
     return flops / job.parallel.world_size / found.step_us / 1e6
 
 
-def causal(job: Job, found: PredictedStep) -> float:
-    """TFLOP/s per GPU with the half of attention that causal models need."""
+def causal_part(job: Job) -> float:
+    """FLOP with the half of attention that causal models need, of those with all of it."""
     m, sequence = job.model, job.training.sequence
-    whole = model_flops(m, sequence)
     attention = 3 * 4.0 * m.heads * m.head_width * sequence * m.layers
-    return found.model_tflops * (1 - attention / 2 / whole)
+    return 1 - attention / 2 / model_flops(m, sequence)
 
 
-def megatron(layers: int, hidden: int, heads: int) -> Model:
-    return Model(layers=layers, hidden=hidden, heads=heads, vocab=51200, tied=True, dropout=True)
+READS: dict[str, tuple[str, Read]] = {  # by what a file's last column holds: the unit, and what is predicted
+    "seconds": ("s", lambda job, found: found.step_us / 1e6),
+    "ms": ("ms", lambda job, found: found.step_us / 1e3),
+    "tokens_per_s": ("tokens/s", lambda job, found: found.tokens_per_s),
+    "tokens_per_s_per_gpu": ("tokens/s/GPU", lambda job, found: found.tokens_per_s / job.parallel.world_size),
+    "samples_per_s": ("samples/s", lambda job, found: found.tokens_per_s / job.training.sequence),
+    "model_tflops": ("TFLOP/s", lambda job, found: found.model_tflops),  # attention in full
+    "causal_tflops": ("TFLOP/s", lambda job, found: found.model_tflops * causal_part(job)),
+    "tflops_with_recomputation": ("TFLOP/s", with_recomputation),
+    "mfu": ("of peak", lambda job, found: found.mfu),  # attention in full
+    "causal_mfu": ("of peak", lambda job, found: found.mfu * causal_part(job)),
+}
 
 
-def iteration_times() -> list[Row]:
-    """arXiv 2205.05198, table 5: Megatron-LM of 2022 without flash attention, sends between stages not overlapped."""
-    group, found = "A100 iteration times", []
-    for name, shape, (gpus, tp, pp, virtual), (batch, micro), times in (
-        ("22B", (48, 6144, 64), (8, 8, 1, 1), (4, 4), (1.42, 1.10)),
-        ("175B", (96, 12288, 96), (64, 8, 8, 3), (64, 1), (18.13, 13.75)),
-        ("530B", (105, 20480, 128), (280, 8, 35, 3), (280, 1), (49.05, 37.83)),
-        ("1T", (128, 25600, 160), (512, 8, 64, 1), (512, 1), (94.42, 71.49)),
-    ):
-        for kind, published in zip(KINDS, times, strict=True):
-            parallel = Parallel(
-                tp=tp, pp=pp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
-                sequence=kind == "selective", overlap_pp=False,
-            )  # fmt: skip
-            training = Training(
-                sequence=2048, global_batch=batch, micro_batch=micro, precision="fp16", recompute=kind,
-                flash_attention=False,
-            )  # fmt: skip
-            job = Job(
-                model=megatron(*shape), parallel=parallel, training=training,
-                cluster=cluster("A100", "a100-hdr-200", gpus),
-            )  # fmt: skip
-            found.append(Row(group=group, name=f"{name}, {kind}", job=job, published=published, unit="s",
-                             read=seconds, fitted=True))  # fmt: skip
-    return found
-
-
-def megatron_2021(
-    shape: tuple[int, int, int], mesh: tuple[int, int, int, int], batch: tuple[int, int], torch_ddp: bool
-) -> Job:
-    """Megatron-LM of 2021: full recomputation, fp16 gradients added up by kernels of their own, nothing overlapped."""
-    tp, pp, virtual, gpus = mesh
-    parallel = Parallel(
-        dp=gpus // tp // pp, tp=tp, pp=pp, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
-        sequence=False, overlap_tp=False, overlap_pp=False, overlap_dp=torch_ddp,
-        bucket_bytes=25 << 20 if torch_ddp else WHOLE,
-    )  # fmt: skip
-    training = Training(
-        sequence=2048, global_batch=batch[0], micro_batch=batch[1], precision="fp16", recompute="full",
-        flash_attention=False, grad_bytes=2, fused_accumulation=False,
-    )  # fmt: skip
-    return Job(
-        model=megatron(*shape), parallel=parallel, training=training, cluster=cluster("A100", "a100-hdr-200", gpus)
+def read_source(path: Path) -> tuple[Row, ...] | tuple[MemoryRow, ...]:
+    """Rows of a file, or Misconfigured with the file and the row that is wrong."""
+    source = parse_record(path.name, read_tables(path), Source)
+    check_columns(path.name, source)
+    jobs = [row_job(f"{path.name}, row {number}", source, row) for number, row in enumerate(source.rows, start=1)]
+    found = [(row[0], job, row[-1]) for row, job in zip(source.rows, jobs, strict=True)]
+    names = [row[0] for row in source.rows]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise Misconfigured(f"{path.name}: {twice[0]!r} is the name of two rows: give each its own")
+    if source.measured == "fits":
+        return tuple(MemoryRow(group=path.stem, name=name, job=job, fitted=value) for name, job, value in found)
+    unit, read = READS[source.measured]
+    return tuple(
+        Row(group=path.stem, name=name, job=job, published=value, unit=unit, read=read, fitted=source.fitted)
+        for name, job, value in found
     )
 
 
-def weak_scaling() -> list[Row]:
-    """arXiv 2104.04473, table 1; micro-batches, parts and DDP as in Megatron-LM's examples/sc21/run_table_1.sh."""
-    rows = (
-        ("1.7B", (24, 2304, 24), (1, 1, 1, 32), (512, 16), 137),
-        ("3.6B", (30, 3072, 32), (2, 1, 1, 64), (512, 16), 138),
-        ("7.5B", (36, 4096, 32), (4, 1, 1, 128), (512, 16), 142),
-        ("18.4B", (40, 6144, 48), (8, 1, 1, 256), (1024, 8), 135),
-        ("39.1B", (48, 8192, 64), (8, 2, 1, 512), (1536, 4), 138),
-        ("76.1B", (60, 10240, 80), (8, 4, 3, 1024), (1792, 2), 140),
-        ("145.6B", (80, 12288, 96), (8, 8, 2, 1536), (2304, 2), 148),
-        ("310.1B", (96, 16384, 128), (8, 16, 2, 1920), (2160, 1), 155),
-        ("529.6B", (105, 20480, 128), (8, 35, 3, 2520), (2520, 1), 163),
-        ("1008B", (128, 25600, 160), (8, 64, 1, 3072), (3072, 1), 163),
-    )
-    return [
-        Row(group="A100 weak scaling", name=name, job=megatron_2021(shape, mesh, batch, mesh[1] == 1), published=tflops,
-            unit="TFLOP/s", read=with_recomputation, fitted=True)
-        for name, shape, mesh, batch, tflops in rows
-    ]  # fmt: skip
+def check_columns(where: str, source: Source) -> None:
+    if source.measured not in (*READS, "fits"):
+        raise Misconfigured(f"{where}: measured = {source.measured!r}: give one of {', '.join(READS)}, fits")
+    columns = source.columns
+    if len(columns) < 3 or columns[0] != "name" or columns[-1] != "measured" or len({*columns}) < len(columns):
+        raise Misconfigured(f'{where}: columns: give "name", fields of a job, each once, and "measured"')
+    for column in columns[1:-1]:
+        if column.partition(".")[0] not in TABLES or "." not in column:
+            raise Misconfigured(f"{where}: column {column!r}: give TABLE.FIELD, a table of {', '.join(TABLES)}")
 
 
-def strong_scaling() -> list[Row]:
-    """arXiv 2104.04473, table 2, rows of pipeline and tensor parallelism; parts per stage are not given there."""
-    rows = [("174.6B", (96, 12288, 96), (8, 12, 2), 1536, gpus, t) for gpus, t in ((384, 153), (768, 149), (1536, 141))]
-    rows += [
-        ("529.6B", (105, 20480, 128), (8, 35, 3), 2240, gpus, t) for gpus, t in ((560, 171), (1120, 167), (2240, 159))
-    ]
-    return [
-        Row(group="A100 strong scaling", name=f"{name}, {gpus} GPUs", published=tflops, unit="TFLOP/s",
-            job=megatron_2021(shape, (*mesh, gpus), (batch, 1), torch_ddp=False), read=with_recomputation)
-        for name, shape, mesh, batch, gpus, tflops in rows
-    ]  # fmt: skip
-
-
-def fsdp_a100() -> list[Row]:
-    """MosaicML's llm-foundry, scripts/train/benchmarking/README.md: FSDP with FlashAttention 1, eager, 2023."""
-    found = []
-    for name, shape, gpus, (micro, batch, again), tokens_per_s in (
-        ("MPT-70B", (80, 8192, 64), 64, (8, 2048, True), 26274),
-        ("MPT-70B", (80, 8192, 64), 32, (2, 1024, True), 11962),
-        ("MPT-30B", (48, 7168, 56), 8, (3, 504, True), 7330),
-        ("MPT-13B", (40, 5120, 40), 8, (2, 48, False), 18097),
-        ("MPT-7B", (32, 4096, 32), 8, (6, 96, False), 37130),
-        ("MPT-3B", (32, 2560, 20), 8, (10, 160, False), 86491),
-        ("MPT-1B", (24, 2048, 16), 8, (14, 448, False), 164109),
-    ):
-        layers, hidden, heads = shape
-        training = Training(
-            sequence=2048, global_batch=batch, micro_batch=micro, recompute="full" if again else "none", grad_bytes=2,
-            fused_kernels=False,
-        )  # fmt: skip
-        job = Job(
-            model=Model(layers=layers, hidden=hidden, heads=heads, vocab=50368, tied=True),
-            parallel=Parallel(dp=gpus, zero=3), training=training, cluster=cluster("A100", "a100-hdr-200", gpus),
-        )  # fmt: skip
-        found.append(Row(group="A100 FSDP", name=f"{name}, {gpus} GPUs", job=job, published=batch * 2048 / tokens_per_s,
-                         unit="s", read=seconds))  # fmt: skip
-    return found
-
-
-def llama3() -> list[Row]:
-    """arXiv 2407.21783, table 4: torch, eager, asynchronous sends, gradients added up in float32.
-
-    Parameters stay gathered from forward to backward, which sends as much as zero = 1.
-    Parts per stage are not given: one layer each, as embedding and head take a layer's place (its section 3.3.2).
-    """
-    found = []
-    for gpus, cp, dp, sequence, batch, tflops in (
-        (8192, 1, 64, 8192, 32, 430),
-        (16384, 1, 128, 8192, 16, 400),
-        (16384, 16, 8, 131072, 16, 380),
-    ):
-        parallel = Parallel(
-            dp=dp, tp=8, pp=16, cp=cp, virtual=8, schedule="interleaved", zero=1, ends_count=True, overlap_tp=False
-        )
-        training = Training(
-            sequence=sequence, global_batch=batch * dp, fused_kernels=False, fused_accumulation=False
-        )  # fmt: skip
-        job = Job(
-            model=find_model("llama3-405b"), parallel=parallel, training=training,
-            cluster=cluster("H100", "h100-roce-400", gpus),
-        )  # fmt: skip
-        found.append(Row(group="H100 Llama 3 405B", name=f"{gpus} GPUs, {sequence} tokens", job=job, published=tflops,
-                         unit="TFLOP/s", read=causal))  # fmt: skip
-    return found
+def row_job(where: str, source: Source, values: Sequence[Any]) -> Job:
+    """The job of a row; its last value is checked, too."""
+    if len(values) != len(source.columns):
+        raise Misconfigured(f"{where}: {len(values)} values in {len(source.columns)} columns: give one for each column")
+    if not isinstance(values[0], str):
+        raise Misconfigured(f"{where}: the name is {values[0]!r}: give a string")
+    where, measured = f"{where} ({values[0]})", values[-1]
+    if source.measured == "fits":
+        if not isinstance(measured, bool):
+            raise Misconfigured(f"{where}: measured = {measured!r}: give true if the job fitted in memory, or false")
+    elif isinstance(measured, bool) or not isinstance(measured, int | float) or not 0 < measured < float("inf"):
+        raise Misconfigured(f"{where}: measured = {measured!r}: give a number above 0")
+    tables: dict[str, Any] = deepcopy(source.job)
+    for column, value in zip(source.columns[1:-1], values[1:-1], strict=True):
+        *outer, field = column.split(".")
+        table = tables
+        for name in outer:
+            table = table.setdefault(name, {})
+        table[field] = value
+    try:
+        return parse_job(tables)
+    except Misconfigured as error:
+        raise Misconfigured(f"{where}: {error}") from None
 
 
 def without_update(job: Job, found: PredictedStep) -> float:
@@ -300,25 +263,29 @@ def whole_steps() -> list[Row]:
     ]  # fmt: skip
 
 
+def published() -> tuple[list[Row], list[MemoryRow]]:
+    """All rows of the files: steps, and what fitted in memory."""
+    found = [row for path in sorted(PUBLISHED.glob("*.toml")) for row in read_source(path)]
+    return [row for row in found if isinstance(row, Row)], [row for row in found if isinstance(row, MemoryRow)]
+
+
 def rows() -> list[Row]:
-    """All of them."""
-    return [
-        *iteration_times(), *weak_scaling(), *strong_scaling(), *fsdp_a100(), *llama3(), *fsdp_8xh200(),
-        *fsdp_fewer_h200(4), *fsdp_fewer_h200(2), *whole_steps(),
-    ]  # fmt: skip
+    """All steps."""
+    return [*published()[0], *fsdp_8xh200(), *fsdp_fewer_h200(4), *fsdp_fewer_h200(2), *whole_steps()]
 
 
 class Predictions:
     """Steps of rows; networks are priced once."""
 
     def __init__(self) -> None:
-        self.prices: dict[tuple[str, int], CollectiveTimes] = {}
+        self.prices: dict[tuple[str, tuple[Level, ...]], CollectiveTimes] = {}
 
     def step(self, row: Row, efficiency: Efficiency | None = None) -> PredictedStep:
-        key = (row.job.cluster.gpu.name, row.job.cluster.num_gpus)
+        cluster = row.job.cluster
+        key = (cluster.gpu.name, cluster.levels)
         if key not in self.prices:
-            self.prices[key] = CollectiveTimes(network_of(row.job.cluster))
-        rates = GpuRates.of(row.job.cluster.gpu, row.job.training.precision, efficiency)
+            self.prices[key] = CollectiveTimes(network_of(cluster))
+        rates = GpuRates.of(cluster.gpu, row.job.training.precision, efficiency)
         return predict_step(row.job, prices=self.prices[key], rates=rates)
 
     def error(self, row: Row, efficiency: Efficiency | None = None) -> float:
@@ -344,9 +311,23 @@ def leave_out(predictions: Predictions, fitted: Sequence[Row]) -> dict[str, floa
 
 
 def summary(errors: dict[str, list[float]]) -> list[str]:
+    """A line for each group."""
     return [
-        f"{group}: mean {fmean(map(abs, each)):.1%}, worst {max(map(abs, each)):.1%} of {len(each)}"
+        f"{group}: mean {fmean(map(abs, each)):.1%}, bias {fmean(each):+.1%}, worst {max(each, key=abs):+.1%} "
+        f"of {len(each)}"
         for group, each in errors.items()
+    ]
+
+
+def memory_summary(found: Iterable[MemoryRow]) -> list[str]:
+    """A line for each group: how many jobs the planner calls right."""
+    groups: dict[str, list[tuple[bool, bool]]] = {}
+    for row in found:
+        groups.setdefault(row.group, []).append((row.fitted, memory(row.job).fits))
+    return [
+        f"{group}: {sum(fitted == said for fitted, said in each)} of {len(each)} called right; "
+        f"{each.count((True, False))} fitted that should not, {each.count((False, True))} did not that should"
+        for group, each in groups.items()
     ]
 
 
@@ -370,8 +351,9 @@ def main() -> None:
         kept.append({"group": row.group, "row": row.name, "published": row.published, "unit": row.unit,
                      "predicted": value, "error": error, "parts_us": found.parts})  # fmt: skip
     print_table(COLUMNS, lines, width=140)
-    print("\n".join(summary(errors)))
-    result: dict[str, Any] = {"provenance": provenance(("counterpoint",)), "rows": kept, "summary": summary(errors)}
+    said = [*summary(errors), *memory_summary(published()[1])]
+    print("\n".join(said))
+    result: dict[str, Any] = {"provenance": provenance(("counterpoint",)), "rows": kept, "summary": said}
     if args.leave_out:
         left = leave_out(predictions, [row for row in rows() if row.fitted])
         result["leave_one_model_out"] = left
