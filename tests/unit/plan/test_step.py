@@ -157,6 +157,15 @@ def test_stragglers_cost_their_expected_maximum() -> None:
     assert (uneven.step_us - even.step_us) / compute == pytest.approx(0.05 * 2.35, rel=0.02)
 
 
+def test_differences_between_gpus_do_not_shift_the_step() -> None:
+    """Unless asked for they are no part of it; what they would add is said beside it, and grows with the ranks."""
+    small, large = (predict_step(job(dp=dp)) for dp in (8, 64))
+    assert small.parts["stragglers_us"] == large.parts["stragglers_us"] == 0
+    assert small.slowest_us / small.step_us < large.slowest_us / large.step_us
+    asked = predict_step(with_ranks(Ranks(jitter=0.02)))
+    assert asked.parts["stragglers_us"] == pytest.approx(large.slowest_us, rel=0.02)
+
+
 def test_one_slow_rank_slows_all() -> None:
     """Twice as slow as the others: the step's compute takes twice as long."""
     even = predict_step(with_ranks(EVEN))

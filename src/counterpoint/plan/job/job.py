@@ -51,12 +51,12 @@ class Ranks(Record, frozen=True, kw_only=True):
     """Describes how much the ranks differ in speed."""
 
     slow: float = 1.0  # one rank computes so many times as long as the others
-    jitter: float | None = None  # standard deviation of a rank's time over its mean; None: as measured for the GPU
+    jitter: float = 0.0  # standard deviation of a rank's time over its mean, for which the step then waits
 
     def __post_init__(self) -> None:
         if not 1 <= self.slow < 1000:
             raise Misconfigured(f"ranks.slow = {self.slow}: give a factor from 1 to below 1000")
-        if self.jitter is not None and not 0 <= self.jitter < 10:
+        if not 0 <= self.jitter < 10:
             raise Misconfigured(f"ranks.jitter = {self.jitter}: give a part of the mean, from 0 to below 10")
 
 

@@ -6,9 +6,13 @@
     bubble       critical path of the schedule - slots: fill, drain, sends, and waiting for stages (`schedule.py`)
     gradients    exposed part of what replicas exchange once a step (`data_parallel.py`)
     optimizer    its traffic: OPTIMIZER_BYTES per parameter, sharded with zero
-    stragglers   (E[slowest of n ranks] - 1) · compute, or that of one rank known to be slow: a step ends with the last
-                 rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's relative time, here normal, of
-                 independent ranks. Asynchronous replicas go on at the mean of their paces; n is one replica's ranks
+    stragglers   (E[slowest of n ranks] - 1) · compute where `ranks.jitter` is given, or that of one rank known to be
+                 slow: a step ends with the last rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's
+                 relative time, here normal, of independent ranks. Asynchronous replicas go on at the mean of their
+                 paces; n is one replica's ranks
+
+Published steps are of healthy machines, and constants were fitted to such steps: how much GPUs of one kind differ
+widens the interval (`slowest_us`) and is no part of the step.
 
 and its bounds, with the same compute, bubble and optimizer:
 
@@ -136,6 +140,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
     tokens_per_s: float  # of the job
     model_tflops: float  # per GPU; 6 · parameters and attention in full, without recomputation
     mfu: float  # of the data sheet's peak
+    slowest_us: float  # what the slowest rank would add if GPUs differ as their profile says: not part of the step
     memory: Memory  # of the fullest GPU
     times: StageTimes  # of the parts of the pipeline, for `schedule.scheduled`
     validated: str  # the error on measured steps like it, or how it differs from them
@@ -172,13 +177,16 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     ends = _ends(job, rates, mesh, stages[0], part_times)
     parts["gradients_us"] = ends.exposed_us
     parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
-    parts["stragglers_us"] = (_slowest(job, rates) - 1.0) * (spent.compute_us + parts["optimizer_us"])
+    busy_us = spent.compute_us + parts["optimizer_us"]
+    parts["stragglers_us"] = (_slowest(job) - 1.0) * busy_us
+    slowest_us = (expected_slowest(rates.efficiency.spread, job.parallel.world_size) - 1.0) * busy_us
     comm_us = _comm_us(mine, micro, ends)
-    return _summary(job, rates, parts, comm_us, spent, times)
+    return _summary(job, rates, parts, comm_us, spent, times, slowest_us)
 
 
 def _summary(
     job: Job, rates: GpuRates, parts: dict[str, float], comm_us: dict[str, float], spent: TimeByPart, times: StageTimes,
+    slowest_us: float,
 ) -> PredictedStep:  # fmt: skip
     step_us = sum(parts.values())
     compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us"))
@@ -195,6 +203,7 @@ def _summary(
         tokens_per_s=tokens / step_us * 1e6,
         model_tflops=flops / step_us / 1e6,
         mfu=flops / step_us / rates.peak,
+        slowest_us=slowest_us,
         memory=memory(job),
         times=times,
         validated=validated(job),
@@ -248,10 +257,9 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
     return found
 
 
-def _slowest(job: Job, rates: GpuRates) -> float:
-    """Return the time of the slowest rank over the mean; `job.ranks`, else the GPU's profile, says how ranks differ."""
-    spread = rates.efficiency.spread if job.ranks.jitter is None else job.ranks.jitter
-    slow, parallel = job.ranks.slow, job.parallel
+def _slowest(job: Job) -> float:
+    """Return the time of the slowest rank over the mean, by what `job.ranks` says of them."""
+    spread, slow, parallel = job.ranks.jitter, job.ranks.slow, job.parallel
     if not job.training.asynchronous:
         return max(expected_slowest(spread, parallel.world_size), slow)
     pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
