@@ -139,7 +139,10 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
     flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
     flash_length: Size  # keys at which flash attention reaches half of that
-    launch_us: Micros  # overhead of every kernel
+    launch_us: Micros  # overhead of every kernel on the GPU
+    host_us: Micros  # time of the host to launch one kernel of an eager layer
+    host_collective_us: Micros  # time of the host to launch one collective
+    host_shard_us: Micros  # time of the host for one gathering or scattering of a layer by FSDP2
     persistent: bool  # matmuls hold their SMs to their end, and collectives wait
     spread: Fraction  # standard deviation of a GPU's speed over the mean
 

@@ -20,7 +20,7 @@ from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.records import Record
 
-LOGIT_BYTES = {"fused": 52, "eager": 36}  # of one logit from the product to its gradient, in float32 on the way
+LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -34,6 +34,11 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     batch: int = 1
     element_bytes: int = 2
     weight_gradient: bool = False
+
+    @property
+    def kernels(self) -> int:
+        """Return the kernels that the host launches: one, of all products in a batch."""
+        return 1
 
     @property
     def flops(self) -> float:
@@ -57,6 +62,11 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     causal: bool
     backward: bool = False
     element_bytes: int = 2
+
+    @property
+    def kernels(self) -> int:
+        """Return the kernels that the host launches: backward also sums its output's gradient, and converts dq."""
+        return 3 if self.backward else 1
 
     @property
     def flops(self) -> float:
@@ -170,7 +180,8 @@ def _attention(model: Model, local: LocalShape) -> LayerWork:
     if local.fused:
         qkv = _linear("qkv", local, n=queries + 2 * keys, k=model.hidden)
     else:
-        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in (("q", queries), ("k", keys), ("v", keys))))
+        products = (("q", queries), ("k", keys), ("v", keys))
+        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in products), _summed(model, local, 3))
     works = [qkv, _flash(model, local) if local.flash else _scores(model, local)]
     if model.gated:  # Llama and what followed it turn their queries and keys; GPT-3 has learned positions
         each = ROTARY_BYTES["fused" if local.fused else "eager"] * local.tokens * (queries + keys)
@@ -256,7 +267,15 @@ def _first_matmuls(
         return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch)]
     if local.fused:
         return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch)]
-    return [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
+    products = [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
+    return [*products, _summed(model, local, 2, rows=None if m is None else m * batch)]
+
+
+def _summed(model: Model, local: LocalShape, products: int, rows: int | None = None) -> LayerWork:
+    """Return the kernels that add up the gradients of an input that several products share."""
+    elements = float(local.tokens if rows is None else rows) * model.hidden
+    adds = products - 1
+    return LayerWork(backward=_traffic("input gradients", 3 * local.element_bytes * elements * adds, adds))
 
 
 def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
@@ -316,7 +335,7 @@ def embedding_work(model: Model, local: LocalShape) -> LayerWork:
 def head_work(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations of the last norm, logits and loss, which the last stage runs."""
     rows = max(model.vocab // local.tp, 1)
-    logits = float(local.tokens) * rows * LOGIT_BYTES["fused" if local.fused else "eager"]
+    logits = float(local.tokens) * rows * LOGIT_BYTES
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
     loss = LayerWork(forward=_traffic("loss", logits / 2, 4), backward=_traffic("loss backward", logits / 2, 3))
     norm = LayerWork(

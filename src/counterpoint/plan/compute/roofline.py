@@ -4,6 +4,8 @@ matmul   us = max(math, memory) + launch,   math: waves of tiles (`machine/matmu
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
 streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
+host     us = kernels · host, the time of the CPU to launch them; it runs ahead of the GPU where that is longer
+
 The parts reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
 """
 
@@ -80,6 +82,11 @@ def cost(operation: Operation, rates: GpuRates) -> Cost:
 def total_us(operations: Iterable[Operation], rates: GpuRates) -> float:
     """Return the time of operations one after the other."""
     return sum(cost(operation, rates).us for operation in operations)
+
+
+def host_us(operations: Iterable[Operation], rates: GpuRates) -> float:
+    """Return the time that the host takes to launch the kernels of operations."""
+    return rates.efficiency.host_us * sum(operation.kernels for operation in operations)
 
 
 def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:

@@ -68,6 +68,7 @@ class Training(Record, frozen=True, kw_only=True):
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
     fused_kernels: bool = True  # neighbouring elementwise operators (Megatron-LM, torch.compile); False: eager kernels
+    cuda_graphs: bool = False  # layers are replayed as CUDA graphs, so that the host launches nothing
     fused_accumulation: bool = True  # weight gradients are added to their sum by the product that makes them
     local_steps: int = 1  # steps between two averages of the replicas' parameters (local SGD); 1: gradients, every step
     asynchronous: bool = False  # replicas do not wait for each other: stale gradients (arXiv 1106.5730)

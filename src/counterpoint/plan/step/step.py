@@ -2,7 +2,7 @@
 
     step = slots + bubble + ends of the replicas + optimizer + stragglers
 
-    slots        m micro-batches · (forward + backward) of the busiest stage (`layer_time.py`)
+    slots        m micro-batches · (forward + backward) of the busiest stage, and what its host adds (`layer_time.py`)
     bubble       critical path of the schedule - slots: fill, drain, sends, and waiting for stages (`schedule.py`)
     gradients    exposed part of what replicas exchange once a step (`data_parallel.py`)
     optimizer    its traffic: OPTIMIZER_BYTES per parameter, sharded with zero
@@ -181,15 +181,16 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     parts["stragglers_us"] = (_slowest(job) - 1.0) * busy_us
     slowest_us = (expected_slowest(rates.efficiency.spread, job.parallel.world_size) - 1.0) * busy_us
     comm_us = _comm_us(mine, micro, ends)
-    return _summary(job, rates, parts, comm_us, spent, times, slowest_us)
+    notes = (*_notes(job, rates), *_launch_bound(mine, stages[busiest]))
+    return _summary(job, rates, parts, comm_us, spent, times, slowest_us, notes)
 
 
 def _summary(
     job: Job, rates: GpuRates, parts: dict[str, float], comm_us: dict[str, float], spent: TimeByPart, times: StageTimes,
-    slowest_us: float,
+    slowest_us: float, notes: tuple[str, ...],
 ) -> PredictedStep:  # fmt: skip
     step_us = sum(parts.values())
-    compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us"))
+    compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us", "host_us"))
     comm = sum(comm_us.values())
     tokens = float(job.training.global_batch) * job.training.sequence
     flops = model_flops(job.model, job.training.sequence) * tokens / job.parallel.world_size
@@ -207,7 +208,7 @@ def _summary(
         memory=memory(job),
         times=times,
         validated=validated(job),
-        notes=_notes(job, rates),
+        notes=notes,
     )
 
 
@@ -217,6 +218,17 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
     figures = (f"GPU: {rates.efficiency.source}", f"overlap: {job.disturbance.source}")
     assumed = job.profile.note(("mechanisms", "efficiency"))
     return (*figures, *([f"figures {assumed}"] if assumed else []), *((NOTE,) if loses else ()))
+
+
+def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
+    """Return a sentence on each part of the busiest stage whose host takes longer than its GPU."""
+    return tuple(
+        f"launch-bound: of each micro-batch the host takes {sum(time.launch_us) / 1e3:.2f} ms to launch "
+        f"{time.kernels:.0f} kernels and the collectives of {part.layers} layers, the GPU {time.gpu_us / 1e3:.2f} ms "
+        f"to run them: {late_us / 1e3:.2f} ms are lost; a larger micro_batch, fused_kernels or cuda_graphs lower it"
+        for part, time in dict(zip(stage, parts, strict=True)).items()
+        if (late_us := time.forward.host_us + time.backward.host_us)
+    )
 
 
 def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...]) -> PartTimes:
