@@ -289,3 +289,18 @@ def test_what_lowers_the_time_of_the_host() -> None:
     sharded = predict_step(tiny(dp=8, zero=3))
     both_us = 16 * 63 * default_profile().efficiency.host_us + 3 * 17 * default_profile().efficiency.host_shard_us
     assert sharded.step_us - sharded.parts["optimizer_us"] == pytest.approx(both_us, rel=0.02)
+
+
+def test_fp8_is_faster_by_less_than_its_linear_layers() -> None:
+    """Attention, casts and the rest stay; better scales cost more passes."""
+    bf16, delayed, tensorwise = (
+        predict_step(job(find_model("llama3-70b"), gpus=8, tp=8, global_batch=8, sequence=8192, **kind)).step_us
+        for kind in ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "tensorwise"})
+    )
+    assert bf16 / 2 < delayed < tensorwise < bf16
+
+
+def test_mfu_in_fp8_is_of_its_own_peak() -> None:
+    """Data sheets give twice the peak."""
+    found = predict_step(job(gpus=8, tp=8, global_batch=8, precision="fp8"))
+    assert found.mfu == pytest.approx(found.model_tflops / 1978.9)

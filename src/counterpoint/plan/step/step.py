@@ -203,7 +203,7 @@ def _summary(
         micro_batches=job.training.micro_batches(job.parallel),
         tokens_per_s=tokens / step_us * 1e6,
         model_tflops=flops / step_us / 1e6,
-        mfu=flops / step_us / rates.peak,
+        mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
         slowest_us=slowest_us,
         memory=memory(job),
         times=times,
