@@ -24,7 +24,7 @@ from provenance import provenance, read_result, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.machine.profile import Efficiency, shipped_profile
+from counterpoint.machine.profile import Efficiency
 from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import GPUS, find_gpu
@@ -204,7 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     facts, rows = measured(args.source)
     gpu = find_gpu(next((known for known in GPUS if known in facts["gpu"]), facts["gpu"]))
-    rates, kept = GpuRates.of(gpu, efficiency=shipped_profile(gpu.name).efficiency), fitted_rows(rows)
+    rates, kept = GpuRates.of(gpu, burst=True), fitted_rows(rows)
     again = msgspec.structs.replace(rates, efficiency=fit(rows, rates))
     lines, errors = table_of(rows, kept, rates, again), summary(rows, kept, rates, again)
     print_table(COLUMNS, lines, title=facts["gpu"], width=120)

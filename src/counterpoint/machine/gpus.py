@@ -24,6 +24,8 @@ class GpuSheet:
     memory_gib: float | None = None  # device memory, and its bandwidth; None: not in this table
     memory_gb_per_s: float | None = None
     link_gb_per_s: float | None = None  # NVLink or Infinity Fabric, each direction; None: none, or not all alike
+    clock_ghz: float | None = None  # highest clock of the SMs, and the power limit as shipped; None: not in this table
+    watts: float | None = None
     source: str = ""  # title of the data sheet
 
     @property
@@ -50,31 +52,37 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
     GpuSheet(name="B300", bf16_tflops=2500.0, sm=_sms(148, HOPPER), link_gb_per_s=900.0),
     GpuSheet(
         name="GB200", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
-        link_gb_per_s=900.0, memory_gib=186.0, memory_gb_per_s=8000.0, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+        link_gb_per_s=900.0, memory_gib=186.0, memory_gb_per_s=8000.0, watts=1200.0,
+        source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     GpuSheet(
         name="B200", bf16_tflops=2250.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
-        link_gb_per_s=900.0, memory_gib=180.0, memory_gb_per_s=7700.0, source="NVIDIA HGX B200 data sheet, per GPU",
+        link_gb_per_s=900.0, memory_gib=180.0, memory_gb_per_s=7700.0, clock_ghz=1.965, watts=1000.0,
+        source="NVIDIA HGX B200 data sheet, per GPU",
     ),
     GpuSheet(name="GH200", bf16_tflops=989.4, sm=HOPPER),
     GpuSheet(
         name="H200", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
-        memory_gib=141.0, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet, SXM",
+        memory_gib=141.0, memory_gb_per_s=4800.0, clock_ghz=1.98, watts=700.0,
+        source="NVIDIA H200 data sheet, SXM",
     ),
     GpuSheet(name="H100 PCIe", bf16_tflops=756.5, sm=_sms(114, HOPPER)),
     GpuSheet(
         name="H100", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
-        memory_gib=80.0, memory_gb_per_s=3350.0, source="NVIDIA H100 data sheet, SXM5",
+        memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
+        source="NVIDIA H100 data sheet, SXM5",
     ),
     GpuSheet(name="H800", bf16_tflops=989.4, sm=HOPPER, link_gb_per_s=200.0),
     GpuSheet(name="H20", bf16_tflops=148.0, sm=_sms(78, HOPPER), link_gb_per_s=450.0),
     GpuSheet(
         name="A100", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=300.0,
-        memory_gib=80.0, memory_gb_per_s=2039.0, source="NVIDIA A100 data sheet, SXM4 80 GB",
+        memory_gib=80.0, memory_gb_per_s=2039.0, clock_ghz=1.41, watts=400.0,
+        source="NVIDIA A100 data sheet, SXM4 80 GB",
     ),
     GpuSheet(
         name="A100-40", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
-        memory_gib=40.0, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet, SXM4 40 GB",
+        memory_gib=40.0, memory_gb_per_s=1555.0, clock_ghz=1.41, watts=400.0,
+        source="NVIDIA A100 data sheet, SXM4 40 GB",
     ),
     GpuSheet(name="A800", bf16_tflops=312.0, sm=AMPERE, link_gb_per_s=200.0),
     GpuSheet(name="A40", bf16_tflops=149.7, sm=SMALL),

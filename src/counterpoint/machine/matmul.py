@@ -19,7 +19,7 @@ SUM_BYTES = 8  # of an element in float32, written and read again
 
 
 def matmul_math_us(
-    m: int, n: int, k: int, *, batch: int = 1, peak: float, sms: int, bandwidth: float, known: Efficiency
+    m: int, n: int, k: float, *, batch: int = 1, peak: float, sms: int, bandwidth: float, known: Efficiency
 ) -> float:
     """Return the µs of arithmetic of a matrix product with the fastest tile size.
 

@@ -136,10 +136,16 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     tiles: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=64)]
     memory: Annotated[float, Meta(gt=0, le=2)]  # part of the bandwidth that streaming kernels reach
     strided: Annotated[float, Meta(gt=0, le=1)]  # part of `memory` that they reach with a transposed view
+    fp8: Annotated[float, Meta(gt=0, le=1)]  # part of the fp8 peak over part of the bf16 peak that matmuls reach
+    clock: Annotated[float, Meta(gt=0, le=1)]  # clock that training keeps under the power limit, over that of bursts
+    static: Loss  # part of the power limit that does not fall with the clock
     flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
     flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
     flash_length: Size  # keys at which flash attention reaches half of that
-    launch_us: Micros  # overhead of every kernel
+    launch_us: Micros  # overhead of every kernel on the GPU
+    host_us: Micros  # time of the host to launch one kernel of an eager layer
+    host_collective_us: Micros  # time of the host to launch one collective
+    host_shard_us: Micros  # time of the host for one gathering or scattering of a layer by FSDP2
     persistent: bool  # matmuls hold their SMs to their end, and collectives wait
     spread: Fraction  # standard deviation of a GPU's speed over the mean
 

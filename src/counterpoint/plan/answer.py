@@ -34,6 +34,7 @@ PARTS = {
     "shards": "exposed: parameters gathered, gradients scattered",
     "gradients": "exposed: gradients between replicas, once a step",
     "bubble": "stages of the pipeline that wait",
+    "host": "launch-bound: the host launches kernels more slowly than the GPU runs them",
     "optimizer": "the update",
     "stragglers": "the slowest rank over the mean",
 }

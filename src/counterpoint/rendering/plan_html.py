@@ -20,6 +20,7 @@ LOOKS = {  # of a part: class of its bar
     "shards": "transfer",
     "gradients": "transfer",
     "bubble": "idle",
+    "host": "idle",
     "stragglers": "wait",
     "shard_copies": "memcpy",
     "optimizer": "memcpy",

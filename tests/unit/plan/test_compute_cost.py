@@ -13,7 +13,7 @@ from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryB
 from counterpoint.plan.compute.roofline import GpuRates, cost, total_us
 from counterpoint.plan.job.cluster import GPUS, find_gpu
 
-H200 = GpuRates.of(find_gpu("h200"))
+H200 = GpuRates.of(find_gpu("h200"), burst=True)
 MEASURED = [  # m, n, k, µs on H200: measured pairs and the profile in samples/fsdp-healthy, 2026-11-20 and 21
     (4096, 14336, 4096, 620), (4096, 4096, 14336, 630), (14336, 4096, 4096, 643), (4096, 4096, 4096, 184),
     (4096, 1024, 4096, 44.7), (4096, 4096, 1024, 54.9), (1024, 4096, 4096, 50), (4096, 128256, 4096, 5530),
@@ -122,3 +122,53 @@ def test_a_generation_has_one_set_of_constants() -> None:
         == shipped_profile("A100").efficiency
         != shipped_profile("H100").efficiency
     )
+
+
+H100 = find_gpu("H100")
+
+
+def test_a_product_in_fp8_is_less_than_twice_as_fast() -> None:
+    """Half of k for the tensor cores, filling and draining as in bf16, and less of the peak is reached."""
+    rates = GpuRates.of(H100, "fp8")
+    bf16, fp8 = (cost(msgspec.structs.replace(matmul(8192, 8192, 8192), fp8=which), rates) for which in (False, True))
+    assert 0.95 * rates.efficiency.fp8 < bf16.math_us / fp8.math_us / 2 < rates.efficiency.fp8
+    assert fp8.memory_us == pytest.approx(bf16.memory_us * (1 + 1 + 2) / 6)
+
+
+def test_a_job_in_fp8_has_its_other_products_in_bf16() -> None:
+    """Rates of a job in fp8 and in bf16 differ in nothing else."""
+    fp8, bf16 = GpuRates.of(H100, "fp8"), GpuRates.of(H100)
+    assert msgspec.structs.replace(fp8, fp8_peak=0.0) == bf16
+    assert cost(matmul(4096, 4096, 4096), fp8) == cost(matmul(4096, 4096, 4096), bf16)
+
+
+def test_a_locked_clock_scales_the_arithmetic() -> None:
+    """At half the clock a large product takes twice as long; memory keeps its bandwidth."""
+    whole, half = (GpuRates.of(msgspec.structs.replace(H100, clock_ghz=clock)) for clock in (None, 0.99))
+    assert half.peak == pytest.approx(989.4e6 / 2)
+    assert half.bandwidth == whole.bandwidth
+    slow, fast = (cost(matmul(8192, 8192, 8192), rates).math_us for rates in (half, whole))
+    assert slow / fast == pytest.approx(whole.peak / half.peak)
+
+
+def test_a_power_limit_lowers_the_clock_by_the_cube_root() -> None:
+    """A quarter of 700 W stays whatever the clock; the limit of the data sheet changes nothing."""
+    whole, same, less = (
+        GpuRates.of(msgspec.structs.replace(H100, power_watts=watts)).peak for watts in (None, 700.0, 500.0)
+    )
+    assert same == whole
+    assert less / whole == pytest.approx(((500 - 175) / (700 - 175)) ** (1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "limit", "said"),
+    [
+        ("H100", {"power_watts": 900.0}, "give 210 to 700 for H100"),
+        ("H100", {"clock_ghz": 0.1}, "give 0.594 to 1.98 for H100"),
+        ("GB200", {"clock_ghz": 1.5}, "what GB200 has without it is not known"),
+    ],
+)
+def test_limits_that_are_not_known_are_refused(gpu: str, limit: dict[str, float], said: str) -> None:
+    """What a GPU does above its limits, or one whose limits nobody wrote down, is not guessed."""
+    with pytest.raises(Misconfigured, match=said):
+        GpuRates.of(msgspec.structs.replace(find_gpu(gpu), **limit))

@@ -14,7 +14,7 @@ from counterpoint.plan.compute.layers import MatmulOp, MemoryBoundOp
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import find_gpu
 
-H200 = GpuRates.of(find_gpu("H200"))
+H200 = GpuRates.of(find_gpu("H200"), burst=True)
 
 
 def times(machine: GpuRates, noise: float = 0.0) -> list[Row]:

@@ -121,3 +121,52 @@ def test_weight_gradients_are_as_large_as_the_weights() -> None:
     work = layer_work(LLAMA, share())
     made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, MatmulOp) and op.weight_gradient)
     assert made == layer_parameters(LLAMA).total - 2 * 4096
+
+
+def test_kernels_are_those_of_a_profile() -> None:
+    """samples/fsdp-healthy, eager Llama-3-8B: 24 launches forward, 41 backward: two sum up heads of dk."""
+    work = layer_work(LLAMA, share(batch=1, flash=True, fused=False))
+    assert [sum(op.kernels for op in way) for way in (work.forward, work.backward)] == [24, 41 - 2]
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_fused_kernels_launch_and_move_less(experts: Experts | None) -> None:
+    """In both directions, with and without experts."""
+    fused, eager = (layer_work(LLAMA, share(fused=fused), experts) for fused in (True, False))
+    for less, more in ((fused.forward, eager.forward), (fused.backward, eager.backward)):
+        assert sum(op.kernels for op in less) < sum(op.kernels for op in more)
+        assert sum(op.num_bytes for op in less) < sum(op.num_bytes for op in more)
+
+
+def fp8_work(**kwargs: object) -> LayerWork:
+    return layer_work(LLAMA, share(**{"batch": 1, "flash": True, "fp8": "delayed"} | kwargs), EXPERTS)
+
+
+def test_only_linear_layers_of_blocks_are_in_fp8() -> None:
+    """Not the router, not attention unless asked for, and not the logits."""
+    work = fp8_work()
+    assert {op.name for op in work.forward if getattr(op, "fp8", False)} == {
+        "qkv", "attention out", "gate and up", "ffn out"
+    }  # fmt: skip
+    assert not any(getattr(op, "fp8", False) for op in head_work(LLAMA, share(fp8="delayed")).forward)
+    asked = fp8_work(fp8_attention=True)
+    assert [op.fp8 for op in (*asked.forward, *asked.backward) if isinstance(op, FlashAttentionOp)] == [True, True]
+
+
+@pytest.mark.parametrize(("scaling", "each", "kernels"), [("delayed", 4, 1), ("tensorwise", 6, 3)])
+def test_casts_are_bytes_and_kernels(scaling: str, each: int, kernels: int) -> None:
+    """Forward: input and, where gathered, weight of 4 dense products; backward: the gradients of their outputs."""
+    model, local = LLAMA, share(batch=1, flash=True, fp8=scaling, weight_casts=1.0)
+    work, without = layer_work(model, local), layer_work(model, msgspec.structs.replace(local, fp8=""))
+    inputs = 2048 * (4096 + 4096 + 4096 + 14336)
+    outputs = 2048 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    weights = layer_parameters(model).total - 2 * 4096
+
+    def added(way: str) -> tuple[float, int]:
+        more, less = getattr(work, way), getattr(without, way)
+        casts = [op for op in more if op.name == "cast to fp8"]
+        assert sum(op.kernels for op in more) - sum(op.kernels for op in less) == sum(op.kernels for op in casts)
+        return sum(op.num_bytes for op in casts), sum(op.kernels for op in casts)
+
+    assert added("forward") == (each * (inputs + weights), 8 * kernels)
+    assert added("backward") == (each * outputs, 4 * kernels)

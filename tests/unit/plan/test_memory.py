@@ -11,7 +11,7 @@ from counterpoint.plan.compute.layers import LocalShape
 from counterpoint.plan.compute.memory import activation_bytes, memory
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.model import Model, find_model
+from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.network.protocols import levels
 
@@ -97,3 +97,26 @@ def test_error_feedback_keeps_another_copy_of_the_gradients() -> None:
     without = job(tp=8, dp=8)
     with_ = msgspec.structs.replace(without, compression=Compression(method="topk"))
     assert memory(with_).gib["gradients"] == 2 * memory(without).gib["gradients"]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 12])
+@pytest.mark.parametrize("experts", [None, Experts(count=8, per_token=2, width=4096, every=2)])
+def test_recomputation_never_takes_more_memory(flash: bool, layers: int, experts: Experts | None) -> None:
+    """Down to a stage of one layer, whose core or whole is there again while its backward runs."""
+    model = Model(layers=layers, hidden=4096, heads=32, vocab=50304, experts=experts)
+    small = job("llama3-8b", gpus=8, batch=8, dp=8, sequence=8192, flash_attention=flash)
+    totals = []
+    for kind in ("none", "selective", "full"):
+        training = msgspec.structs.replace(small.training, recompute=kind)
+        totals.append(memory(msgspec.structs.replace(small, model=model, training=training)).total_gib)
+    none, selective, full = totals
+    assert none >= selective >= full
+    assert (selective < none) == (not flash and layers > 1)
+
+
+def test_the_recomputed_core_of_one_layer_is_there() -> None:
+    """32 heads, 8192 tokens: a layer's softmax takes 4 GiB, however few layers keep theirs."""
+    kept = job("llama3-8b", gpus=8, batch=8, dp=8, sequence=8192, flash_attention=False, recompute="selective")
+    flash = msgspec.structs.replace(kept, training=msgspec.structs.replace(kept.training, flash_attention=True))
+    assert memory(kept).gib["activations"] - memory(flash).gib["activations"] == pytest.approx(4.0)

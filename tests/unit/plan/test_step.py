@@ -157,6 +157,15 @@ def test_stragglers_cost_their_expected_maximum() -> None:
     assert (uneven.step_us - even.step_us) / compute == pytest.approx(0.05 * 2.35, rel=0.02)
 
 
+def test_differences_between_gpus_do_not_shift_the_step() -> None:
+    """Unless asked for they are no part of it; what they would add is said beside it, and grows with the ranks."""
+    small, large = (predict_step(job(dp=dp)) for dp in (8, 64))
+    assert small.parts["stragglers_us"] == large.parts["stragglers_us"] == 0
+    assert small.slowest_us / small.step_us < large.slowest_us / large.step_us
+    asked = predict_step(with_ranks(Ranks(jitter=0.02)))
+    assert asked.parts["stragglers_us"] == pytest.approx(large.slowest_us, rel=0.02)
+
+
 def test_one_slow_rank_slows_all() -> None:
     """Twice as slow as the others: the step's compute takes twice as long."""
     even = predict_step(with_ranks(EVEN))
@@ -246,3 +255,52 @@ def test_pieces_need_ranks_of_one_node(tp: int, said: str) -> None:
         return
     with pytest.raises(Misconfigured, match=said):
         job(model, pieces_tp=True, tp=tp)
+
+
+def tiny(**kwargs: Any) -> Job:
+    """A layer with too little work for its kernels: 128 tokens of a narrow model, eager."""
+    narrow = Model(layers=16, hidden=1024, heads=16, gated=True, vocab=1024)
+    return job(narrow, gpus=8, sequence=128, **{"global_batch": 8, "fused_kernels": False, **kwargs})
+
+
+def test_a_step_is_no_faster_than_the_host() -> None:
+    """Launch-bound: the host's time of all kernels is the step, a note says how many and how much is lost."""
+    found = predict_step(tiny())
+    kernels, launch_us = 24 + 39, default_profile().efficiency.host_us  # of one layer, eager
+    assert found.parts["host_us"] > 0.3 * found.step_us
+    assert found.step_us - found.parts["optimizer_us"] >= 8 * 16 * kernels * launch_us
+    (note,) = (note for note in found.notes if note.startswith("launch-bound"))
+    assert f"{found.parts['host_us'] / 8 / 1e3:.2f} ms are lost" in note
+
+
+def test_the_host_does_not_count_where_kernels_are_long() -> None:
+    """It runs ahead: nothing is added, and nothing is said."""
+    found = predict_step(job(gpus=1, global_batch=4))
+    assert found.parts["host_us"] == 0
+    assert not any("launch-bound" in note for note in found.notes)
+
+
+def test_what_lowers_the_time_of_the_host() -> None:
+    """Fewer kernels, larger micro-batches and replayed graphs; FSDP2 costs the host more."""
+    eager = predict_step(tiny()).parts["host_us"]
+    assert predict_step(tiny(cuda_graphs=True)).parts["host_us"] == 0
+    assert 0 < predict_step(tiny(fused_kernels=True)).parts["host_us"] < eager
+    assert 0 < predict_step(tiny(micro_batch=8)).parts["host_us"] < eager / 4
+    sharded = predict_step(tiny(dp=8, zero=3))
+    both_us = 16 * 63 * default_profile().efficiency.host_us + 3 * 17 * default_profile().efficiency.host_shard_us
+    assert sharded.step_us - sharded.parts["optimizer_us"] == pytest.approx(both_us, rel=0.02)
+
+
+def test_fp8_is_faster_by_less_than_its_linear_layers() -> None:
+    """Attention, casts and the rest stay; better scales cost more passes."""
+    bf16, delayed, tensorwise = (
+        predict_step(job(find_model("llama3-70b"), gpus=8, tp=8, global_batch=8, sequence=8192, **kind)).step_us
+        for kind in ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "tensorwise"})
+    )
+    assert bf16 / 2 < delayed < tensorwise < bf16
+
+
+def test_mfu_in_fp8_is_of_its_own_peak() -> None:
+    """Data sheets give twice the peak."""
+    found = predict_step(job(gpus=8, tp=8, global_batch=8, precision="fp8"))
+    assert found.mfu == pytest.approx(found.model_tflops / 1978.9)

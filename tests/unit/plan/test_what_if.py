@@ -95,6 +95,8 @@ def test_oversubscription_is_of_the_topmost_level() -> None:
         ("local_steps", "4", lambda job: job.training.local_steps, 4),
         ("asynchronous", "true", lambda job: job.training.asynchronous, True),
         ("slow_rank", "1.5", lambda job: job.ranks.slow, 1.5),
+        ("clock_ghz", "1.4", lambda job: job.cluster.gpu.clock_ghz, 1.4),
+        ("power_watts", "500", lambda job: job.cluster.gpu.power_watts, 500.0),
         ("jitter", "0.02", lambda job: job.ranks.jitter, 0.02),
         ("parallel.tp", "4", lambda job: job.parallel.tp, 4),
         ("training.flash_attention", "false", lambda job: job.training.flash_attention, False),

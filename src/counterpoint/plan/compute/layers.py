@@ -10,6 +10,10 @@ Bytes of the memory-bound operations are those of the kernels that run: `fused` 
 2104.04473, section 4.2: bias + GeLU, bias + dropout + add, scale + mask + softmax), `eager` one kernel per operator, as
 in the profile of a Llama-3-8B layer on H200 (`samples/fsdp-healthy`). Without flash attention the scores go to memory:
 softmax and dropout over [micro_batch, heads / tp, sequence, sequence].
+
+In fp8 are the linear layers of the blocks: not attention unless asked for, and never the router, embedding and logits.
+Their input, their weight (once a step, with zero 3 whenever it was gathered) and the gradient of their output are cast,
+each in two layouts, since fp8 products want both operands with k in a row.
 """
 
 from __future__ import annotations
@@ -20,7 +24,13 @@ from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.records import Record
 
-LOGIT_BYTES = {"fused": 52, "eager": 36}  # of one logit from the product to its gradient, in float32 on the way
+LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
+CASTS = {  # to fp8, of an element: bytes for maximum, value and its transpose, scales; kernels
+    "delayed": (4.0, 1),  # scale of earlier steps, both layouts by one kernel (Transformer Engine's cast_transpose)
+    "tensorwise": (6.0, 3),  # maximum, scale, cast: Transformer Engine's current scaling, torchao's dynamic one
+    "blockwise": (4.0 + 2 * 4 / 128, 1),  # a float32 scale for 128 elements of a row
+    "mxfp8": (4.0 + 2 / 32, 1),  # a byte for 32 elements
+}
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -34,6 +44,12 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     batch: int = 1
     element_bytes: int = 2
     weight_gradient: bool = False
+    fp8: bool = False  # of operands; the product has two bytes
+
+    @property
+    def kernels(self) -> int:
+        """Return the kernels that the host launches: one, of all products in a batch."""
+        return 1
 
     @property
     def flops(self) -> float:
@@ -43,7 +59,8 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> float:
         """Return the bytes that are read and written if every matrix moves once."""
-        return float(self.element_bytes * self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
+        operands, product = self.m * self.k + self.k * self.n, self.m * self.n
+        return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
 
 
 class FlashAttentionOp(Record, frozen=True, kw_only=True):
@@ -57,6 +74,12 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     causal: bool
     backward: bool = False
     element_bytes: int = 2
+    fp8: bool = False
+
+    @property
+    def kernels(self) -> int:
+        """Return the kernels that the host launches: backward also sums its output's gradient, and converts dq."""
+        return 3 if self.backward else 1
 
     @property
     def flops(self) -> float:
@@ -104,6 +127,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
     flash: bool = True  # flash attention
     fused: bool = True  # kernels of Megatron-LM instead of eager ones
     element_bytes: int = 2  # of an activation
+    fp8: str = ""  # how the operands of linear layers are scaled; "": they are not in fp8
+    fp8_attention: bool = False
+    weight_casts: float = 0.0  # how often a micro-batch casts the weights to fp8
 
     @classmethod
     def of(cls, parallel: Parallel, training: Training) -> LocalShape:
@@ -118,6 +144,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
             flash=training.flash_attention,
             fused=training.fused_kernels,
             element_bytes=training.element_bytes,
+            fp8=training.fp8_scaling if training.precision == "fp8" else "",
+            fp8_attention=training.precision == "fp8" and training.fp8_attention,
+            weight_casts=1.0 if parallel.zero == 3 else 1 / training.micro_batches(parallel),
         )
 
     @property
@@ -142,17 +171,25 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
     )
 
 
-def _linear(name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1) -> LayerWork:
+def _linear(
+    name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1, fp8: bool = True
+) -> LayerWork:
+    """Return a product with a weight, and its two of backward; `fp8` says whether it is in fp8 where the job is."""
     rows, size = local.tokens if m is None else m, local.element_bytes
+    fp8 = fp8 and bool(local.fp8)
 
     def product(part: str, m: int, n: int, k: int, weight: bool = False) -> MatmulOp:
         return MatmulOp(
-            name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight
+            name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight, fp8=fp8
         )  # fmt: skip
 
+    def cast(elements: float) -> tuple[MemoryBoundOp, ...]:
+        each, kernels = CASTS[local.fp8] if fp8 else (0.0, 0)
+        return _traffic("cast to fp8", each * batch * elements, kernels) if fp8 and elements else ()
+
     return LayerWork(
-        forward=(product("", rows, n, k),),
-        backward=(product(" dx", rows, k, n), product(" dW", k, n, rows, weight=True)),
+        forward=(*cast(rows * k), *cast(local.weight_casts * n * k), product("", rows, n, k)),
+        backward=(*cast(rows * n), product(" dx", rows, k, n), product(" dW", k, n, rows, weight=True)),
     )
 
 
@@ -170,7 +207,8 @@ def _attention(model: Model, local: LocalShape) -> LayerWork:
     if local.fused:
         qkv = _linear("qkv", local, n=queries + 2 * keys, k=model.hidden)
     else:
-        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in (("q", queries), ("k", keys), ("v", keys))))
+        products = (("q", queries), ("k", keys), ("v", keys))
+        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in products), _summed(model, local, 3))
     works = [qkv, _flash(model, local) if local.flash else _scores(model, local)]
     if model.gated:  # Llama and what followed it turn their queries and keys; GPT-3 has learned positions
         each = ROTARY_BYTES["fused" if local.fused else "eager"] * local.tokens * (queries + keys)
@@ -185,6 +223,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
             name="flash attention" + (" backward" if backward else ""),
             batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
             width=model.head_width, causal=model.causal, backward=backward, element_bytes=local.element_bytes,
+            fp8=local.fp8_attention,
         )  # fmt: skip
 
     return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))
@@ -256,7 +295,15 @@ def _first_matmuls(
         return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch)]
     if local.fused:
         return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch)]
-    return [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
+    products = [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
+    return [*products, _summed(model, local, 2, rows=None if m is None else m * batch)]
+
+
+def _summed(model: Model, local: LocalShape, products: int, rows: int | None = None) -> LayerWork:
+    """Return the kernels that add up the gradients of an input that several products share."""
+    elements = float(local.tokens if rows is None else rows) * model.hidden
+    adds = products - 1
+    return LayerWork(backward=_traffic("input gradients", 3 * local.element_bytes * elements * adds, adds))
 
 
 def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
@@ -270,7 +317,7 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     width = max(experts.width // local.tp, 1)
     moved = 2.0 * local.element_bytes * visits * model.hidden
     works = [
-        _linear("router", local, n=experts.count, k=model.hidden),
+        _linear("router", local, n=experts.count, k=model.hidden, fp8=False),
         LayerWork(forward=_traffic("dispatch", moved, 2), backward=_traffic("dispatch backward", moved, 2)),
         *_first_matmuls(model, local, width, m=rows, batch=per_rank),
         _activation(model, local, float(rows) * per_rank * width),
@@ -316,11 +363,11 @@ def embedding_work(model: Model, local: LocalShape) -> LayerWork:
 def head_work(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations of the last norm, logits and loss, which the last stage runs."""
     rows = max(model.vocab // local.tp, 1)
-    logits = float(local.tokens) * rows * LOGIT_BYTES["fused" if local.fused else "eager"]
+    logits = float(local.tokens) * rows * LOGIT_BYTES
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
     loss = LayerWork(forward=_traffic("loss", logits / 2, 4), backward=_traffic("loss backward", logits / 2, 3))
     norm = LayerWork(
         forward=_traffic("last norm", 2 * size * elements),
         backward=_traffic("last norm backward", 5 * size * elements, 2),
     )
-    return _join(norm, _linear("logits", local, n=rows, k=model.hidden), loss)
+    return _join(norm, _linear("logits", local, n=rows, k=model.hidden, fp8=False), loss)

@@ -13,6 +13,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                attention's core, without flash attention: softmax size, dropout's mask 1 and its output size,
                  times micro_batch · heads · sequence · keys / tp; selective recomputation drops it
                full recomputation leaves the layer's input only: size · t · h
+               what recomputation drops of the layer that is at work is there again, once
              for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
              times layers of a stage, times micro-batches in flight (`schedule.in_flight`)
 head         logits in the precision of training and in float32, of one micro-batch
@@ -125,9 +126,11 @@ def _activations(job: Job, index: int, stage: StagePart) -> float:
     name, virtual = parallel.schedule, parallel.virtual
     most = in_flight(name, parallel.pp, micro, virtual)
     here = most if name in ("gpipe", "interleaved") or index == 0 else max(most - index, 1.0)
-    working = 0.0
-    if kind == "full":  # one layer at a time is whole again
-        working = activation_bytes(model, local, "none", model.experts if stage.routed else None)
+    working = 0.0  # what was dropped of a layer is there again while its backward runs
+    if stage.layers > stage.routed:
+        working = activation_bytes(model, local, "none") - dense
+    if stage.routed:
+        working = max(working, activation_bytes(model, local, "none", model.experts) - routed)
     return whole * here + working
 
 

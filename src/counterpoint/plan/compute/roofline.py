@@ -4,6 +4,8 @@ matmul   us = max(math, memory) + launch,   math: waves of tiles (`machine/matmu
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
 streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
+host     us = kernels · host, the time of the CPU to launch them; it runs ahead of the GPU where that is longer
+
 The parts reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
 """
 
@@ -12,41 +14,92 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.matmul import matmul_math_us
 from counterpoint.machine.profile import Efficiency, shipped_profile
 from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
 
+LOWEST = 0.3  # of the highest clock or power: what drivers allow, about
+MIN_DYNAMIC = 0.01  # of the power limit without static power
+
 
 class GpuRates(Record, frozen=True, kw_only=True):
-    """Holds the rates of one GPU in one precision."""
+    """Holds the rates of one GPU in one precision; peaks are those of the data sheet at the clock that it keeps."""
 
     gpu: str  # its name
-    peak: float  # FLOP per µs, of the data sheet
+    peak: float  # FLOP per µs; of a job in fp8 those of bf16, for what is not in fp8
+    fp8_peak: float = 0.0  # FLOP per µs in fp8; 0: the job has none
     sms: int  # streaming multiprocessors
     memory: float  # bytes per µs, of the data sheet
     efficiency: Efficiency  # the part of both that is reached
 
     @classmethod
-    def of(cls, gpu: ClusterGpu, precision: str = "bf16", efficiency: Efficiency | None = None) -> GpuRates:
-        """Return the rates of a GPU, or raise Misconfigured if it does not compute in this precision."""
+    def of(
+        cls, gpu: ClusterGpu, precision: str = "bf16", efficiency: Efficiency | None = None, *, burst: bool = False
+    ) -> GpuRates:
+        """Return the rates of a GPU.
+
+        Args:
+            gpu: its data sheet, clock and power limit.
+            precision: of linear layers.
+            efficiency: what is reached; None: what the GPU's profile says.
+            burst: of single kernels at the highest clock, instead of a training under the power limit.
+
+        Raises:
+            Misconfigured: it does not compute in this precision, or cannot have this clock or power.
+        """
         if precision not in gpu.tflops:
-            known = ", ".join(gpu.tflops)
-            raise Misconfigured(f"training.precision = {precision!r}: {gpu.name} computes in {known}; give one of them")
+            listed = ", ".join(gpu.tflops)
+            raise Misconfigured(
+                f"training.precision = {precision!r}: {gpu.name} computes in {listed}; give one of them"
+            )
+        known = efficiency or shipped_profile(gpu.name).efficiency
+        clock = 1.0 if burst else clock_kept(gpu, known)
         return cls(
             gpu=gpu.name,
-            peak=gpu.tflops[precision] * 1e6,
+            peak=gpu.tflops["bf16" if precision == "fp8" else precision] * clock * 1e6,
+            fp8_peak=gpu.tflops["fp8"] * clock * 1e6 if precision == "fp8" else 0.0,
             sms=gpu.sms,
             memory=gpu.memory_gb_per_s * 1e3,
-            efficiency=efficiency or shipped_profile(gpu.name).efficiency,
+            efficiency=known,
         )
 
     @property
     def bandwidth(self) -> float:
         """Return the bytes per µs that streaming kernels reach."""
         return self.memory * self.efficiency.memory
+
+
+def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
+    """Return the clock that a GPU keeps while it trains, over that of short bursts, which its figures are of.
+
+    Power is static + dynamic, the dynamic part grows with the clock times the square of a voltage that is proportional
+    to it: under a lower limit the clock falls with the cube root of what the limit leaves. A locked clock is kept where
+    the limit allows it.
+    """
+    limit, sheet = 1.0, find_gpu(gpu.name)
+    if gpu.power_watts is not None:
+        limit = gpu.power_watts / _of_sheet(sheet.watts if sheet else None, gpu, "power_watts", gpu.power_watts)
+    left = (limit - known.static) / (1.0 - known.static)
+    kept = known.clock * max(left, MIN_DYNAMIC) ** (1 / 3)
+    if gpu.clock_ghz is not None:
+        locked = gpu.clock_ghz / _of_sheet(sheet.clock_ghz if sheet else None, gpu, "clock_ghz", gpu.clock_ghz)
+        kept = min(kept, locked)
+    return float(kept)
+
+
+def _of_sheet(highest: float | None, gpu: ClusterGpu, field: str, given: float) -> float:
+    """Return the highest clock or power of a data sheet, or raise Misconfigured if it is not known or exceeded."""
+    if highest is None:
+        raise Misconfigured(
+            f"gpu.{field} = {given}: what {printable(gpu.name)} has without it is not known; leave it out"
+        )
+    if not LOWEST * highest <= given <= highest:
+        raise Misconfigured(f"gpu.{field} = {given}: give {LOWEST * highest:g} to {highest:g} for {gpu.name}")
+    return highest
 
 
 class Cost(Record, frozen=True, kw_only=True):
@@ -68,9 +121,11 @@ def cost(operation: Operation, rates: GpuRates) -> Cost:
     elif isinstance(operation, FlashAttentionOp):
         math_us = _flash_us(operation, rates)
     else:
+        # tensor cores take more elements of k at once in fp8: the rest of a tile takes as long as in bf16
+        depth, reached = (rates.peak / rates.fp8_peak, rates.efficiency.fp8) if operation.fp8 else (1.0, 1.0)
         math_us = matmul_math_us(
-            operation.m, operation.n, operation.k,
-            batch=operation.batch, peak=rates.peak, sms=rates.sms, bandwidth=rates.bandwidth, known=rates.efficiency,
+            operation.m, operation.n, operation.k * depth, batch=operation.batch, peak=rates.peak * reached,
+            sms=rates.sms, bandwidth=rates.bandwidth, known=rates.efficiency,
         )  # fmt: skip
     memory_us = operation.num_bytes / bandwidth
     us = max(math_us, memory_us) + launch_us
@@ -82,7 +137,13 @@ def total_us(operations: Iterable[Operation], rates: GpuRates) -> float:
     return sum(cost(operation, rates).us for operation in operations)
 
 
+def host_us(operations: Iterable[Operation], rates: GpuRates) -> float:
+    """Return the time that the host takes to launch the kernels of operations."""
+    return rates.efficiency.host_us * sum(operation.kernels for operation in operations)
+
+
 def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:
     known = rates.efficiency
     reached = known.flash_backward if operation.backward else known.flash_forward
-    return operation.flops / (rates.peak * reached * operation.keys / (operation.keys + known.flash_length))
+    peak = rates.fp8_peak * known.fp8 if operation.fp8 else rates.peak
+    return operation.flops / (peak * reached * operation.keys / (operation.keys + known.flash_length))

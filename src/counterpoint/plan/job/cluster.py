@@ -19,10 +19,15 @@ class ClusterGpu(Record, frozen=True, kw_only=True):
     memory_gib: float  # device memory
     memory_gb_per_s: float  # its bandwidth
     source: str = ""  # of the figures
+    clock_ghz: float | None = None  # at which its SMs are locked; None: as high as power allows
+    power_watts: float | None = None  # its power limit; None: that of the data sheet
 
     def __post_init__(self) -> None:
         for name in ("sms", "memory_gib", "memory_gb_per_s"):
             positive(f"gpu.{name}", getattr(self, name))
+        for name in ("clock_ghz", "power_watts"):
+            if getattr(self, name) is not None:
+                positive(f"gpu.{name}", getattr(self, name))
         for precision, value in self.tflops.items():
             positive(f"gpu.tflops.{precision}", value)
 

@@ -11,6 +11,7 @@
     zero = 3
     [cluster]
     gpu = "H100"                 # or a table [cluster.gpu]
+    power_watts = 600            # of each GPU, and clock_ghz; left out: those of the data sheet
     gpus = 64                    # the last level is cut to it; left out: as many as ranks
     network = "h100-roce-400"    # or tables [[cluster.levels]]
     [overlap]
@@ -51,12 +52,12 @@ class Ranks(Record, frozen=True, kw_only=True):
     """Describes how much the ranks differ in speed."""
 
     slow: float = 1.0  # one rank computes so many times as long as the others
-    jitter: float | None = None  # standard deviation of a rank's time over its mean; None: as measured for the GPU
+    jitter: float = 0.0  # standard deviation of a rank's time over its mean, for which the step then waits
 
     def __post_init__(self) -> None:
         if not 1 <= self.slow < 1000:
             raise Misconfigured(f"ranks.slow = {self.slow}: give a factor from 1 to below 1000")
-        if self.jitter is not None and not 0 <= self.jitter < 10:
+        if not 0 <= self.jitter < 10:
             raise Misconfigured(f"ranks.jitter = {self.jitter}: give a part of the mean, from 0 to below 10")
 
 
@@ -143,13 +144,16 @@ def _model(table: Table) -> Model:
 
 def _cluster(table: Table, ranks: int) -> Cluster:
     """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
-    _check_known("cluster", table, ("gpu", "gpus", "network", "levels"))
+    _check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "network", "levels"))
     count = table.get("gpus", ranks)
     if ("network" in table) == ("levels" in table):
         raise Misconfigured("cluster: give either network, a name, or levels, inside out")
     if isinstance(count, bool) or not isinstance(count, int):
         raise Misconfigured(f"cluster.gpus = {printable(repr(count))}: give a whole number")
     gpu = parse_gpu(table.get("gpu"))
+    limits = {name: table[name] for name in ("clock_ghz", "power_watts") if name in table}
+    if limits:
+        gpu = parse_record("cluster.gpu", msgspec.structs.asdict(gpu) | limits, ClusterGpu)
     if "network" in table:
         network = parse_name("cluster.network", table["network"])
         return Cluster(gpu=gpu, levels=levels(network, count), network=network)

@@ -63,11 +63,15 @@ class Training(Record, frozen=True, kw_only=True):
     global_batch: int  # samples of one step over all ranks
     micro_batch: int = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
+    # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
+    fp8_scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention's core (arXiv 2205.05198)
     optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"  # decides on the bytes of its states and on its traffic
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
     fused_kernels: bool = True  # neighbouring elementwise operators (Megatron-LM, torch.compile); False: eager kernels
+    cuda_graphs: bool = False  # layers are replayed as CUDA graphs, so that the host launches nothing
     fused_accumulation: bool = True  # weight gradients are added to their sum by the product that makes them
     local_steps: int = 1  # steps between two averages of the replicas' parameters (local SGD); 1: gradients, every step
     asynchronous: bool = False  # replicas do not wait for each other: stale gradients (arXiv 1106.5730)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict, replace
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.job.cluster import Cluster, Level
+from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
 from counterpoint.plan.job.job import TABLES, Job, parse_gpu, parse_job, parse_name, parse_record
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
@@ -209,11 +209,23 @@ def _field(unit: str, means: str, table: str, name: str) -> JobChange:
     return JobChange(unit, means, (f"{table}.{name}",), lambda job, value: _with_fields(job, table, **{name: value}))
 
 
+def _gpu_limit(unit: str, means: str, name: str) -> JobChange:
+    """Return the what-if that sets the clock or the power of the job's GPUs."""
+
+    def change(job: Job, value: Any) -> Job:
+        gpu = parse_record("cluster.gpu", asdict(job.cluster.gpu) | {name: value}, ClusterGpu)
+        return replace(job, cluster=replace(job.cluster, gpu=gpu))
+
+    return JobChange(unit, means, (f"cluster.{name}", f"cluster.gpu.{name}"), change, float)
+
+
 WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     "gpu": JobChange(
         "the name of a GPU", "Train on another GPU; the network stays.", ("cluster.gpu",),
         lambda job, value: replace(job, cluster=replace(job.cluster, gpu=parse_gpu(value))),
     ),
+    "clock_ghz": _gpu_limit("GHz", "Lock the clock of the GPUs.", "clock_ghz"),
+    "power_watts": _gpu_limit("W of one GPU", "Limit the power of the GPUs.", "power_watts"),
     "network": JobChange(
         "the name of a network", "Join the GPUs by another network.", ("cluster.network",), _on_network
     ),

@@ -6,6 +6,8 @@ backward  = compute + recomputed + exchanges; those `during_dw` run together wit
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
 recomputed: selective: attention's core; full: forward again, with its exchanges
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
+host      + what the host takes longer to launch all kernels and collectives of a micro-batch than the GPU to run them:
+            it runs ahead of the GPU, from forward into backward, so only its total counts; none with CUDA graphs
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from counterpoint.plan.compute.layers import (
     head_work,
     layer_work,
 )
-from counterpoint.plan.compute.roofline import GpuRates, cost
+from counterpoint.plan.compute.roofline import GpuRates, cost, host_us
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Experts, ParameterCount, layer_parameters
 from counterpoint.plan.job.parallel import StagePart, part_parameters
@@ -51,6 +53,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
     context_us: float = 0.0
     expert_us: float = 0.0
     shards_us: float = 0.0
+    host_us: float = 0.0
 
     @property
     def total_us(self) -> float:
@@ -59,7 +62,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
 
     @property
     def compute_us(self) -> float:
-        """Return the sum of all parts but communication."""
+        """Return the time in which the GPU computes, or copies what it has computed."""
         return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
@@ -74,7 +77,24 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
     forward: TimeByPart = TimeByPart()  # of all these layers
     backward: TimeByPart = TimeByPart()  # of all these layers
     weight_us: float = 0.0  # the part of backward that only makes weight gradients
+    launch_us: tuple[float, float] = (0.0, 0.0)  # host time of forward and backward
+    kernels: float = 0.0  # that the host launches
     comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
+
+    @property
+    def gpu_us(self) -> float:
+        """Return the time in which the GPU runs what the host has launched."""
+        both = self.forward.plus(self.backward)
+        return both.total_us - both.host_us
+
+    def with_host(self) -> MicroBatchTime:
+        """Return this time with what the host adds, in the direction in which it falls behind."""
+        late_us = max(sum(self.launch_us) - self.gpu_us, 0.0)
+        behind = [
+            max(us - way.total_us, 0.0) for us, way in zip(self.launch_us, (self.forward, self.backward), strict=True)
+        ]
+        forward, backward = (TimeByPart(host_us=late_us * us / sum(behind) if late_us else 0.0) for us in behind)
+        return msgspec.structs.replace(self, forward=self.forward.plus(forward), backward=self.backward.plus(backward))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
         """Return the sum of this time and `times` times the other."""
@@ -85,6 +105,11 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
             forward=self.forward.plus(other.forward, times),
             backward=self.backward.plus(other.backward, times),
             weight_us=self.weight_us + times * other.weight_us,
+            launch_us=(
+                self.launch_us[0] + times * other.launch_us[0],
+                self.launch_us[1] + times * other.launch_us[1],
+            ),
+            kernels=self.kernels + times * other.kernels,
             comm_us=comm_us,
         )
 
@@ -109,7 +134,7 @@ def part_time(
         found = found.plus(_end_time(job, rates, embedding=False))
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
         found = found.plus(_sharding_time(job, rates, prices, part, found))
-    return found
+    return found.with_host()
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
@@ -126,7 +151,8 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     exchanges = layer_exchanges(model, parallel, training, experts)
     forward = _compute(work.forward, rates)
     again = {"none": (), "selective": work.core, "full": work.forward}[training.recompute]
-    back = _compute((*work.backward, *_accumulation(job, experts)), rates)
+    backward = (*work.backward, *_accumulation(job, experts))
+    back = _compute(backward, rates)
     sent = [exchange for exchange in exchanges if not exchange.backward]
     repeated = sent if training.recompute == "full" else []
     weight_us = _weight_us(work.backward, rates)
@@ -137,10 +163,13 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     comm_us: dict[str, float] = {}
     for exchange in (*exchanges, *repeated):
         comm_us[exchange.axis] = comm_us.get(exchange.axis, 0.0) + exchange.us(prices)
+    late_sent = [*(exchange for exchange in exchanges if exchange.backward), *repeated]
     return MicroBatchTime(
         forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0))),
         backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
         weight_us=weight_us,
+        launch_us=(_launch_us(job, rates, work.forward, sent), _launch_us(job, rates, (*backward, *again), late_sent)),
+        kernels=sum(operation.kernels for operation in (*work.forward, *backward, *again)),
         comm_us=comm_us,
     )
 
@@ -152,7 +181,17 @@ def _end_time(job: Job, rates: GpuRates, *, embedding: bool) -> MicroBatchTime:
         forward=_compute(work.forward, rates),
         backward=_compute(work.backward, rates),
         weight_us=_weight_us(work.backward, rates),
+        launch_us=(_launch_us(job, rates, work.forward, ()), _launch_us(job, rates, work.backward, ())),
+        kernels=sum(operation.kernels for operation in (*work.forward, *work.backward)),
     )
+
+
+def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent: Iterable[Exchange]) -> float:
+    """Return the host's time to launch operations and collectives, of which a replayed CUDA graph needs none."""
+    if job.training.cuda_graphs:
+        return 0.0
+    collectives = sum(exchange.count for exchange in sent)
+    return host_us(operations, rates) + collectives * rates.efficiency.host_collective_us
 
 
 def _weight_us(operations: Iterable[Operation], rates: GpuRates) -> float:
@@ -245,4 +284,8 @@ def _sharding_time(
             both = overlapped_in_pieces_us(compute_us, comms, count, mechanism, persistent=persistent)
             exposed = both - compute_us + end_us
         found.append(TimeByPart(shard_copies_us=copy_us, shards_us=exposed))
-    return MicroBatchTime(forward=found[0], backward=found[1], comm_us={"shards": comm_us})
+    each_us = 0.0 if job.training.cuda_graphs else (part.layers + 1) * rates.efficiency.host_shard_us
+    again = 2 if job.parallel.reshard_after_forward else 1  # gathered once more, and reduced
+    return MicroBatchTime(
+        forward=found[0], backward=found[1], launch_us=(each_us, again * each_us), comm_us={"shards": comm_us}
+    )

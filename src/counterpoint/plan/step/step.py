@@ -2,13 +2,17 @@
 
     step = slots + bubble + ends of the replicas + optimizer + stragglers
 
-    slots        m micro-batches · (forward + backward) of the busiest stage (`layer_time.py`)
+    slots        m micro-batches · (forward + backward) of the busiest stage, and what its host adds (`layer_time.py`)
     bubble       critical path of the schedule - slots: fill, drain, sends, and waiting for stages (`schedule.py`)
     gradients    exposed part of what replicas exchange once a step (`data_parallel.py`)
     optimizer    its traffic: OPTIMIZER_BYTES per parameter, sharded with zero
-    stragglers   (E[slowest of n ranks] - 1) · compute, or that of one rank known to be slow: a step ends with the last
-                 rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's relative time, here normal, of
-                 independent ranks. Asynchronous replicas go on at the mean of their paces; n is one replica's ranks
+    stragglers   (E[slowest of n ranks] - 1) · compute where `ranks.jitter` is given, or that of one rank known to be
+                 slow: a step ends with the last rank. E[max of n] = ∫ q(u^(1/n)) du over 0..1, q: quantiles of a rank's
+                 relative time, here normal, of independent ranks. Asynchronous replicas go on at the mean of their
+                 paces; n is one replica's ranks
+
+Published steps are of healthy machines, and constants were fitted to such steps: how much GPUs of one kind differ
+widens the interval (`slowest_us`) and is no part of the step.
 
 and its bounds, with the same compute, bubble and optimizer:
 
@@ -136,6 +140,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
     tokens_per_s: float  # of the job
     model_tflops: float  # per GPU; 6 · parameters and attention in full, without recomputation
     mfu: float  # of the data sheet's peak
+    slowest_us: float  # what the slowest rank would add if GPUs differ as their profile says: not part of the step
     memory: Memory  # of the fullest GPU
     times: StageTimes  # of the parts of the pipeline, for `schedule.scheduled`
     validated: str  # the error on measured steps like it, or how it differs from them
@@ -172,16 +177,20 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     ends = _ends(job, rates, mesh, stages[0], part_times)
     parts["gradients_us"] = ends.exposed_us
     parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
-    parts["stragglers_us"] = (_slowest(job, rates) - 1.0) * (spent.compute_us + parts["optimizer_us"])
+    busy_us = spent.compute_us + parts["optimizer_us"]
+    parts["stragglers_us"] = (_slowest(job) - 1.0) * busy_us
+    slowest_us = (expected_slowest(rates.efficiency.spread, job.parallel.world_size) - 1.0) * busy_us
     comm_us = _comm_us(mine, micro, ends)
-    return _summary(job, rates, parts, comm_us, spent, times)
+    notes = (*_notes(job, rates), *_launch_bound(mine, stages[busiest]))
+    return _summary(job, rates, parts, comm_us, spent, times, slowest_us, notes)
 
 
 def _summary(
     job: Job, rates: GpuRates, parts: dict[str, float], comm_us: dict[str, float], spent: TimeByPart, times: StageTimes,
+    slowest_us: float, notes: tuple[str, ...],
 ) -> PredictedStep:  # fmt: skip
     step_us = sum(parts.values())
-    compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us"))
+    compute = spent.compute_us + sum(parts[name] for name in ("bubble_us", "optimizer_us", "stragglers_us", "host_us"))
     comm = sum(comm_us.values())
     tokens = float(job.training.global_batch) * job.training.sequence
     flops = model_flops(job.model, job.training.sequence) * tokens / job.parallel.world_size
@@ -194,11 +203,12 @@ def _summary(
         micro_batches=job.training.micro_batches(job.parallel),
         tokens_per_s=tokens / step_us * 1e6,
         model_tflops=flops / step_us / 1e6,
-        mfu=flops / step_us / rates.peak,
+        mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
+        slowest_us=slowest_us,
         memory=memory(job),
         times=times,
         validated=validated(job),
-        notes=_notes(job, rates),
+        notes=notes,
     )
 
 
@@ -208,6 +218,17 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
     figures = (f"GPU: {rates.efficiency.source}", f"overlap: {job.disturbance.source}")
     assumed = job.profile.note(("mechanisms", "efficiency"))
     return (*figures, *([f"figures {assumed}"] if assumed else []), *((NOTE,) if loses else ()))
+
+
+def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
+    """Return a sentence on each part of the busiest stage whose host takes longer than its GPU."""
+    return tuple(
+        f"launch-bound: of each micro-batch the host takes {sum(time.launch_us) / 1e3:.2f} ms to launch "
+        f"{time.kernels:.0f} kernels and the collectives of {part.layers} layers, the GPU {time.gpu_us / 1e3:.2f} ms "
+        f"to run them: {late_us / 1e3:.2f} ms are lost; a larger micro_batch, fused_kernels or cuda_graphs lower it"
+        for part, time in dict(zip(stage, parts, strict=True)).items()
+        if (late_us := time.forward.host_us + time.backward.host_us)
+    )
 
 
 def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...]) -> PartTimes:
@@ -248,10 +269,9 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
     return found
 
 
-def _slowest(job: Job, rates: GpuRates) -> float:
-    """Return the time of the slowest rank over the mean; `job.ranks`, else the GPU's profile, says how ranks differ."""
-    spread = rates.efficiency.spread if job.ranks.jitter is None else job.ranks.jitter
-    slow, parallel = job.ranks.slow, job.parallel
+def _slowest(job: Job) -> float:
+    """Return the time of the slowest rank over the mean, by what `job.ranks` says of them."""
+    spread, slow, parallel = job.ranks.jitter, job.ranks.slow, job.parallel
     if not job.training.asynchronous:
         return max(expected_slowest(spread, parallel.world_size), slow)
     pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
