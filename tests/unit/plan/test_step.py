@@ -246,3 +246,20 @@ def test_pieces_need_ranks_of_one_node(tp: int, said: str) -> None:
         return
     with pytest.raises(Misconfigured, match=said):
         job(model, pieces_tp=True, tp=tp)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_multi_token_prediction_costs_time_and_memory_on_the_last_stage(zero: Any) -> None:
+    """Two stages of two layers of DeepSeek-V3: a module is a layer, a projection and another head on the last one."""
+    few = Experts(count=16, per_token=8, width=2048, shared=1, first_dense=1)
+    v3 = msgspec.structs.replace(find_model("deepseek-v3"), layers=4, experts=few)
+    without, with_ = (
+        predict_step(
+            job(msgspec.structs.replace(v3, mtp=mtp), gpus=8, pp=2, tp=2, dp=2, ep=2, zero=zero, global_batch=16)
+        )
+        for mtp in (0, 1)
+    )
+    assert with_.times.forward[0] == pytest.approx(without.times.forward[0])
+    assert with_.times.forward[1][0] > 1.4 * without.times.forward[1][0]
+    assert with_.step_us > without.step_us
+    assert with_.memory.total_gib > without.memory.total_gib
