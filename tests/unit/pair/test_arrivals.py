@@ -16,7 +16,6 @@ from counterpoint.collectives.program.operations import all_gather, all_to_all, 
 from counterpoint.collectives.program.partitions import partitions
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.machine.gpus import GPUS
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, hiding, hiding_of, nccl_us, segments_of
 from counterpoint.pair.row_curves import RowCurve, estimated_curve
@@ -67,10 +66,8 @@ def test_impossible_curves_are_refused(wrong: dict[str, object]) -> None:
 def test_an_estimate_is_what_the_planner_says(rows: int) -> None:
     """Data sheet and profile give one time for a matmul, whoever asks; it is marked."""
     gpu = find_gpu("H200")
-    sheet = next(each for each in GPUS if each.name == "H200")
-    rates = GpuRates.of(
-        gpu, efficiency=msgspec.structs.replace(H200.efficiency, memory=3900 / sheet.memory_gb_per_s), burst=True
-    )  # type: ignore[operator]
+    known = msgspec.structs.replace(H200.efficiency, memory=3900 / gpu.memory_gb_per_s)
+    rates = GpuRates.of(gpu, efficiency=known, burst=True)
     curve = estimated_curve(7168, 8192, "bfloat16", 8192)
     planned = cost(MatmulOp(name="", m=rows, n=7168, k=8192), rates).us
     assert curve.us(rows) == pytest.approx(planned)

@@ -161,10 +161,11 @@ def test_exposed_communication_is_explained_down_to_a_collective() -> None:
     assert "of the array /" in text
 
 
-@pytest.mark.parametrize(("gpu", "assumed"), [("H200", 0), ("H100", 1), ("B200", 1)])
+@pytest.mark.parametrize(("gpu", "assumed"), [("H200", 0), ("H100", 1), ("B200", 1), ("GB300", 1), ("MI300X", 1)])
 def test_a_plan_says_once_what_was_not_measured_on_its_gpu(gpu: str, assumed: int) -> None:
     """In the notes, which the terminal, the page and the JSON show."""
     tables = TABLES | {"cluster": {"gpu": gpu, "network": "h100-ndr-400"}}
     said = f"not measured on {gpu}, assumed: mechanisms, efficiency"
-    notes = [note for note in answer(parse_job(tables)).notes if said in note]
-    assert len(notes) == assumed
+    found = answer(parse_job(tables))
+    assert len([note for note in found.notes if said in note]) == assumed
+    assert found.validated.startswith("not validated")

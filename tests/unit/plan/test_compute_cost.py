@@ -11,7 +11,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import shipped_profile
 from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp
 from counterpoint.plan.compute.roofline import GpuRates, cost, total_us
-from counterpoint.plan.job.cluster import GPUS, find_gpu
+from counterpoint.plan.job.cluster import GPUS, ClusterGpu, find_gpu
 
 H200 = GpuRates.of(find_gpu("h200"), burst=True)
 MEASURED = [  # m, n, k, µs on H200: measured pairs and the profile in samples/fsdp-healthy, 2026-11-20 and 21
@@ -111,7 +111,7 @@ def test_an_unknown_precision_names_the_known_ones() -> None:
 
 def test_an_unknown_gpu_names_the_known_ones() -> None:
     """V100 is not among them."""
-    with pytest.raises(Misconfigured, match="gpu = 'V100': known are A100, A100-40, B200"):
+    with pytest.raises(Misconfigured, match="gpu = 'V100': known are A100, A100-40, A800, B200"):
         find_gpu("V100")
 
 
@@ -172,3 +172,12 @@ def test_limits_that_are_not_known_are_refused(gpu: str, limit: dict[str, float]
     """What a GPU does above its limits, or one whose limits nobody wrote down, is not guessed."""
     with pytest.raises(Misconfigured, match=said):
         GpuRates.of(msgspec.structs.replace(find_gpu(gpu), **limit))
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_a_sheet_is_dense_and_has_a_source(gpu: ClusterGpu) -> None:
+    """Twice the rate at half the width: a sheet with sparsity in one of its figures fails."""
+    assert gpu.source
+    assert gpu.tflops["fp32"] == pytest.approx(gpu.tflops["bf16"] / 2, rel=0.02)
+    assert gpu.tflops.get("fp8", 2 * gpu.tflops["bf16"]) == pytest.approx(2 * gpu.tflops["bf16"], rel=0.02)
+    assert 30 <= gpu.tflops["bf16"] * 1e3 / gpu.memory_gb_per_s <= 450

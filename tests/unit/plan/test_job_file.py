@@ -72,7 +72,7 @@ latency_us = 2
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (changed('name = "llama3-8b"', 'name = "llama9"'), 'model "llama9" is not known: give one of gpt3-175b'),
+        (changed('name = "llama3-8b"', 'name = "llama9"'), 'model "llama9" is not known: give one of deepseek-v2, '),
         (changed("dp = 8", "dpp = 8"), "parallel.dpp is not known: allowed are dp, tp"),
         (changed("[overlap]", "[overlapp]"), "overlapp is not known: allowed are model, training"),
         (changed("dp = 8", 'dp = "eight"'), "parallel: Expected `int`, got `str`"),

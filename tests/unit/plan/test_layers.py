@@ -13,12 +13,15 @@ from counterpoint.plan.compute.layers import (
     MemoryBoundOp,
     head_work,
     layer_work,
+    mtp_work,
 )
-from counterpoint.plan.job.model import Experts, Model, layer_flops, layer_parameters
+from counterpoint.plan.job.model import Experts, Model, find_model, layer_flops, layer_parameters
 from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
 
 GPT = Model(layers=96, hidden=12288, heads=96, vocab=51200, tied=True, dropout=True)
 LLAMA = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256)
+V3 = find_model("deepseek-v3")
+GEMMA = find_model("gemma3-27b")
 EXPERTS = Experts(count=8, per_token=2, width=14336)
 
 
@@ -31,10 +34,12 @@ def share(**kwargs: object) -> LocalShape:
     return LocalShape(**{"batch": 2, "queries": 2048, "keys": 2048, "flash": False} | kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, LLAMA, V3, GEMMA], ids=["gpt", "llama", "mla", "windows"])
 @pytest.mark.parametrize("tp", [1, 8])
 def test_forward_does_the_arithmetic_of_the_model(model: Model, tp: int) -> None:
     """FLOPs of a layer's forward, times tp, are 2 per parameter and token, and attention's."""
+    if model.window:  # scores in memory are computed whole
+        model = msgspec.structs.replace(model, window=None, full_every=None)
     expected = layer_flops(model, 2048) * 2 * 2048
     assert flops(layer_work(model, share(tp=tp))) * tp == pytest.approx(expected, rel=1e-9)
 
@@ -170,3 +175,37 @@ def test_casts_are_bytes_and_kernels(scaling: str, each: int, kernels: int) -> N
 
     assert added("forward") == (each * (inputs + weights), 8 * kernels)
     assert added("backward") == (each * outputs, 4 * kernels)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_latent_attention_makes_gradients_of_all_its_weights(fused: bool) -> None:
+    """The products marked so make one for each parameter of a matrix; norms of latents have no product."""
+    work = layer_work(V3, share(fused=fused))
+    made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, MatmulOp) and op.weight_gradient)
+    assert made == layer_parameters(V3).total - 2 * 7168 - 1536 - 512
+    assert flops(work, "backward") == pytest.approx(2 * flops(work))
+
+
+def test_flash_attention_of_mla_is_as_wide_as_its_parts() -> None:
+    """Queries and keys 192, values 128: 320 forward, 3 * 192 + 2 * 128 backward; a causal mask leaves half."""
+    work = layer_work(V3, share(flash=True))
+    both = [op for op in (*work.forward, *work.backward) if isinstance(op, FlashAttentionOp)]
+    assert [op.flops for op in both] == [2 * 128 * 2048 * 2048 * width * 2 / 2 for width in (320, 832)]
+
+
+def test_a_window_shortens_flash_attention() -> None:
+    """Gemma 3 at 32,768 tokens: five of six layers see 1,024 each, so less than a quarter is left."""
+    long = share(flash=True, queries=32768, keys=32768)
+    windows, none = (
+        sum(op.flops for op in layer_work(model, long).core if isinstance(op, FlashAttentionOp))
+        for model in (GEMMA, msgspec.structs.replace(GEMMA, window=None, full_every=None))
+    )
+    part = 1024 / 32768
+    assert windows / none == pytest.approx(10 / 62 + 52 / 62 * 2 * part * (1 - part / 2))
+
+
+def test_mtp_is_a_projection_and_another_head() -> None:
+    """With sequence parallelism each rank projects its own tokens, so the ranks of tp do it together."""
+    for tp in (1, 8):
+        projection, logits = 2 * 4096 * 7168 * 2 * 7168, 2 * 4096 * 7168 * 129280
+        assert flops(mtp_work(V3, share(tp=tp))) * tp == pytest.approx(projection + logits)

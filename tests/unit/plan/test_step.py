@@ -293,9 +293,10 @@ def test_what_lowers_the_time_of_the_host() -> None:
 
 def test_fp8_is_faster_by_less_than_its_linear_layers() -> None:
     """Attention, casts and the rest stay; better scales cost more passes."""
+    kinds: tuple[dict[str, Any], ...] = ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "tensorwise"})
     bf16, delayed, tensorwise = (
         predict_step(job(find_model("llama3-70b"), gpus=8, tp=8, global_batch=8, sequence=8192, **kind)).step_us
-        for kind in ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "tensorwise"})
+        for kind in kinds
     )
     assert bf16 / 2 < delayed < tensorwise < bf16
 
@@ -304,3 +305,20 @@ def test_mfu_in_fp8_is_of_its_own_peak() -> None:
     """Data sheets give twice the peak."""
     found = predict_step(job(gpus=8, tp=8, global_batch=8, precision="fp8"))
     assert found.mfu == pytest.approx(found.model_tflops / 1978.9)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_multi_token_prediction_costs_time_and_memory_on_the_last_stage(zero: Any) -> None:
+    """Two stages of two layers of DeepSeek-V3: a module is a layer, a projection and another head on the last one."""
+    few = Experts(count=16, per_token=8, width=2048, shared=1, first_dense=1)
+    v3 = msgspec.structs.replace(find_model("deepseek-v3"), layers=4, experts=few)
+    without, with_ = (
+        predict_step(
+            job(msgspec.structs.replace(v3, mtp=mtp), gpus=8, pp=2, tp=2, dp=2, ep=2, zero=zero, global_batch=16)
+        )
+        for mtp in (0, 1)
+    )
+    assert with_.times.forward[0] == pytest.approx(without.times.forward[0])
+    assert with_.times.forward[1][0] > 1.4 * without.times.forward[1][0]
+    assert with_.step_us > without.step_us
+    assert with_.memory.total_gib > without.memory.total_gib

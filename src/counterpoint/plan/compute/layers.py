@@ -5,6 +5,8 @@
             dx = dy Wᵀ, dW = xᵀ dy                    backward t × k × n and k × n × t
     tp cuts n of the first and k of the second matmul of each block (arXiv 1909.08053); what lies between the blocks is
     whole on every rank, or 1/tp of the tokens with sequence parallelism (arXiv 2205.05198)
+    latent attention: products into the latents are not cut; with sequence parallelism each rank makes those of its
+    tokens (Megatron-LM, multi_latent_attention.py)
 
 Bytes of the memory-bound operations are those of the kernels that run: `fused` as Megatron-LM has them (arXiv
 2104.04473, section 4.2: bias + GeLU, bias + dropout + add, scale + mask + softmax), `eager` one kernel per operator, as
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.records import Record
 
@@ -64,7 +66,10 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
 
 class FlashAttentionOp(Record, frozen=True, kw_only=True):
-    """Describes attention whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691)."""
+    """Describes attention whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691).
+
+    Of the products, forward one and backward three are as wide as queries and keys, the others as values.
+    """
 
     name: str
     batch: int  # samples · heads
@@ -72,6 +77,8 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     keys: int
     width: int
     causal: bool
+    value_width: int | None = None  # None: as wide as queries and keys
+    seen: float | None = None  # part of all pairs that is computed; None: half of them if causal, else all
     backward: bool = False
     element_bytes: int = 2
     fp8: bool = False
@@ -83,16 +90,22 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations; a causal mask halves them."""
-        products = 5 if self.backward else 2
-        seen = 0.5 if self.causal else 1.0
-        return 2.0 * products * self.batch * self.queries * self.keys * self.width * seen
+        """Return the floating-point operations; a causal mask halves them, a window leaves fewer."""
+        widths = 3 * self.width + 2 * self.of_values if self.backward else self.width + self.of_values
+        seen = (0.5 if self.causal else 1.0) if self.seen is None else self.seen
+        return 2.0 * self.batch * self.queries * self.keys * widths * seen
 
     @property
     def num_bytes(self) -> float:
         """Return the bytes of queries, keys, values and output that are read and written."""
         passes = 2.0 if self.backward else 1.0
-        return passes * 2.0 * self.element_bytes * self.batch * self.width * (self.queries + self.keys)
+        widths = self.width + self.of_values
+        return passes * self.element_bytes * self.batch * widths * (self.queries + self.keys)
+
+    @property
+    def of_values(self) -> int:
+        """Return the width of a head's values."""
+        return self.width if self.value_width is None else self.value_width
 
 
 class MemoryBoundOp(Record, frozen=True, kw_only=True):
@@ -202,19 +215,66 @@ def _join(*works: LayerWork) -> LayerWork:
 
 
 def _attention(model: Model, local: LocalShape) -> LayerWork:
-    width, tp = model.head_width, local.tp
-    queries, keys = model.heads * width // tp, max(model.key_heads // tp, 1) * width
+    core = _flash(model, local) if local.flash else _scores(model, local)
+    before = _projections(model, local) if model.mla is None else _latents(model, model.mla, local)
+    width = model.heads * model.value_width // local.tp
+    return _join(*before, core, _linear("attention out", local, n=model.hidden, k=width))
+
+
+def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
+    """Return the products that make queries, keys and values, and what is done to them before attention."""
+    width, shared = model.head_width, max(model.key_heads // local.tp, 1)
+    queries, keys, values = model.heads * width // local.tp, shared * width, shared * model.value_width
     if local.fused:
-        qkv = _linear("qkv", local, n=queries + 2 * keys, k=model.hidden)
+        qkv = _linear("qkv", local, n=queries + keys + values, k=model.hidden)
     else:
-        products = (("q", queries), ("k", keys), ("v", keys))
-        qkv = _join(*(_linear(n, local, n=w, k=model.hidden) for n, w in products), _summed(model, local, 3))
-    works = [qkv, _flash(model, local) if local.flash else _scores(model, local)]
-    if model.gated:  # Llama and what followed it turn their queries and keys; GPT-3 has learned positions
-        each = ROTARY_BYTES["fused" if local.fused else "eager"] * local.tokens * (queries + keys)
-        rotary = MemoryBoundOp(name="rotary", num_bytes=each, kernels=2 if local.fused else 10, strided=not local.fused)
-        works.append(LayerWork(forward=(rotary,), backward=(rotary,)))
-    return _join(*works, _linear("attention out", local, n=model.hidden, k=queries))
+        each = (("q", queries), ("k", keys), ("v", values))
+        products = (_linear(name, local, n=columns, k=model.hidden) for name, columns in each)
+        qkv = _join(*products, _summed(model, local, 3))
+    works = [qkv]
+    if model.qk_norm:
+        works.append(_norms("qk norm", local, float(local.tokens) * (queries + keys), count=2))
+    if model.rotates:
+        num_bytes = ROTARY_BYTES["fused" if local.fused else "eager"] * local.tokens * (queries + keys)
+        works.append(_rotary(local, num_bytes))
+    return works
+
+
+def _latents(model: Model, mla: LatentAttention, local: LocalShape) -> list[LayerWork]:
+    """Return the same of latent attention: products down and up, norms of the latents, and keys put together."""
+    heads, tokens, rope = model.heads // local.tp, float(local.tokens), mla.qk_rope_head_dim
+    down = [_linear("kv down", local, n=mla.kv_lora_rank + rope, k=model.hidden, m=local.tokens_between)]
+    if mla.q_lora_rank is not None:
+        down.append(_linear("q down", local, n=mla.q_lora_rank, k=model.hidden, m=local.tokens_between))
+    normed = mla.latent_width - rope
+    up = mla.qk_nope_head_dim + mla.v_head_dim
+    whole = 2.0 * local.element_bytes * tokens * heads * model.head_width  # queries or keys, in and out
+    if local.fused:  # one kernel turns part of the queries, another makes keys and values of what the product gave
+        moved = local.element_bytes * tokens * (heads * (2 * rope + 2 * up + rope) + rope)
+    else:
+        moved = ROTARY_BYTES["eager"] * tokens * (heads + 1) * rope + 2 * whole
+    return [
+        *down,
+        _norms("latent norms", local, float(local.tokens_between) * normed, count=len(down)),
+        _linear("q up" if len(down) > 1 else "q", local, n=heads * model.head_width, k=mla.q_lora_rank or model.hidden),
+        _linear("kv up", local, n=heads * up, k=mla.kv_lora_rank),
+        _rotary(local, moved),
+    ]
+
+
+def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
+    rotary = MemoryBoundOp(
+        name="rotary", num_bytes=num_bytes, kernels=2 if local.fused else 10, strided=not local.fused
+    )  # fmt: skip
+    return LayerWork(forward=(rotary,), backward=(rotary,))
+
+
+def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
+    """Return norms of so many elements together: backward reads x and dy, writes dx, and reads both for the weights."""
+    return LayerWork(
+        forward=_traffic(name, 2 * local.element_bytes * elements, count),
+        backward=_traffic(f"{name} backward", 5 * local.element_bytes * elements, 2 * count),
+    )
 
 
 def _flash(model: Model, local: LocalShape) -> LayerWork:
@@ -222,8 +282,8 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
         return FlashAttentionOp(
             name="flash attention" + (" backward" if backward else ""),
             batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
-            width=model.head_width, causal=model.causal, backward=backward, element_bytes=local.element_bytes,
-            fp8=local.fp8_attention,
+            width=model.head_width, value_width=model.value_width, causal=model.causal, seen=model.seen(local.keys),
+            backward=backward, element_bytes=local.element_bytes, fp8=local.fp8_attention,
         )  # fmt: skip
 
     return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))
@@ -232,7 +292,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
 def _scores(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations of attention with its scores in memory; a causal softmax reads only half of them."""
     batch, size = local.batch * model.heads // local.tp, local.element_bytes
-    q, k, d = local.queries, local.keys, model.head_width
+    q, k, d, v = local.queries, local.keys, model.head_width, model.value_width
     elements = float(batch) * q * k
 
     def product(name: str, m: int, n: int, k: int) -> MatmulOp:
@@ -246,17 +306,17 @@ def _scores(model: Model, local: LocalShape) -> LayerWork:
         product("scores", q, k, d),
         softmax,
         *dropout,
-        product("values", q, d, k),
-        MemoryBoundOp(name="heads together", num_bytes=2.0 * size * batch * q * d),
+        product("values", q, v, k),
+        MemoryBoundOp(name="heads together", num_bytes=2.0 * size * batch * q * v),
     )
     backward: tuple[Operation, ...] = (
-        product("values dv", k, d, q),
-        product("values dp", q, k, d),
+        product("values dv", k, v, q),
+        product("values dp", q, k, v),
         *dropout,
         back,
         product("scores dq", q, d, k),
         product("scores dk", k, d, q),
-        MemoryBoundOp(name="heads apart", num_bytes=2.0 * size * batch * (q + 2 * k) * d),
+        MemoryBoundOp(name="heads apart", num_bytes=2.0 * size * batch * (q * d + k * (d + v))),
     )
     return LayerWork(forward=core, core=core, backward=backward)
 
@@ -335,16 +395,16 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
 
 
 def _between(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of two norms and two residual additions, with bias and dropout where the model has them."""
+    """Return the operations of norms and two residual additions, with bias and dropout where the model has them."""
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
-    norm, back = 2 * size * elements, 5 * size * elements  # back: x, dy, dx, and both again for the weights
+    norms = _norms("norms", local, model.norms * elements, count=model.norms)
     mask = elements if model.dropout else 0.0
     add = 3 * size * elements + mask
     undo = 2 * size * elements + mask + 2 * size * elements if model.dropout else 0.0  # the mask, and the bias' sum
     return LayerWork(
-        forward=(*_traffic("norms", 2 * norm, 2), *_traffic("residual add", 2 * add, 2)),
+        forward=(*norms.forward, *_traffic("residual add", 2 * add, 2)),
         backward=(
-            *_traffic("norms backward", 2 * back, 4),
+            *norms.backward,
             *_traffic("residual add backward", 2 * (3 * size * elements + undo), 4 if model.dropout else 2),
         ),
     )
@@ -364,10 +424,26 @@ def head_work(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations of the last norm, logits and loss, which the last stage runs."""
     rows = max(model.vocab // local.tp, 1)
     logits = float(local.tokens) * rows * LOGIT_BYTES
-    elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
+    elements = float(local.tokens_between) * model.hidden
     loss = LayerWork(forward=_traffic("loss", logits / 2, 4), backward=_traffic("loss backward", logits / 2, 3))
-    norm = LayerWork(
-        forward=_traffic("last norm", 2 * size * elements),
-        backward=_traffic("last norm backward", 5 * size * elements, 2),
-    )
+    norm = _norms("last norm", local, elements, count=1)
     return _join(norm, _linear("logits", local, n=rows, k=model.hidden, fp8=False), loss)
+
+
+def mtp_work(model: Model, local: LocalShape) -> LayerWork:
+    """Return the operations of a module of multi-token prediction besides its layer (arXiv 2412.19437, section 2.2).
+
+    The last layer's output and the embedding of the next token, both normalised, are projected together, each rank's
+    tokens by itself; embedding and head are those of the model, once more.
+    """
+    elements = float(local.tokens_between) * model.hidden
+    return _join(
+        embedding_work(model, local),
+        _norms("norms of both inputs", local, 2 * elements, count=2),
+        LayerWork(
+            forward=_traffic("inputs together", 4 * local.element_bytes * elements),
+            backward=_traffic("inputs apart", 4 * local.element_bytes * elements),
+        ),
+        _linear("projection", local, n=model.hidden, k=2 * model.hidden, m=local.tokens_between),
+        head_work(model, local),
+    )

@@ -10,6 +10,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                  inputs of 2 norms and of 2 blocks 4 · size · t · h, masks of 2 dropouts 2 · t · h
                inside blocks, / tp
                  q, k, v and attention's output; inputs of the activation and of the second matrix
+                 norms of q and k keep their inputs, too; latent attention its latents before and after their norms
                attention's core, without flash attention: softmax size, dropout's mask 1 and its output size,
                  times micro_batch · heads · sequence · keys / tp; selective recomputation drops it
                full recomputation leaves the layer's input only: size · t · h
@@ -83,7 +84,7 @@ def _of_stage(job: Job, index: int, stage: StagePart) -> Memory:
         "optimizer": states * (sharded if zero >= 1 else whole),
         "gathered": _gathered(job, stage) if zero == 3 else 0.0,
         "activations": _activations(job, index, stage),
-        "head": float(local.tokens) * model.vocab / local.tp * (element + 4) if stage.head else 0.0,
+        "head": (1 + stage.mtp) * float(local.tokens) * model.vocab / local.tp * (element + 4) if stage.head else 0.0,
     }
     gib = {name: size / GIB for name, size in sizes.items()} | {"reserved": RESERVED_GIB}
     available = job.cluster.gpu.memory_gib
@@ -110,10 +111,9 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 def _gathered(job: Job, stage: StagePart) -> float:
     """Return the bytes of the layers whose parameters and gradients are unsharded at once with zero 3."""
     model, parallel = job.model, job.parallel
-    heaviest = layer_parameters(model, model.experts if stage.routed else None)
-    each = heaviest.shared / parallel.tp + heaviest.experts / parallel.tp / parallel.ep
+    heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(parallel.tp, parallel.ep)
     whole = 1 + parallel.prefetch if parallel.reshard_after_forward else stage.layers
-    return 2.0 * each * (min(whole, stage.layers) + 1)
+    return 2.0 * heaviest.total * (min(whole, stage.layers) + 1)
 
 
 def _activations(job: Job, index: int, stage: StagePart) -> float:
@@ -122,6 +122,8 @@ def _activations(job: Job, index: int, stage: StagePart) -> float:
     dense = activation_bytes(model, local, kind)
     routed = activation_bytes(model, local, kind, model.experts) if stage.routed else 0.0
     whole = (stage.layers - stage.routed) * dense + stage.routed * routed
+    if stage.mtp:
+        whole += stage.mtp * (activation_bytes(model, local, kind, model.experts) + _mtp_bytes(model, local))
     micro = training.micro_batches(parallel)
     name, virtual = parallel.schedule, parallel.virtual
     most = in_flight(name, parallel.pp, micro, virtual)
@@ -132,6 +134,11 @@ def _activations(job: Job, index: int, stage: StagePart) -> float:
     if stage.routed:
         working = max(working, activation_bytes(model, local, "none", model.experts) - routed)
     return whole * here + working
+
+
+def _mtp_bytes(model: Model, local: LocalShape) -> float:
+    """Return the bytes that the projection of a module of multi-token prediction keeps: both inputs, and normalised."""
+    return 4.0 * local.element_bytes * local.tokens_between * model.hidden
 
 
 def activation_bytes(
@@ -148,8 +155,13 @@ def activation_bytes(
     size, wide = local.element_bytes, float(local.tokens_between) * model.hidden
     if recompute == "full":
         return size * wide
-    between = 4 * size * wide + (2 * wide if model.dropout else 0.0)
-    heads = (2 * model.heads + 2 * model.key_heads) * model.head_width
+    between = (2 + model.norms) * size * wide + (2 * wide if model.dropout else 0.0)
+    if model.mla is not None:
+        latents = model.mla.latent_width - model.mla.qk_rope_head_dim
+        between += 2.0 * size * local.tokens_between * latents
+    heads = (model.heads + model.key_heads) * (model.head_width + model.value_width)
+    if model.qk_norm:
+        heads += (model.heads + model.key_heads) * model.head_width
     inputs = 3 if model.gated else 2
     if experts is None:
         inner = inputs * float(model.ffn_width)

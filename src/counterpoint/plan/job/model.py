@@ -1,11 +1,14 @@
 """Describe a transformer by its widths and counts, and compute its parameters and FLOP.
 
-    attention     h · (heads + 2 · kv_heads) · d + heads · d · h
+    attention     h · (heads · d + kv_heads · (d + v)) + heads · v · h           v: width of a head's values, mostly d
+    latent (MLA)  h · (q + kv + rope) + q · heads · (nope + rope) + kv · heads · (nope + v) + heads · v · h
     feed-forward  2 · h · f, gated 3 · h · f; experts: as many times, and a router h · count
-    norms         2 · h per layer; GPT-3's layers have a bias for each matrix and norm, too
+    norms         h each; GPT-3's layers have a bias for each matrix and norm, too
     embedding     vocab · h, and once more for the head unless they are tied
+    MTP module    a layer, a projection 2 · h · h and two norms; embedding and head are those of the model
 
-Source: arXiv 2104.04473, section 2 (its formula counts positions, too, which are less than 0.1 % here).
+Sources: arXiv 2104.04473, section 2 (its formula counts positions, too, which are less than 0.1 % here), arXiv
+2405.04434, section 2.1 (MLA), arXiv 2412.19437, section 2.2 (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -28,7 +32,28 @@ class Experts(Record, frozen=True, kw_only=True):
     width: int  # of each expert's feed-forward block
     shared: int = 0  # experts that every token visits, of the same width
     every: int = 1  # one layer in so many has experts; the others are dense
+    first_dense: int = 0  # so many layers at the beginning are dense, too
     imbalance: float = 1.0  # tokens of the busiest rank over the mean; 1 is even
+
+
+class LatentAttention(Record, frozen=True, kw_only=True):
+    """Describes multi-head latent attention (MLA): keys, values and mostly queries come from narrow projections."""
+
+    q_lora_rank: int | None = None  # width of the latent queries; None: queries are projected at once
+    kv_lora_rank: int  # width of the latent keys and values
+    qk_nope_head_dim: int  # part of a head of queries and keys without positions
+    qk_rope_head_dim: int  # part with rotary positions; that of the keys is shared by all heads
+    v_head_dim: int  # of a head's values
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) is not None:
+                positive(f"model.mla.{name}", getattr(self, name))
+
+    @property
+    def latent_width(self) -> int:
+        """Return the columns of the down projections of one token, which every rank of tp makes whole."""
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
 class Model(Record, frozen=True, kw_only=True):
@@ -40,6 +65,14 @@ class Model(Record, frozen=True, kw_only=True):
     heads: int  # attention heads
     kv_heads: int | None = None  # heads of keys and values; None: as many as `heads`
     head_dim: int | None = None  # None: hidden / heads
+    v_head_dim: int | None = None  # of values; None: as of keys
+    mla: LatentAttention | None = None  # instead of kv_heads, head_dim and v_head_dim
+    window: int | None = None  # attention looks back only so many tokens; None: to the beginning
+    full_every: int | None = None  # one layer in so many looks back to the beginning in spite of `window`; None: none
+    qk_norm: bool = False  # queries and keys are normalised
+    bias: Literal["none", "qkv", "all"] | None = None  # of matrices; None: "all" as in GPT-3, gated "none"
+    rotary: bool | None = None  # rotary positions; None: if gated
+    norms: int = 2  # of a layer, over the residual stream
     ffn: int | None = None  # width of a dense feed-forward block; None: 4 · hidden
     gated: bool = False  # SwiGLU: three matrices instead of two
     vocab: int  # rows of the embedding
@@ -47,16 +80,29 @@ class Model(Record, frozen=True, kw_only=True):
     dropout: bool = False  # whether there are dropouts, whose masks backward needs (as in GPT-3)
     causal: bool = True  # attention looks back only; flash attention then does half the work
     experts: Experts | None = None  # None: dense
+    mtp: int = 0  # modules that each predict one token more (MTP), on the last stage
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab"):
+        for name in ("layers", "hidden", "heads", "vocab", "norms"):
             positive(f"model.{name}", getattr(self, name))
-        for name in ("kv_heads", "head_dim", "ffn"):
+        for name in ("kv_heads", "head_dim", "v_head_dim", "ffn", "window", "full_every"):
             if getattr(self, name) is not None:
                 positive(f"model.{name}", getattr(self, name))
-        if self.head_dim is None:
+        if self.mtp < 0:
+            raise Misconfigured(f"model.mtp = {self.mtp}: give 0 or more modules")
+        if self.mla is not None and any(each is not None for each in (self.kv_heads, self.head_dim, self.v_head_dim)):
+            raise Misconfigured("model.mla with kv_heads, head_dim or v_head_dim: give its widths in mla alone")
+        if self.full_every is not None and self.window is None:
+            raise Misconfigured(f"model.full_every = {self.full_every} without window: give both, or none")
+        if self.window is not None and not self.causal:
+            raise Misconfigured(f"model.window = {self.window} with causal = false: a window looks back; leave out one")
+        if self.head_dim is None and self.mla is None:
             divides("model.heads", self.heads, "model.hidden", self.hidden)
         divides("model.kv_heads", self.key_heads, "model.heads", self.heads)
+        if self.experts is not None and not 0 <= self.experts.first_dense <= self.layers:
+            raise Misconfigured(
+                f"model.experts.first_dense = {self.experts.first_dense}: give 0 to {self.layers}, the layers"
+            )
 
     @property
     def key_heads(self) -> int:
@@ -65,8 +111,17 @@ class Model(Record, frozen=True, kw_only=True):
 
     @property
     def head_width(self) -> int:
-        """Return the width of one attention head."""
+        """Return the width of one attention head's queries and keys."""
+        if self.mla is not None:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of one attention head's values."""
+        if self.mla is not None:
+            return self.mla.v_head_dim
+        return self.head_width if self.v_head_dim is None else self.v_head_dim
 
     @property
     def ffn_width(self) -> int:
@@ -74,9 +129,35 @@ class Model(Record, frozen=True, kw_only=True):
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
+    def biased(self) -> Literal["none", "qkv", "all"]:
+        """Return which matrices have a bias."""
+        return self.bias or ("none" if self.gated else "all")
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether queries and keys are turned by their positions."""
+        return self.gated if self.rotary is None else self.rotary
+
+    @property
     def expert_layers(self) -> int:
         """Return how many of the layers have experts."""
-        return 0 if self.experts is None else self.layers // self.experts.every
+        return self.experts_between(0, self.layers)
+
+    def experts_between(self, first: int, end: int) -> int:
+        """Return how many of the layers from `first` to before `end` have experts: the last of every `every` has."""
+        if self.experts is None:
+            return 0
+        dense, every = self.experts.first_dense, self.experts.every
+        return max(end - dense, 0) // every - max(first - dense, 0) // every
+
+    def seen(self, sequence: int) -> float:
+        """Return the part of all pairs of query and key that attention computes, mean over the layers."""
+        whole = 0.5 if self.causal else 1.0
+        if self.window is None or self.window >= sequence:
+            return whole
+        part = self.window / sequence
+        full = 0.0 if self.full_every is None else self.layers // self.full_every / self.layers
+        return full * whole + (1.0 - full) * part * (1.0 - part / 2)
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
@@ -84,11 +165,16 @@ class ParameterCount(Record, frozen=True, kw_only=True):
 
     shared: float
     experts: float = 0.0
+    uncut: float = 0.0  # of `shared`, those that every rank of tp holds whole
 
     @property
     def total(self) -> float:
         """Return the number of all parameters, `shared` and `experts`."""
         return self.shared + self.experts
+
+    def of_rank(self, tp: int, ep: int) -> ParameterCount:
+        """Return the parameters of one of the ranks that share matrices and experts."""
+        return ParameterCount(shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / tp / ep)
 
 
 def positive(name: str, value: float) -> None:
@@ -105,40 +191,70 @@ def divides(small: str, divisor: int, large: str, number: int) -> None:
 
 def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterCount:
     """Return the parameters of one whole layer, dense or with these experts."""
-    heads, matrices = model.heads + 2 * model.key_heads, 3 if model.gated else 2
-    attention = model.hidden * model.head_width * (heads + model.heads)
-    norms = 2 * model.hidden
-    if not model.gated:  # GPT-3: biases
-        norms += 2 * model.hidden + heads * model.head_width + model.hidden + model.ffn_width + model.hidden
+    matrices, biased = 3 if model.gated else 2, model.biased == "all"
+    uncut = 0
+    if (mla := model.mla) is not None:
+        uncut = model.hidden * mla.latent_width + (mla.q_lora_rank or 0) + mla.kv_lora_rank  # and the latents' norms
+    small = model.norms * model.hidden * (2 if biased else 1)
+    if model.biased != "none":
+        small += model.heads * model.head_width + model.key_heads * (model.head_width + model.value_width)
+    if biased:  # of attention's output, and of the feed-forward block
+        small += model.hidden
+    if model.qk_norm:
+        small += 2 * model.head_width
+    shared = _cut_attention(model) + uncut + small
     if experts is None:
-        return ParameterCount(shared=float(attention + norms + matrices * model.hidden * model.ffn_width))
-    each = matrices * model.hidden * experts.width
-    shared = attention + norms + model.hidden * experts.count + each * experts.shared
-    return ParameterCount(shared=float(shared), experts=float(each * experts.count))
+        shared += matrices * model.hidden * model.ffn_width + _block_bias(model, model.ffn_width)
+        return ParameterCount(shared=float(shared), uncut=float(uncut))
+    each = matrices * model.hidden * experts.width + _block_bias(model, experts.width)
+    shared += model.hidden * experts.count + each * experts.shared
+    return ParameterCount(shared=float(shared), experts=float(each * experts.count), uncut=float(uncut))
+
+
+def _cut_attention(model: Model) -> int:
+    """Return the parameters of attention's matrices that tp cuts."""
+    out = model.heads * model.value_width * model.hidden
+    if (mla := model.mla) is not None:
+        up = (mla.q_lora_rank or model.hidden) * model.head_width
+        return model.heads * (up + mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)) + out
+    columns = model.heads * model.head_width + model.key_heads * (model.head_width + model.value_width)
+    return model.hidden * columns + out
+
+
+def _block_bias(model: Model, width: int) -> int:
+    return (2 if model.gated else 1) * width + model.hidden if model.biased == "all" else 0
+
+
+def mtp_parameters(model: Model) -> float:
+    """Return the parameters that a module of multi-token prediction has besides its layer; none of them is cut."""
+    return 2.0 * model.hidden * model.hidden + 3.0 * model.hidden
 
 
 def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> float:
     """Return the forward FLOP of one token in one layer, for samples of `sequence` tokens.
 
-    They are 2 per parameter of a matrix that the token visits, and 4 · heads · d · sequence of attention, which is
-    counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B).
+    They are 2 per parameter of a matrix that the token visits, and 2 · heads · (d + v) · sequence of attention, which
+    is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); of a window, the
+    same multiple of what it leaves.
     """
-    heads, matrices = model.heads + 2 * model.key_heads, 3 if model.gated else 2
-    visited = model.hidden * model.head_width * (heads + model.heads)
+    matrices = 3 if model.gated else 2
+    visited = _cut_attention(model) + (model.hidden * model.mla.latent_width if model.mla else 0)
     if experts is None:
         visited += matrices * model.hidden * model.ffn_width
     else:
         visited += model.hidden * experts.count
         visited += matrices * model.hidden * experts.width * (experts.per_token + experts.shared)
-    return 2.0 * visited + 4.0 * model.heads * model.head_width * sequence
+    keys = sequence * model.seen(sequence) * (2 if model.causal else 1)
+    return 2.0 * visited + 2.0 * model.heads * (model.head_width + model.value_width) * keys
 
 
 def model_flops(model: Model, sequence: int) -> float:
     """Return the FLOP of one token, forward and backward without recomputation: 3 times forward."""
-    routed = model.expert_layers
+    routed, head = model.expert_layers, 2.0 * model.vocab * model.hidden
     layers = (model.layers - routed) * layer_flops(model, sequence)
     layers += routed * layer_flops(model, sequence, model.experts)
-    return 3.0 * (layers + 2.0 * model.vocab * model.hidden)
+    more = layer_flops(model, sequence, model.experts) + 4.0 * model.hidden * model.hidden + head
+    return 3.0 * (layers + head + model.mtp * more)
 
 
 def find_model(name: str) -> Model:

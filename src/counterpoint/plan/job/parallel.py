@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, positive
+from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters, positive
 from counterpoint.records import Record
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
@@ -117,6 +117,8 @@ class Compression(Record, frozen=True, kw_only=True):
 def check_division(model: Model, parallel: Parallel, training: Training) -> None:
     """Raise Misconfigured, with the field, where the model or the batch cannot be divided as asked."""
     divides("parallel.tp", parallel.tp, "model.heads", model.heads)
+    if parallel.pieces_tp and model.mla is not None:
+        raise Misconfigured("parallel.pieces_tp with model.mla: its latents are not gathered in pieces; leave it out")
     layers, what = model.layers, "model.layers"
     if parallel.ends_count:
         layers, what = model.layers + 2, "model.layers + 2 (parallel.ends_count)"
@@ -136,22 +138,25 @@ class StagePart(Record, frozen=True, kw_only=True):
     routed: int = 0
     embedding: bool = False  # the part begins with it
     head: bool = False  # the part ends with it
+    mtp: int = 0  # modules of multi-token prediction beside it
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
     """Return `[stage][part]`: equally many layers each, parts round robin; with `ends_count` both ends have one less.
 
-    Layers with experts are spread evenly, since one in `every` is one; a part has a whole number of them.
+    Which layers of a part have experts follows from their place in the model.
     """
     parts = parallel.pp * parallel.virtual
-    places = model.layers + (2 if parallel.ends_count else 0)
-    each, routed = places // parts, model.expert_layers
+    ends = 1 if parallel.ends_count else 0
+    each = (model.layers + 2 * ends) // parts
 
     def part(index: int) -> StagePart:
         first, last = index == 0, index == parts - 1
-        layers = each - (first + last if parallel.ends_count else 0)
-        share = routed * (index + 1) // parts - routed * index // parts
-        return StagePart(layers=layers, routed=min(share, layers), embedding=first, head=last)
+        start, end = max(index * each - ends, 0), min((index + 1) * each - ends, model.layers)
+        return StagePart(
+            layers=end - start, routed=model.experts_between(start, end),
+            embedding=first, head=last, mtp=model.mtp if last else 0,
+        )  # fmt: skip
 
     return tuple(
         tuple(part(turn * parallel.pp + stage) for turn in range(parallel.virtual)) for stage in range(parallel.pp)
@@ -165,16 +170,21 @@ def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
         routed=sum(part.routed for part in parts),
         embedding=any(part.embedding for part in parts),
         head=any(part.head for part in parts),
+        mtp=sum(part.mtp for part in parts),
     )
 
 
 def part_parameters(model: Model, parallel: Parallel, part: StagePart) -> ParameterCount:
     """Return the parameters of one rank that runs this part, before zero shards them."""
-    dense, sparse = layer_parameters(model), layer_parameters(model, model.experts)
-    shared = ((part.layers - part.routed) * dense.shared + part.routed * sparse.shared) / parallel.tp
+    dense, sparse = (
+        layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep) for experts in (None, model.experts)
+    )
+    shared = (part.layers - part.routed) * dense.shared + part.routed * sparse.shared
+    shared += part.mtp * (sparse.shared + mtp_parameters(model))
     table = model.vocab * model.hidden / parallel.tp
     if model.tied and parallel.pp == 1:
         shared += table if part.embedding or part.head else 0.0
     else:
-        shared += table * (part.embedding + part.head)
-    return ParameterCount(shared=shared, experts=part.routed * sparse.experts / parallel.tp / parallel.ep)
+        looks_up = part.embedding or (part.mtp > 0 and not model.tied)
+        shared += table * (looks_up + part.head)
+    return ParameterCount(shared=shared, experts=(part.routed + part.mtp) * sparse.experts)

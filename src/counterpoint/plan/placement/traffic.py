@@ -151,7 +151,7 @@ def sent_bytes(job: Job) -> dict[Axis, float]:
     model, parallel, training = job.model, job.parallel, job.training
     found: dict[Axis, float] = {}
     routed, micro = model.expert_layers, training.micro_batches(parallel)
-    for layers, experts in ((model.layers - routed, None), (routed, model.experts)):
+    for layers, experts in ((model.layers - routed, None), (routed + model.mtp, model.experts)):
         for exchange in layer_exchanges(model, parallel, training, experts):
             again = 2 if training.recompute == "full" and not exchange.backward else 1
             _add(found, job, exchange, micro * again * layers / parallel.pp)
@@ -178,7 +178,9 @@ def _sent(job: Job, axis: Axis, operation: str, num_bytes: float) -> float:
 def _add_replicas(found: dict[Axis, float], job: Job, micro: int) -> None:
     """Add to `found` the gradients, and with zero the parameters, that a rank of an average stage sends."""
     model, parallel, training = job.model, job.parallel, job.training
-    stages = StagePart(layers=model.layers, routed=model.expert_layers, embedding=True, head=True)
+    stages = StagePart(
+        layers=model.layers, routed=model.expert_layers, embedding=True, head=True, mtp=model.mtp
+    )  # fmt: skip
     whole = part_parameters(model, parallel, stages)
     held = ParameterCount(shared=whole.shared / parallel.pp, experts=whole.experts / parallel.pp)
     element, often = training.element_bytes, micro if parallel.zero >= 2 else 1

@@ -5,6 +5,7 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
     axis          forward, per block             backward, per block                                   source
     tp            all_reduce A                   all_reduce A, during dW                               arXiv 1909.08053
     tp, sequence  all_gather A, reduce_scatter A all_gather A twice, reduce_scatter A during dW         arXiv 2205.05198
+                  (into latent attention: of the latents instead of A)                                 arXiv 2405.04434
     cp            all_gather of keys and values  all_gather, reduce_scatter                            arXiv 2407.21783
     ep            all_to_all of the tokens' activations, there and back, both ways                     arXiv 2006.16668
     pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
@@ -20,7 +21,7 @@ gathered again during the product of its gradient. Products of experts are not c
 from __future__ import annotations
 
 from counterpoint.plan.compute.layers import LocalShape
-from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
@@ -67,6 +68,8 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
     if parallel.pieces_tp:
         return _tensor_in_pieces(model, local, whole, experts)
+    if parallel.sequence and model.mla is not None:
+        return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)
     if not parallel.sequence:
         return (
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2),
@@ -80,12 +83,31 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
     )
 
 
+def _tensor_of_latents(
+    model: Model, mla: LatentAttention, local: LocalShape, whole: int, *, during_dw: bool
+) -> tuple[Exchange, ...]:
+    """Return the exchanges of a layer with latent attention, whose input stays in parts: its latents are gathered."""
+    width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
+    found: list[Exchange] = []
+    for entering in (local.tokens * width * local.element_bytes, whole):
+        found += [
+            Exchange(axis="tp", operation="all_gather", num_bytes=entering),
+            Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole),
+            Exchange(axis="tp", operation="all_gather", num_bytes=whole, backward=True),
+            Exchange(axis="tp", operation="all_gather", num_bytes=entering, backward=True),
+            Exchange(axis="tp", operation="reduce_scatter", num_bytes=entering, backward=True, during_dw=during_dw),
+        ]
+    return tuple(found)
+
+
 def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Experts | None) -> tuple[Exchange, ...]:
     """Return the exchanges beside the products of both blocks: of their first and last weights."""
     queries = model.heads * model.head_width // local.tp
     keys = max(model.key_heads // local.tp, 1) * model.head_width
     width = model.ffn_width // local.tp
-    attention, feed_forward = (queries + 2 * keys, queries), ((2 if model.gated else 1) * width, width)
+    values = max(model.key_heads // local.tp, 1) * model.value_width
+    out = model.heads * model.value_width // local.tp
+    attention, feed_forward = (queries + keys + values, out), ((2 if model.gated else 1) * width, width)
     found: list[Exchange] = []
     for (columns, depth), is_cut in ((attention, True), (feed_forward, experts is None)):
         first, last, gradient = (columns, model.hidden), (model.hidden, depth), (depth, model.hidden)
@@ -107,7 +129,7 @@ def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Expe
 
 
 def _context(model: Model, parallel: Parallel, training: Training, local: LocalShape) -> tuple[Exchange, ...]:
-    width = 2 * max(model.key_heads // parallel.tp, 1) * model.head_width
+    width = max(model.key_heads // parallel.tp, 1) * (model.head_width + model.value_width)
     whole = local.batch * training.sequence * width * local.element_bytes
     return (
         Exchange(axis="cp", operation="all_gather", num_bytes=whole),

@@ -12,7 +12,7 @@ host      + what the host takes longer to launch all kernels and collectives of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec.structs import asdict
@@ -20,6 +20,7 @@ from msgspec.structs import asdict
 from counterpoint.pair.together import kept_us
 from counterpoint.plan.compute.layers import (
     FlashAttentionOp,
+    LayerWork,
     LocalShape,
     MatmulOp,
     MemoryBoundOp,
@@ -27,10 +28,11 @@ from counterpoint.plan.compute.layers import (
     embedding_work,
     head_work,
     layer_work,
+    mtp_work,
 )
 from counterpoint.plan.compute.roofline import GpuRates, cost, host_us
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.model import Experts, ParameterCount, layer_parameters
+from counterpoint.plan.job.model import Experts, Model, ParameterCount, layer_parameters
 from counterpoint.plan.job.parallel import StagePart, part_parameters
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies_us, overlapped_in_pieces_us
@@ -124,14 +126,16 @@ def part_time(
         rates: rates of its GPU.
         prices: times of its collectives.
         part: its layers, and whether it has embedding or head.
-        layers: times of a dense layer and of one with experts.
+        layers: times of a dense layer and of one with experts; those of multi-token prediction are as the latter.
     """
     dense, routed = layers
     found = MicroBatchTime().plus(dense, part.layers - part.routed).plus(routed, part.routed)
     if part.embedding:
-        found = found.plus(_end_time(job, rates, embedding=True))
+        found = found.plus(_end_time(job, rates, embedding_work))
     if part.head:
-        found = found.plus(_end_time(job, rates, embedding=False))
+        found = found.plus(_end_time(job, rates, head_work))
+    if part.mtp:
+        found = found.plus(routed, part.mtp).plus(_end_time(job, rates, mtp_work), part.mtp)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
         found = found.plus(_sharding_time(job, rates, prices, part, found))
     return found.with_host()
@@ -174,9 +178,8 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     )
 
 
-def _end_time(job: Job, rates: GpuRates, *, embedding: bool) -> MicroBatchTime:
-    local = LocalShape.of(job.parallel, job.training)
-    work = embedding_work(job.model, local) if embedding else head_work(job.model, local)
+def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], LayerWork]) -> MicroBatchTime:
+    work = work_of(job.model, LocalShape.of(job.parallel, job.training))
     return MicroBatchTime(
         forward=_compute(work.forward, rates),
         backward=_compute(work.backward, rates),
@@ -255,8 +258,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
-    count = layer_parameters(job.model, experts)
-    elements = count.shared / parallel.tp + count.experts / parallel.tp / parallel.ep
+    elements = layer_parameters(job.model, experts).of_rank(parallel.tp, parallel.ep).total
     return (MemoryBoundOp(name="gradients added up", num_bytes=elements * (2 + 2 * training.grad_bytes)),)
 
 
@@ -265,15 +267,16 @@ def _sharding_time(
 ) -> MicroBatchTime:
     """Return what zero 3 adds to a part: copies, exposed communication. Embedding and head count as one unit."""
     mechanism, persistent = job.disturbance, rates.efficiency.persistent
-    count = max(part.layers, 1)
-    layers = part_parameters(job.model, job.parallel, StagePart(layers=part.layers, routed=part.routed))
+    count = max(part.layers + part.mtp, 1)
+    alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)
+    layers = part_parameters(job.model, job.parallel, alike)
     ends = part_parameters(job.model, job.parallel, StagePart(layers=0, embedding=part.embedding, head=part.head))
     layer = ParameterCount(shared=layers.shared / count, experts=layers.experts / count)
     sent, copies = layer_collectives(job, prices, layer), layer_copies_us(job, rates, layers)
     end_sent, end_copies = layer_collectives(job, prices, ends), layer_copies_us(job, rates, ends)
     found, comm_us = [], 0.0
     for turn, compute in enumerate((alone.forward, alone.backward)):
-        comms = [(name, us * part.layers) for name, us in sent[turn]]
+        comms = [(name, us * (part.layers + part.mtp)) for name, us in sent[turn]]
         # the ends stay whole from forward to backward, so they are gathered once, and nothing overlaps with them
         end_us = sum(us for name, us in end_sent[turn] if turn == 0 or name != "all_gather")
         exposed = sum(us for _, us in comms) + end_us

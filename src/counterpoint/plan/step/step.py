@@ -235,7 +235,7 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
     """Return the time of each different part; stages inside a pipeline have equal parts, computed once."""
     kinds = {part for stage in stages for part in stage}
     dense = layer_time(job, rates, mesh)
-    routed = layer_time(job, rates, mesh, job.model.experts) if any(part.routed for part in kinds) else dense
+    routed = layer_time(job, rates, mesh, job.model.experts) if any(part.routed + part.mtp for part in kinds) else dense
     return {part: part_time(job, rates, mesh, part, (dense, routed)) for part in kinds}
 
 
@@ -261,7 +261,9 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
             forward_us=sum(part_times[part].forward.total_us for part in stage),
             backward_us=sum(part_times[part].backward.total_us for part in stage),
         )  # fmt: skip
-    if job.model.tied and job.parallel.pp > 1:  # first and last stage add up the gradients of the table they share
+    if (
+        job.model.tied or job.model.mtp
+    ) and job.parallel.pp > 1:  # first and last stage add up the gradients of the table they share
         size = job.model.vocab * job.model.hidden / job.parallel.tp * job.training.grad_bytes
         stride = mesh.groups["pp"].stride * (job.parallel.pp - 1)
         us = mesh.between(2, stride, "all_reduce", size)
