@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -100,7 +101,8 @@ class _Machine:
         require(rows)
         self.operations = tuple(dict.fromkeys(row.operation for row in rows))
         self._cluster = cluster
-        self._network = Network(cluster=cluster, protocols=nccl_protocols(), nccl=nccl)
+        measured = Cluster(gpu=cluster.gpu, levels=tuple(replace(each, latency_us=0.0) for each in cluster.levels))
+        self._network = Network(cluster=measured, protocols=nccl_protocols(), nccl=nccl)  # as `Links.measured` has it
         self._taken = {row: self._pick(row) for row in rows}
 
     def _pick(self, row: Measured) -> tuple[str, str]:
@@ -128,6 +130,13 @@ class _Machine:
             us_per_byte += max(share / gb_per_s[i] / 1e3 for i, _, share in phase)
         own = own_share(row.operation, algorithm, at) * row.num_bytes / 1e3
         return row.us, hops, given, us_per_byte * row.num_bytes, own
+
+    def gb_per_s(self) -> dict[Kind, float]:
+        """Of the links, by kind; the slowest of levels of the same kind."""
+        found: dict[Kind, float] = {}
+        for level, rate in zip(self._cluster.levels, shared_gb_per_s(self._cluster.levels), strict=True):
+            found[level.kind] = min(rate, found.get(level.kind, rate))
+        return found
 
     def kinds(self) -> tuple[Kind, ...]:
         """Of the highest levels that rows crossed."""
@@ -157,13 +166,14 @@ def fit_protocols(
     machine = _Machine(rows, cluster, nccl)
     checked = held_out(rows, cluster, nccl=nccl) if check else ()
     solved, kinds, gpu = machine.solve(rows), machine.kinds(), cluster.gpu.name
-    anything = Fit(source=source, gpu=gpu, rows=len(rows), held_out="", spans=())
+    links = machine.gb_per_s()
+    anything = Fit(source=source, gpu=gpu, rows=len(rows), held_out="", gb_per_s=links, spans=())
     found = [_protocol(name, (), solved[name].common, kinds, anything) for name in PRIOR]
     for i, operation in enumerate(machine.operations):
         mine = [row for row in rows if row.operation == operation]
         known = [each for each in checked if each.row.operation == operation]
         left_out = ", ".join(dict.fromkeys(each.left_out for each in known)) or "nothing"
-        fit = Fit(source=source, gpu=gpu, rows=len(mine), held_out=left_out, spans=_spans(mine, known))
+        fit = Fit(source=source, gpu=gpu, rows=len(mine), held_out=left_out, gb_per_s=links, spans=_spans(mine, known))
         found += [_protocol(name, (operation,), solved[name].each[i], kinds, fit) for name in PRIOR]
     return tuple(found)
 

@@ -47,6 +47,15 @@ def with_levels(base: Network, **changes: float) -> Network:
     return msgspec.structs.replace(base, cluster=msgspec.structs.replace(base.cluster, levels=scaled))
 
 
+def with_rates(base: Network, scales: list[float]) -> Network:
+    """The same, with the bandwidth of each level multiplied."""
+    levels = (
+        msgspec.structs.replace(level, gb_per_s=level.gb_per_s * scale)
+        for level, scale in zip(base.cluster.levels, scales, strict=False)
+    )
+    return msgspec.structs.replace(base, cluster=msgspec.structs.replace(base.cluster, levels=tuple(levels)))
+
+
 def two_levels(nvlink: float, nic: float, *, size: int = 8) -> Network:
     """Nodes of `size` GPUs, with one plain protocol that has no ceiling."""
     joined = (
@@ -64,12 +73,32 @@ def test_more_bytes_never_take_less(operation: str, ranks: int, stride: int, siz
     assert few <= many * (1 + 1e-12)
 
 
-@given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, factor=st.floats(0.01, 1.0))
-def test_less_bandwidth_never_helps(operation: str, ranks: int, stride: int, size: float, factor: float) -> None:
-    """T does not fall where every level has less bandwidth."""
-    group = Group(ranks=ranks, stride=stride)
-    slow = with_levels(ROCE, gb_per_s=factor)
-    assert estimate(operation, size, group, ROCE).us <= estimate(operation, size, group, slow).us * (1 + 1e-12)
+@given(
+    operation=operations,
+    ranks=rank_counts,
+    stride=strides,
+    size=st.floats(10, 36).map(lambda power: 2**power),
+    where=st.sampled_from(["h100-roce-400 H200", "h100-ndr-400 B200", "a100-hdr-200 A100"]),
+    scales=st.lists(st.floats(0.01, 100.0), min_size=4, max_size=4),
+    factor=st.floats(1.0, 100.0),
+    which=st.integers(0, 4),
+)
+def test_more_bandwidth_never_takes_longer(
+    operation: str, ranks: int, stride: int, size: float, where: str, scales: list[float], factor: float, which: int
+) -> None:
+    """T does not rise where one level (or, `which` = 4, every level) has more bandwidth, whatever the others have."""
+    base, group = network(*where.split()), Group(ranks=ranks, stride=stride)
+    slow = with_rates(base, scales)
+    fast = with_rates(base, [rate * (factor if which in (level, 4) else 1.0) for level, rate in enumerate(scales)])
+    assert estimate(operation, size, group, fast).us <= estimate(operation, size, group, slow).us * (1 + 1e-12)
+
+
+def test_nvlink_that_is_twice_as_fast_is_not_slower() -> None:
+    """2 MiB over 8 ranks stay with the protocol that they were measured with: 1.6 times the time, once."""
+    host, group = network("nvlink-h100", gpus=8), Group(ranks=8)
+    now, fast = (estimate("all_reduce", 2 << 20, group, with_levels(host, gb_per_s=scale)) for scale in (1.0, 2.0))
+    assert (fast.algorithm, fast.protocol) == (now.algorithm, now.protocol)
+    assert 0.5 * now.us < fast.us < now.us
 
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, more=st.floats(0.0, 100.0))

@@ -5,6 +5,9 @@ and NCCL takes the lowest line. The time predicted is that of the network's figu
 measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a fall was never
 measured and is not modelled: the prediction is never less than what a former choice cost at the last of its sizes.
 
+Where figures were fitted, NCCL's choice is that on the links that were measured, for each size, also where a job has
+other links: at which size NCCL changes there was not measured. So more bandwidth or less latency never takes longer.
+
 Bandwidth of one GPU at a level is min(1, 1 / (oversubscription · active)) of the level's, with `active` the part of the
 GPUs that send up there at once: all groups of an axis (1, the usual case) or only some stages. Traffic to higher levels
 takes the links below, too, so no level is faster than a network below it. Not modelled: flows that hash onto the same
@@ -13,16 +16,18 @@ uplink while another is idle; the efficiency of `network` has their mean in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, own_share, schedule
 from counterpoint.plan.network.group import Reach
-from counterpoint.plan.network.protocols import Network, Protocol
+from counterpoint.plan.network.protocols import Kind, Network, Protocol
 
 
 class Candidate(NamedTuple):
@@ -51,6 +56,14 @@ class Links(NamedTuple):
     at: Reach
     levels: tuple[Level, ...]
     gb_per_s: tuple[float, ...]
+
+    def measured(self, gb_per_s: Mapping[Kind, float]) -> Links:
+        """Return the same group on links of this bandwidth by kind, without latency of the levels themselves."""
+        if not gb_per_s:
+            return self
+        rates = (gb_per_s.get(level.kind, own) for level, own in zip(self.levels, self.gb_per_s, strict=True))
+        levels = (replace(level, latency_us=0.0) for level in self.levels)
+        return Links(self.at, tuple(levels), tuple(rates))
 
     def hop_us(self, protocol: Protocol, level: int) -> float:
         """Return the µs of one hop of the algorithm over this network level."""
@@ -92,12 +105,13 @@ def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float
 def candidates(operation: str, num_bytes: float, links: Links, network: Network) -> dict[str, tuple[Candidate, ...]]:
     """Return every algorithm that can run the operation, each with all protocols that serve it."""
     kind = links.levels[links.at.crossed[-1]].kind
+    compared = links.measured(network.measured_gb_per_s(operation, kind))
     found = {}
     for algorithm in ALGORITHMS:
         if phases := schedule(operation, algorithm, links.at):
             own_kb = own_share(operation, algorithm, links.at) * num_bytes / 1e3
             found[algorithm] = tuple(
-                _candidate(algorithm, phases, pair, num_bytes, own_kb, links)
+                _candidate(algorithm, phases, pair, num_bytes, own_kb, (links, compared))
                 for pair in network.protocols_for(operation, algorithm, kind)
             )
     return found
@@ -109,13 +123,14 @@ def _candidate(
     protocols: tuple[Protocol, Protocol],
     num_bytes: float,
     own_kb: float,
-    links: Links,
+    links: tuple[Links, Links],
 ) -> Candidate:
+    """Return the time on the first links, and in NCCL's own model on the second ones."""
     protocol, compared = protocols
-    hops, bandwidth = compared_us = links.hops_and_bandwidth_us(protocol, phases, num_bytes)
+    hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)
     own_us = own_kb / protocol.own_gb_per_s if protocol.own_gb_per_s else 0.0
-    if compared is not protocol:
-        compared_us = links.hops_and_bandwidth_us(compared, phases, num_bytes)
+    if compared is not protocol or links[0] is not links[1]:
+        compared_us = links[1].hops_and_bandwidth_us(compared, phases, num_bytes)
     return Candidate(
         us=protocol.time_us(hops, bandwidth, own_us),
         hops_us=hops,

@@ -11,7 +11,8 @@ rank handles a shard of its own without sending it, takes
 NCCL's own model has j = 1, O = 0 and fill = 0 for each of its three protocols, and it takes the protocol that is the
 fastest there. What was fitted to measurements has figures of its own for the same protocols (j = 2: while one slice is
 under way the next is sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but is
-taken where NCCL's model takes it. T never falls with more bytes, less bandwidth or more latency within a protocol.
+taken where NCCL's model takes it on the links that were measured (`nccl_choice.py`). T never falls with more bytes,
+less bandwidth or more latency.
 
 Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
 fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 import tomllib
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -55,6 +57,7 @@ class Fit(Record, frozen=True, kw_only=True):
     gpu: str  # GPU of the machine it was measured on
     rows: int  # number of rows that were fitted in the end
     held_out: str  # what was left out to state the errors: "a third of the sizes, 8 ranks"
+    gb_per_s: dict[Kind, float]  # of one GPU, by kind of level, of the links that were measured
     spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
 
     def outside(self, gpu: str, ranks: int, num_bytes: float) -> str:
@@ -110,10 +113,10 @@ class Protocol(Record, frozen=True, kw_only=True):
             )
 
     def serves(self, operation: str, algorithm: str, kind: str) -> bool:
-        """Return whether the protocol serves an operation by an algorithm over links of this kind."""
+        """Return whether the protocol serves an operation by an algorithm ("": by any) over links of this kind."""
         return (
             (not self.operations or operation in self.operations)
-            and (not self.algorithms or algorithm in self.algorithms)
+            and (not self.algorithms or not algorithm or algorithm in self.algorithms)
             and (not self.kinds or kind in self.kinds)
         )
 
@@ -151,6 +154,15 @@ class Network(Record, frozen=True, kw_only=True):
                         f"protocol {protocol.name!r} has no hop_us or efficiency for {level.kind!r}, "
                         f"which level {level.name!r} is: give both"
                     )
+
+    def measured_gb_per_s(self, operation: str, kind: str) -> dict[Kind, float]:
+        """Return the links that the operation was measured on below levels of this kind; {}: it was not measured."""
+        fits = [
+            (protocol.precedence, protocol.fit)
+            for protocol in self.protocols
+            if protocol.fit and protocol.serves(operation, "", kind)
+        ]
+        return max(fits, key=itemgetter(0))[1].gb_per_s if fits else {}
 
     def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
         """Return the protocols of highest precedence, each with the one whose figures NCCL compares.
