@@ -10,53 +10,70 @@ Source: arXiv 2104.04473, section 2 (its formula counts positions, too, which ar
 
 from __future__ import annotations
 
+import math
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Layers, Name, Width, shown
 from counterpoint.records import Record
 
 
-class Experts(Record, frozen=True, kw_only=True):
+class Experts(CheckedRecord, frozen=True, kw_only=True):
     """Describes the feed-forward blocks of a mixture-of-experts layer."""
 
-    count: int  # routed experts of a layer
-    per_token: int  # experts that a token visits
-    width: int  # of each expert's feed-forward block
-    shared: int = 0  # experts that every token visits, of the same width
-    every: int = 1  # one layer in so many has experts; the others are dense
-    imbalance: float = 1.0  # tokens of the busiest rank over the mean; 1 is even
+    table: ClassVar[str] = "model.experts"
+
+    count: Width  # routed experts of a layer
+    per_token: Width  # experts that a token visits
+    width: Width  # of each expert's feed-forward block
+    shared: Annotated[int, Meta(ge=0, le=1024)] = 0  # experts that every token visits, of the same width
+    every: Layers = 1  # one layer in so many has experts; the others are dense
+    imbalance: Factor = 1.0  # tokens of the busiest rank over the mean; 1 is even
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_token > self.count:
+            raise Misconfigured(
+                f"model.experts.per_token = {self.per_token} of count = {self.count}: "
+                "give as many as there are experts, or fewer"
+            )
 
 
-class Model(Record, frozen=True, kw_only=True):
+class Model(CheckedRecord, frozen=True, kw_only=True):
     """Describes a decoder-only transformer."""
 
-    name: str = "model"  # for people
-    layers: int  # transformer blocks
-    hidden: int  # width of the residual stream
-    heads: int  # attention heads
-    kv_heads: int | None = None  # heads of keys and values; None: as many as `heads`
-    head_dim: int | None = None  # None: hidden / heads
-    ffn: int | None = None  # width of a dense feed-forward block; None: 4 · hidden
+    table: ClassVar[str] = "model"
+
+    name: Name = "model"  # for people
+    layers: Layers  # transformer blocks
+    hidden: Width  # width of the residual stream
+    heads: Width  # attention heads
+    kv_heads: Width | None = None  # heads of keys and values; None: as many as `heads`
+    head_dim: Width | None = None  # None: hidden / heads
+    ffn: Width | None = None  # width of a dense feed-forward block; None: 4 · hidden
     gated: bool = False  # SwiGLU: three matrices instead of two
-    vocab: int  # rows of the embedding
+    vocab: Count  # rows of the embedding
     tied: bool = False  # embedding and output projection share their weights
     dropout: bool = False  # whether there are dropouts, whose masks backward needs (as in GPT-3)
     causal: bool = True  # attention looks back only; flash attention then does half the work
     experts: Experts | None = None  # None: dense
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab"):
-            positive(f"model.{name}", getattr(self, name))
-        for name in ("kv_heads", "head_dim", "ffn"):
-            if getattr(self, name) is not None:
-                positive(f"model.{name}", getattr(self, name))
+        super().__post_init__()
         if self.head_dim is None:
             divides("model.heads", self.heads, "model.hidden", self.hidden)
         divides("model.kv_heads", self.key_heads, "model.heads", self.heads)
+        if self.experts is not None and self.experts.every > self.layers:
+            raise Misconfigured(
+                f"model.experts.every = {self.experts.every} of {self.layers} layers: no layer has experts; "
+                "give a smaller number, or no experts"
+            )
 
     @property
     def key_heads(self) -> int:
@@ -92,9 +109,9 @@ class ParameterCount(Record, frozen=True, kw_only=True):
 
 
 def positive(name: str, value: float) -> None:
-    """Raise Misconfigured, with the name, unless `value` is above 0."""
-    if not value > 0:
-        raise Misconfigured(f"{name} = {value}: give a number above 0")
+    """Raise Misconfigured, with the name, unless `value` is above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise Misconfigured(f"{name} = {shown(value)}: give a number above 0")
 
 
 def divides(small: str, divisor: int, large: str, number: int) -> None:
@@ -145,7 +162,9 @@ def find_model(name: str) -> Model:
     """Return the model of that name in models.toml, or raise Misconfigured with the names that there are."""
     models = known_models()
     if name not in models:
-        raise Misconfigured(f'model "{name}" is not known: give one of {", ".join(sorted(models))}, or its widths')
+        raise Misconfigured(
+            f'model "{printable(name, 80)}" is not known: give one of {", ".join(sorted(models))}, or its widths'
+        )
     return models[name]
 
 
