@@ -87,7 +87,8 @@ def test_more_bandwidth_never_takes_longer(
     operation: str, ranks: int, stride: int, size: float, where: str, scales: list[float], factor: float, which: int
 ) -> None:
     """T does not rise where one level (or, `which` = 4, every level) has more bandwidth, whatever the others have."""
-    base, group = network(*where.split()), Group(ranks=ranks, stride=stride)
+    where, gpu = where.split()
+    base, group = network(where, gpu=gpu), Group(ranks=ranks, stride=stride)
     slow = with_rates(base, scales)
     fast = with_rates(base, [rate * (factor if which in (level, 4) else 1.0) for level, rate in enumerate(scales)])
     assert estimate(operation, size, group, fast).us <= estimate(operation, size, group, slow).us * (1 + 1e-12)

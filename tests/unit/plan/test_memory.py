@@ -101,7 +101,7 @@ def test_error_feedback_keeps_another_copy_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 12])
-@pytest.mark.parametrize("experts", [None, Experts(count=8, per_token=2, width=4096, every=2)])
+@pytest.mark.parametrize("experts", [None, Experts(count=8, per_token=2, width=4096, every=1)])
 def test_recomputation_never_takes_more_memory(flash: bool, layers: int, experts: Experts | None) -> None:
     """Down to a stage of one layer, whose core or whole is there again while its backward runs."""
     model = Model(layers=layers, hidden=4096, heads=32, vocab=50304, experts=experts)
