@@ -170,6 +170,8 @@ def _check_union(where: str, value: object, kind: inspect.UnionType) -> None:
 def _is_of(value: object, kind: inspect.Type) -> bool:
     """Return whether a value is of a type that has no fields."""
     match kind:
+        case inspect.AnyType():
+            return True
         case inspect.BoolType():
             return isinstance(value, bool)
         case inspect.IntType() | inspect.FloatType():
