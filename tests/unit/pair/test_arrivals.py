@@ -67,9 +67,8 @@ def test_an_estimate_is_what_the_planner_says(rows: int) -> None:
     """Data sheet and profile give one time for a matmul, whoever asks; it is marked."""
     gpu = find_gpu("H200")
     sheet = next(each for each in GPUS if each.name == "H200")
-    rates = GpuRates.of(
-        gpu, efficiency=msgspec.structs.replace(H200.efficiency, memory=3900 / sheet.memory_gb_per_s), burst=True
-    )  # type: ignore[operator]
+    known = msgspec.structs.replace(H200.efficiency, memory=3900 / sheet.memory_gb_per_s)  # type: ignore[operator]
+    rates = GpuRates.of(gpu, efficiency=known, burst=True)
     curve = estimated_curve(7168, 8192, "bfloat16", 8192)
     planned = cost(MatmulOp(name="", m=rows, n=7168, k=8192), rates).us
     assert curve.us(rows) == pytest.approx(planned)

@@ -172,3 +172,12 @@ def test_limits_that_are_not_known_are_refused(gpu: str, limit: dict[str, float]
     """What a GPU does above its limits, or one whose limits nobody wrote down, is not guessed."""
     with pytest.raises(Misconfigured, match=said):
         GpuRates.of(msgspec.structs.replace(find_gpu(gpu), **limit))
+
+
+@pytest.mark.parametrize(("gpu", "slower"), [("A100", [0.5, 1.0, 1.0]), ("H100", [0.3, 0.6, 1.0])])
+def test_older_flash_attention_is_slower(gpu: str, slower: list[float]) -> None:
+    """FlashAttention 3 is for Hopper: on Ampere 2 is the fastest."""
+    rates = GpuRates.of(find_gpu(gpu))
+    newest = FlashAttentionOp(name="", batch=32, queries=8192, keys=8192, width=128, causal=True)
+    us = [cost(msgspec.structs.replace(newest, version=version), rates).math_us for version in (1, 2, 3)]
+    assert [us[2] / each for each in us] == pytest.approx(slower)

@@ -170,3 +170,15 @@ def test_casts_are_bytes_and_kernels(scaling: str, each: int, kernels: int) -> N
 
     assert added("forward") == (each * (inputs + weights), 8 * kernels)
     assert added("backward") == (each * outputs, 4 * kernels)
+
+
+def test_an_eager_norm_is_many_kernels() -> None:
+    """RMSNorm of tensor operators: 26 bytes an element forward instead of 4, and twice as many backward."""
+    fused, eager = (layer_work(LLAMA, share(fused_norms=each)) for each in (True, False))
+
+    def norms(work: LayerWork) -> list[tuple[float, int]]:
+        each = [op for op in (*work.forward, *work.backward) if op.name in ("norms", "norms backward")]
+        return [(op.num_bytes / (2 * 2 * 2048 * 4096), op.kernels) for op in each]
+
+    assert norms(fused) == [(4, 2), (10, 4)]
+    assert norms(eager) == [(26, 14), (52, 28)]

@@ -31,6 +31,7 @@ CASTS = {  # to fp8, of an element: bytes for maximum, value and its transpose, 
     "blockwise": (4.0 + 2 * 4 / 128, 1),  # a float32 scale for 128 elements of a row
     "mxfp8": (4.0 + 2 / 32, 1),  # a byte for 32 elements
 }
+EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators: bytes of an element in bf16, kernels
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -75,6 +76,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     backward: bool = False
     element_bytes: int = 2
     fp8: bool = False
+    version: int = 3  # of FlashAttention
 
     @property
     def kernels(self) -> int:
@@ -125,7 +127,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
     ep: int = 1  # ranks that share the experts of a layer
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
+    flash_version: int = 3
     fused: bool = True  # kernels of Megatron-LM instead of eager ones
+    fused_norms: bool = True  # one kernel for a norm
     element_bytes: int = 2  # of an activation
     fp8: str = ""  # how the operands of linear layers are scaled; "": they are not in fp8
     fp8_attention: bool = False
@@ -142,7 +146,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
             ep=parallel.ep,
             sequence=parallel.sequence,
             flash=training.flash_attention,
+            flash_version=training.flash_version,
             fused=training.fused_kernels,
+            fused_norms=training.fused_norms,
             element_bytes=training.element_bytes,
             fp8=training.fp8_scaling if training.precision == "fp8" else "",
             fp8_attention=training.precision == "fp8" and training.fp8_attention,
@@ -223,7 +229,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
             name="flash attention" + (" backward" if backward else ""),
             batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
             width=model.head_width, causal=model.causal, backward=backward, element_bytes=local.element_bytes,
-            fp8=local.fp8_attention,
+            fp8=local.fp8_attention, version=local.flash_version,
         )  # fmt: skip
 
     return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))
@@ -337,14 +343,16 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
 def _between(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations of two norms and two residual additions, with bias and dropout where the model has them."""
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
-    norm, back = 2 * size * elements, 5 * size * elements  # back: x, dy, dx, and both again for the weights
+    # back: x, dy, dx, and both again for the weights; an operator at a time: power, mean, product, casts, weight
+    each, each_back = ((4, 1), (10, 2)) if local.fused_norms else EAGER_NORM
+    norm, back = each[0] * size / 2 * elements, each_back[0] * size / 2 * elements
     mask = elements if model.dropout else 0.0
     add = 3 * size * elements + mask
     undo = 2 * size * elements + mask + 2 * size * elements if model.dropout else 0.0  # the mask, and the bias' sum
     return LayerWork(
-        forward=(*_traffic("norms", 2 * norm, 2), *_traffic("residual add", 2 * add, 2)),
+        forward=(*_traffic("norms", 2 * norm, 2 * each[1]), *_traffic("residual add", 2 * add, 2)),
         backward=(
-            *_traffic("norms backward", 2 * back, 4),
+            *_traffic("norms backward", 2 * back, 2 * each_back[1]),
             *_traffic("residual add backward", 2 * (3 * size * elements + undo), 4 if model.dropout else 2),
         ),
     )
