@@ -6,9 +6,9 @@ NCCL's own model, which is not fitted. Every row that is predicted worse than as
 Rows are CSV (operation,ranks,bytes,us), results of `counterpoint measure blocks` (one per group size) or what
 nccl-tests printed.
 
-A last table has rows of 4 DGX A100 that nothing was fitted to: NCCL's own latencies and the links' bandwidths.
+Without rows, all fits that are shipped are checked, each on its own rows; `--write` makes them again.
 
-    python benchmarks/collective_model.py --serves H100 --write src/counterpoint/plan/network/fits/nvlink-h200.json
+    python benchmarks/collective_model.py --write src/counterpoint/plan/network/fits
     python benchmarks/collective_model.py mine-[248].json --gpu H200 --network nvlink-h100 \\
         --source "2, 4, 8 × H200, NCCL 2.30, 2027-01-01" --out mine.json
 """
@@ -20,30 +20,24 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from fit.collective_fit import Checked, fit_protocols, held_out, splits
-from fit.measured import Measured, from_blocks
-from fit.nccl_tables import nccl_test_rows
+from fit.measured import from_blocks
 from provenance import provenance, read_result, write_result
 from tables import markdown, print_table
 
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
+from counterpoint.plan.network.fit import DIALECTS, Checked, Dialect, fit_protocols, held_out, splits
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import FittedProtocols, Network, levels, nccl_protocols, network_of
+from counterpoint.plan.network.nccl_tests import Measured, read_nccl_tests
+from counterpoint.plan.network.protocols import FittedProtocols, Network, levels, nccl_protocols
 from counterpoint.records.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = (
-    ROOT / "results" / "blocks-2xh200.json",
-    ROOT / "results" / "blocks-4xh200.json",
-    ROOT / "benchmarks" / "nccl_alone_8xh200.csv",
-)
-UNFITTED = ROOT / "benchmarks" / "nccl_4xdgx_a100.csv"
-SOURCE = "2, 4 and 8 × H200, NCCL 2.28.9, NVLS off, 2026-11-20 and 21"
 MIB = 1 << 20
 COLUMNS = (
     "operation",
@@ -59,7 +53,60 @@ COLUMNS = (
     "max",
 )
 MISSED_COLUMNS = ("operation", "ranks", "KiB", "left out", "measured, µs", "predicted, µs", "error")
-UNFITTED_COLUMNS = ("operation", "ranks", "bytes", "measured, µs", "predicted, µs", "error", "by")
+
+
+class Fitted(NamedTuple):
+    """Rows of one machine, and the fit that serves it and machines like it."""
+
+    name: str  # of its file in fits/
+    files: tuple[Path, ...]
+    gpu: str
+    network: str
+    serves: tuple[str, ...]  # other GPUs with the same links
+    source: str
+    dialects: tuple[Dialect, ...] = DIALECTS
+
+    def rows(self) -> tuple[Measured, ...]:
+        """All rows of its files."""
+        return read(self.files)
+
+    def cluster(self) -> Cluster:
+        """As large as its rows need."""
+        size = max((row.ranks - 1) * row.stride + 1 for row in self.rows())
+        return Cluster(gpu=find_gpu(self.gpu), levels=levels(self.network, size))
+
+
+SHIPPED = (
+    Fitted(
+        "nvlink-h200",
+        (
+            ROOT / "results" / "blocks-2xh200.json",
+            ROOT / "results" / "blocks-4xh200.json",
+            ROOT / "benchmarks" / "nccl_alone_8xh200.csv",
+        ),
+        "H200",
+        "nvlink-h100",
+        ("H100",),
+        "2, 4 and 8 × H200, NCCL 2.28.9, NVLS off, 2026-11-20 and 21",
+    ),
+    Fitted(
+        "nvlink-a100",
+        (ROOT / "benchmarks" / "nccl_8xa100.csv",),
+        "A100",
+        "nvlink-a100",
+        ("A100-40",),
+        "8 × A100, microsoft/superbenchmark, 2021",
+    ),
+    Fitted(
+        "hdr-a100",
+        (ROOT / "benchmarks" / "nccl_4xdgx_a100.csv", ROOT / "benchmarks" / "nccl_2x8_a100.csv"),
+        "A100",
+        "a100-hdr-200",
+        ("A100-40",),
+        "4 × DGX A100 (HDR, NVIDIA DeepOps, 2020) and 2 × BM.GPU4.8 (RoCE, Oracle, 2023 and 2026)",
+        DIALECTS[:1],  # two machines
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +143,7 @@ def read(paths: Iterable[Path]) -> tuple[Measured, ...]:
         elif path.suffix == ".json":
             measurements.append(msgspec.json.decode(read_result(path), type=Measurement))
         else:
-            rows.extend(nccl_test_rows(path.read_text("utf-8", errors="replace")))
+            rows.extend(row for run in read_nccl_tests(path) for row in run.rows)
     return (*rows, *(from_blocks(measurements) if measurements else ()))
 
 
@@ -197,72 +244,47 @@ def _key(each: Checked) -> tuple[str, bool, str]:
     return each.row.operation, each.row.num_bytes >= MIB, each.left_out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unfitted:
-    """A row, and what is predicted for it from data sheets and NCCL's own model."""
-
-    row: Measured
-    predicted_us: float
-    by: str
-
-    @property
-    def error(self) -> float:
-        """predicted / measured - 1."""
-        return self.predicted_us / self.row.us - 1
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        row = self.row
-        times = (f"{row.us:.0f}", f"{self.predicted_us:.0f}", f"{self.error:+.0%}")
-        return row.operation, str(row.ranks), f"{row.num_bytes:.0f}", *times, self.by
-
-
-def unfitted() -> list[Unfitted]:
-    """4 DGX A100."""
-    rows = read([UNFITTED])
-    most = max(row.ranks for row in rows)
-    network = network_of(Cluster(gpu=find_gpu("A100"), levels=levels("a100-hdr-200", most)))
-    found = [(row, estimate(row.operation, row.num_bytes, Group(ranks=row.ranks), network)) for row in rows]
-    return [Unfitted(row=row, predicted_us=each.us, by=f"{each.algorithm}, {each.protocol}") for row, each in found]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", type=Path, default=ROWS)
+    parser.add_argument("rows", nargs="*", type=Path, help="of one's own; without them, those that are shipped")
     parser.add_argument("--gpu", default="H200")
-    parser.add_argument("--serves", nargs="*", help="other GPUs with the same links that may use the fit")
+    parser.add_argument("--serves", nargs="*", default=(), help="other GPUs with the same links that may use the fit")
     parser.add_argument("--network", default="nvlink-h100", help="levels on which it was measured (networks.toml)")
-    parser.add_argument("--source", default=SOURCE, help="what was measured, on what, when")
-    parser.add_argument("--write", type=Path, help="keep the fitted protocols here, to be used from now on")
+    parser.add_argument("--source", default="", help="what was measured, on what, when")
+    parser.add_argument("--write", type=Path, help="keep the fitted protocols here; of those shipped, in this folder")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "collective-model.json")
     options = parser.parse_args()
-    rows = read(options.rows)
-    size = max((row.ranks - 1) * row.stride + 1 for row in rows)
-    cluster = Cluster(gpu=find_gpu(options.gpu), levels=levels(options.network, size))
-    ours, others = held_out(rows, cluster), unfitted()
-    lines, misses = compare(ours, rows, cluster), missed(ours)
-    table, worse = [line.cells for line in lines], f"{len(misses)} of {len(ours)} predictions are worse than asked"
-    print_table(COLUMNS, table, title=f"{len(rows)} rows: {options.source}", width=160)
-    print_table(MISSED_COLUMNS, misses, title=worse, width=160)
-    unseen = "not fitted: 4 x DGX A100 (8 x HDR), NCCL of June 2020"
-    print_table(UNFITTED_COLUMNS, [each.cells for each in others], title=unseen, width=160)
+    shipped = not options.rows
+    fits = SHIPPED if shipped else (
+        Fitted("own", tuple(options.rows), options.gpu, options.network, tuple(options.serves), options.source),
+    )  # fmt: skip
+    lines, misses, predictions, count = [], [], 0, 0
+    for fit in fits:
+        rows, cluster = fit.rows(), fit.cluster()
+        ours = held_out(rows, cluster, dialects=fit.dialects)
+        of_fit, missed_rows = compare(ours, rows, cluster), missed(ours)
+        print_table(COLUMNS, [line.cells for line in of_fit], title=f"{len(rows)} rows: {fit.source}", width=160)
+        lines += [(fit.name, line) for line in of_fit]
+        misses += [(fit.name, *cells) for cells in missed_rows]
+        predictions, count = predictions + len(ours), count + len(rows)
+        if options.write:
+            kept = FittedProtocols(
+                gpus=(cluster.gpu.name, *fit.serves),
+                protocols=fit_protocols(rows, cluster, source=fit.source, dialects=fit.dialects),
+            )
+            path = options.write / f"{fit.name}.json" if shipped else options.write
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+    worse = f"{len(misses)} of {predictions} predictions are worse than asked"
+    print_table(("fit", *MISSED_COLUMNS), misses, title=worse, width=160)
     record = {
-        "provenance": provenance(("numpy", "scipy")) | {"measured": options.source},
-        "rows": len(rows),
-        "lines": [asdict(line) for line in lines],
-        "missed": [dict(zip(MISSED_COLUMNS, cells, strict=True)) for cells in misses],
-        "unfitted": [dict(zip(UNFITTED_COLUMNS, each.cells, strict=True)) for each in others],
+        "provenance": provenance(("numpy", "scipy")) | {"measured": "; ".join(fit.source for fit in fits)},
+        "rows": count,
+        "lines": [{"fit": name} | asdict(line) for name, line in lines],
+        "missed": [dict(zip(("fit", *MISSED_COLUMNS), cells, strict=True)) for cells in misses],
     }
-    write_result(options.out, record, COLUMNS, table)
+    write_result(options.out, record, ("fit", *COLUMNS), [(name, *line.cells) for name, line in lines])
     with options.out.with_suffix(".md").open("a") as page:
-        page.write("\n".join(["", f"{worse}:", "", *markdown(MISSED_COLUMNS, misses), ""]))
-    if options.write:
-        kept = FittedProtocols(
-            gpus=(cluster.gpu.name, *(options.serves or ())),
-            protocols=fit_protocols(rows, cluster, source=options.source),
-        )
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+        page.write("\n".join(["", f"{worse}:", "", *markdown(("fit", *MISSED_COLUMNS), misses), ""]))
 
 
 if __name__ == "__main__":

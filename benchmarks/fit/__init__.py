@@ -1,8 +1,6 @@
-"""Fit the protocols of `plan/network/fits/` to measured collectives.
+"""Read what `counterpoint.plan.network.fit` is given, and fit what only pairs can tell.
 
-collective_fit.py   protocols from rows, and their error on rows that were held out
-measured.py         a measured row, and the rows of `counterpoint measure blocks`
-nccl_tables.py      the rows that nccl-tests prints, and NCCL's own model from its log
-
-Start from `fit_protocols` and `held_out`; `benchmarks/collective_model.py` calls both.
+contention.py       what a GEMM and NCCL lose beside each other
+measured.py         the rows of `counterpoint measure blocks`
+nccl_tables.py      NCCL's own model from its log
 """

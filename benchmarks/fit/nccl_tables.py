@@ -1,6 +1,5 @@
-"""What NCCL and nccl-tests print, as rows: measured times, and NCCL's own model of the machine at hand.
+"""NCCL's own model of the machine at hand, from its log.
 
-nccl-tests (all_gather_perf and so on): a line per size, out of place and in place; sizes are of the full array.
 NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING: one table per communicator, latency (µs) / bandwidth (GB/s) by operation,
 algorithm and protocol: NCCL takes the least latency + S / bandwidth (it corrects trees by size besides, which the table
 does not say); then, one line per collective with what it took.
@@ -12,20 +11,12 @@ import re
 from collections.abc import Iterator
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.records import Record
-from fit.measured import Measured
 
-__all__ = ["TuningCell", "TuningPick", "nccl_test_rows", "tuning_pick", "tuning_picks", "tuning_rows", "tuning_table"]
+__all__ = ["TuningCell", "TuningPick", "tuning_pick", "tuning_picks", "tuning_rows", "tuning_table"]
 
 MAX_TEXT = 64 << 20
-_TESTS = {
-    "all_gather_perf": "all_gather",
-    "all_reduce_perf": "all_reduce",
-    "alltoall_perf": "all_to_all",
-    "broadcast_perf": "broadcast",
-    "reduce_scatter_perf": "reduce_scatter",
-    "sendrecv_perf": "send_recv",
-}
 _FUNCTIONS = {
     "AllGather": "all_gather",
     "AllReduce": "all_reduce",
@@ -34,62 +25,8 @@ _FUNCTIONS = {
 }
 _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")  # by number in older lines
 _PROTOCOLS = ("LL", "LL128", "Simple")
-_TYPES = r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e4m3|f8e5m2|fp8_e4m3|fp8_e5m2)"
-_ROW = re.compile(rf"(?:^|[\s>])(\d+)\s+(\d+)\s+{_TYPES}\s+(.+)$")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s+.*\bPid\b")
 _CELL = re.compile(r"\s*([\d.]+)\s*/\s*([\d.]+)\s*")
 _PICK = re.compile(r"(\w+):\s*(\d+) Bytes -> Algo (\w+) proto (\w+)")
-
-
-def nccl_test_rows(
-    text: str, *, operation: str | None = None, ranks: int | None = None, in_place: bool = False
-) -> tuple[Measured, ...]:
-    """The rows of one run of nccl-tests, launcher's prefixes or not.
-
-    Args:
-        text: what it printed.
-        operation: None: from the name of the program in `text`.
-        ranks: None: from its list of devices.
-        in_place: the right half of the table instead of the left.
-
-    Raises:
-        Misconfigured: no rows; or the operation, or the ranks, are neither given nor in the text.
-    """
-    _cap(text)
-    operation = operation or next((name for program, name in _TESTS.items() if program in text), None)
-    if operation is None:
-        raise Misconfigured(
-            f"which collective it is does not stand in the text: give one of {', '.join(_TESTS.values())}"
-        )
-    ranks = ranks or max((int(found.group(1)) + 1 for found in _RANK.finditer(text)), default=None)
-    if ranks is None:
-        raise Misconfigured("the text has no line '#  Rank 0 ...': give the number of ranks")
-    rows = []
-    for line in text.splitlines():
-        if found := _ROW.search(line):
-            us = _time(found.group(3), in_place=in_place)
-            if us and int(found.group(1)):  # sizes below one element are listed as 0
-                rows.append(Measured(operation=operation, ranks=ranks, num_bytes=int(found.group(1)), us=us))
-    if not rows:
-        raise Misconfigured("no row of nccl-tests (size, count, type, ..., time, algbw, busbw): give what it printed")
-    return tuple(rows)
-
-
-def _time(columns: str, *, in_place: bool) -> float | None:
-    """µs from what follows the type: [redop] [root] time algbw busbw wrong, twice."""
-    words = columns.split()
-    if words and not _is_number(words[0]):
-        words = words[1:]  # redop
-    if len(words) in (5, 9):
-        words = words[1:]  # root
-    if len(words) not in (3, 4, 8):
-        return None
-    at = 4 if in_place else 0
-    return float(words[at]) if at < len(words) and _is_number(words[at]) else None
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", word) is not None
 
 
 class TuningCell(Record, frozen=True, kw_only=True):

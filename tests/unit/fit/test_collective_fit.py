@@ -8,13 +8,13 @@ from math import sqrt
 import msgspec
 import numpy as np
 import pytest
-from fit.collective_fit import Checked, error_of, fit_protocols, held_out, splits
-from fit.measured import Measured
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
+from counterpoint.plan.network.fit import Checked, error_of, fit_protocols, held_out, splits
 from counterpoint.plan.network.group import Group
+from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.plan.network.protocols import Network, Protocol, levels, nccl_protocols
 
 HOST = Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8))

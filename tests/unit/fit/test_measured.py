@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fit.measured import Measured, from_blocks
+from fit.measured import from_blocks
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Timing
 
 

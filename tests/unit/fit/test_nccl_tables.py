@@ -1,16 +1,13 @@
-"""What NCCL and nccl-tests print, with launchers' prefixes, of several versions."""
+"""What NCCL prints of its own model, of several versions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import pytest
-from fit.measured import Measured
 from fit.nccl_tables import (
     MAX_TEXT,
-    nccl_test_rows,
     tuning_pick,
     tuning_picks,
     tuning_rows,
@@ -20,23 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-
-TEST = """\
-# Collective test starting: {program}
-# nThread 1 nGpus 1 minBytes 1048576 maxBytes 4194304 step: 2(factor) warmup iters: 5 iters: 20
-#  Rank  0 Group  0 Pid  13919 on       host device  0 [0000:04:00] NVIDIA H100 80GB HBM3
-#  Rank  1 Group  0 Pid  13920 on       host device  1 [0000:05:00] NVIDIA H100 80GB HBM3
-#                                                              out-of-place                       in-place
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-{rows}
-# Out of bounds values : 0 OK
-# Avg bus bandwidth    : 7.4
-"""
-NEW = "  1048576  262144  float  sum  -1  354.9  2.95  5.76  0  345.7  3.03  5.92  0"
-OLD = "  1048576  262144  float  sum  354.9  2.95  5.76  N/A  345.7  3.03  5.92  N/A"
-GATHER = "  1048576  131072  float  none  -1  354.9  2.95  5.76  0  345.7  3.03  5.92  0"
-NO_REDOP = "  1048576  131072  float  354.9  2.95  5.76  0e+00  345.7  3.03  5.92  0e+00"
-LONG = "  8589934592  2147483648  float  sum  -1  158070  54.34  95.10  0  158561  54.17  94.80  0"
+from counterpoint.plan.network.nccl_tests import Measured
 
 TABLE = """\
 host:1:1 [0] NCCL INFO Algorithm | Tree | Ring |
@@ -52,63 +33,6 @@ OLD_TABLE = """\
 host:1:1 [0] NCCL INFO Latency/AlgBw | Tree/ LL | Tree/ LL128 | Tree/Simple | Ring/ LL | Ring/ LL128 | Ring/Simple |
 host:1:1 [0] NCCL INFO AllGather | 0.0/ 0.0 | 0.0/ 0.0 | 0.0/ 0.0 | 6.3/ 10.0 | 14.0/ 0.0 | 18.0/ 9.0 |
 """
-
-
-@pytest.mark.parametrize("row", [NEW, OLD, GATHER, NO_REDOP])
-def test_the_row_of_every_version_is_read(row: str) -> None:
-    """With and without redop and root, the time out of place is the same."""
-    (found,) = nccl_test_rows(TEST.format(program="all_reduce_perf", rows=row))
-    assert found == Measured(operation="all_reduce", ranks=2, num_bytes=1048576, us=354.9)
-
-
-def test_the_right_half_is_in_place() -> None:
-    """`in_place` takes the second time."""
-    (found,) = nccl_test_rows(TEST.format(program="all_reduce_perf", rows=NEW), in_place=True)
-    assert found.us == 345.7
-
-
-def test_long_times_have_no_fraction() -> None:
-    """158070 µs is a time, not a root."""
-    (found,) = nccl_test_rows(TEST.format(program="all_reduce_perf", rows=LONG))
-    assert found.us == 158070.0
-
-
-def test_a_launchers_prefix_does_not_matter() -> None:
-    """mpirun's [1,0]<stdout>: before every line."""
-    text = "\n".join(
-        f"[1,0]<stdout>:{line}" for line in TEST.format(program="all_gather_perf", rows=GATHER).splitlines()
-    )
-    assert nccl_test_rows(text) == (Measured(operation="all_gather", ranks=2, num_bytes=1048576, us=354.9),)
-
-
-@pytest.mark.parametrize(
-    ("program", "operation"),
-    [("alltoall_perf", "all_to_all"), ("sendrecv_perf", "send_recv"), ("broadcast_perf", "broadcast")],
-)
-def test_programs_are_operations(program: str, operation: str) -> None:
-    """The name of the program says what was measured."""
-    (found,) = nccl_test_rows(TEST.format(program=program, rows=NEW))
-    assert found.operation == operation
-
-
-def test_what_is_given_goes_before_what_is_read() -> None:
-    """Operation and ranks can be given where the text lacks them."""
-    (found,) = nccl_test_rows(NEW, operation="reduce_scatter", ranks=16)
-    assert (found.operation, found.ranks) == ("reduce_scatter", 16)
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (NEW, "which collective it is does not stand in the text"),
-        (f"all_reduce_perf\n{NEW}", "give the number of ranks"),
-        (TEST.format(program="all_reduce_perf", rows=""), "no row of nccl-tests"),
-    ],
-)
-def test_text_without_rows_is_refused(text: str, match: str) -> None:
-    """The error says what is missing."""
-    with pytest.raises(Misconfigured, match=match):
-        nccl_test_rows(text)
 
 
 def test_a_table_is_read_over_all_its_parts() -> None:
@@ -181,7 +105,6 @@ def test_no_text_breaks_the_readers(text: str) -> None:
     readers: tuple[Callable[[str], tuple[object, ...]], ...] = (
         tuning_table,
         tuning_picks,
-        partial(nccl_test_rows, operation="all_gather", ranks=2),
     )
     for read in readers:
         with suppress(Misconfigured):

@@ -86,7 +86,7 @@ def test_a_network_without_protocols_says_so() -> None:
 
 
 def test_a_fit_serves_its_gpu_only() -> None:
-    """H200 hosts have fitted protocols, A100 hosts have NCCL's."""
+    """H200 hosts have fitted protocols, B200 hosts have NCCL's."""
     sources = {
         gpu: {
             protocol.source.split(" ")[0]
@@ -94,9 +94,9 @@ def test_a_fit_serves_its_gpu_only() -> None:
                 "all_reduce", "ring", "nvlink"
             )
         }
-        for gpu in ("H200", "A100")
+        for gpu in ("H200", "B200")
     }
-    assert sources == {"H200": {"fitted"}, "A100": {"NCCL"}}
+    assert sources == {"H200": {"fitted"}, "B200": {"NCCL"}}
 
 
 def test_fitted_figures_are_chosen_by_nccls_own() -> None:
@@ -115,7 +115,10 @@ def test_a_protocol_that_nccl_does_not_have_there_is_not_taken() -> None:
 
 
 def test_what_was_fitted_says_how_far_it_is_off() -> None:
-    """Every fitted protocol of an operation has errors on held-out rows; from 32 MiB up they are 12 % or less."""
+    """Fitted protocols have errors on held-out rows: from 32 MiB up 12 % or less in a node.
+
+    Between nodes two machines are in one fit, so one that was left out is predicted by the other: 56 % or less.
+    """
     spans = [
         span
         for each in fitted_protocols()
@@ -123,10 +126,10 @@ def test_what_was_fitted_says_how_far_it_is_off() -> None:
         if protocol.fit and protocol.operations
         for span in protocol.fit.spans
     ]
-    large = [span.worst for span in spans if span.smallest_bytes >= 32 << 20]
+    large = [(span.worst, 0.12 if span.ranks <= 8 else 0.56) for span in spans if span.smallest_bytes >= 32 << 20]
     assert all(span.worst is not None for span in spans)
     assert large
-    assert all(worst is not None and worst <= 0.12 for worst in large)
+    assert all(worst is not None and worst <= most for worst, most in large)
 
 
 def test_a_protocol_knows_the_levels_it_is_used_on() -> None:

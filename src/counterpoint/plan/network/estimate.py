@@ -12,10 +12,12 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.parallel import Parallel
 from counterpoint.plan.network.algorithms import ALGORITHMS, nccl_algorithms, schedule
-from counterpoint.plan.network.group import Axis, Group, Reach, axes, reach
+from counterpoint.plan.network.group import Axis, Group, axes, reach
 from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, nccl_choice, shared_gb_per_s
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
+
+SAME_LINK = 0.02  # part by which a link's bandwidth may differ from that of measured ones
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):
@@ -158,7 +160,7 @@ def _explained(
 ) -> CollectiveEstimate:
     protocol, ranks = best.protocol, links.at.ranks
     terms = _terms(operation, num_bytes, best, links)
-    outside = _outside(operation, num_bytes, links.at, best, network)
+    outside = _outside(operation, num_bytes, links, best, network)
     fit = None if outside else protocol.fit
     error = fit.worst(ranks, num_bytes) if fit else None
     return CollectiveEstimate(
@@ -211,15 +213,20 @@ def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> t
     return tuple(terms)
 
 
-def _outside(operation: str, num_bytes: float, at: Reach, best: Candidate, network: Network) -> str:
+def _outside(operation: str, num_bytes: float, links: Links, best: Candidate, network: Network) -> str:
     """Return why no measurement validates this estimate; "" if one does."""
-    if best.protocol.fit is None:
+    fit, at = best.protocol.fit, links.at
+    if fit is None:
         return "nothing like it was measured"
     if not best.protocol.operations:
         return f"{operation} was not measured, others were"
     if best.algorithm not in nccl_algorithms(operation, at, network.nccl):
         return f"NCCL does not run {best.algorithm} here"
-    return best.protocol.fit.outside(network.cluster.gpu.name, at.ranks, num_bytes)
+    for level in at.crossed:
+        name, rate, measured = links.levels[level].name, links.gb_per_s[level], fit.gb_per_s[links.levels[level].kind]
+        if abs(rate - measured) > SAME_LINK * measured:
+            return f"{name} of {rate:.4g} GB/s, measured with {measured:.4g}"
+    return fit.outside(network.cluster.gpu.name, at.ranks, num_bytes)
 
 
 class CollectiveTimes:

@@ -137,7 +137,7 @@ def _candidate(
         bandwidth_us=bandwidth,
         own_us=own_us,
         nccl_latency_us=compared.base_us + compared_us[0],
-        nccl_bandwidth_us=compared_us[1],
+        nccl_bandwidth_us=compared_us[1] / protocol.believed,
         most=compared.most_bytes / num_bytes if compared.most_bytes and num_bytes else inf,
         algorithm=algorithm,
         protocol=protocol,

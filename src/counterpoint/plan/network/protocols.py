@@ -93,6 +93,8 @@ class Protocol(Record, frozen=True, kw_only=True):
     own_gb_per_s: float | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
     join: float = 1.0  # j of the equation above, at least 1
     fill: float = 0.0  # of the equation above, 0 or more
+    # of a fitted one: NCCL chooses as if this times the bandwidth of its own model; it differs by version and tuner
+    believed: float = 1.0
     most_bytes: int | None = None  # largest full array for which it is taken; None: any
     # these three: what the protocol serves; (): all. `kinds`: of the highest level that a group crosses
     operations: tuple[str, ...] = ()
@@ -107,6 +109,8 @@ class Protocol(Record, frozen=True, kw_only=True):
                 f"protocol {self.name!r}: join = {self.join}, fill = {self.fill}: give join >= 1 and fill >= 0, "
                 "or time would fall with more bytes"
             )
+        if not 0 < self.believed < math.inf:
+            raise Misconfigured(f"protocol {self.name!r}: believed = {self.believed}: give a factor above 0")
         if self.own_gb_per_s is not None and not self.own_gb_per_s > 0:
             raise Misconfigured(
                 f"protocol {self.name!r}: own_gb_per_s = {self.own_gb_per_s}: give a rate above 0, or none"

@@ -1,7 +1,9 @@
 """Fit protocols to measured collectives, and say how far the fit is off on rows that it had not seen.
 
 NCCL's own model says by which protocol each row was run (LL, LL128 or Simple, by size and ranks); its figures are not
-fitted, they only choose. Figures of a protocol are, each as a logarithm, to relative errors:
+fitted, they only choose. Versions and tuners choose otherwise, so of several `DIALECTS` the one that explains the rows
+best says what was chosen: without LL128, with LL up to larger sizes, with figures of trees apart from those of rings.
+Figures of a protocol are, each as a logarithm, to relative errors:
 
     base                   µs
     hop / base             PCIe and network hops are so much longer than NVLink's as in NCCL's model
@@ -21,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import log
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -28,20 +32,19 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from counterpoint.plan.job.cluster import Cluster
-from counterpoint.plan.network.algorithms import own_share, schedule
+from counterpoint.plan.network.algorithms import ALGORITHMS, own_share, schedule
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
 from counterpoint.plan.network.nccl_choice import shared_gb_per_s
+from counterpoint.plan.network.nccl_tests import Measured, require
 from counterpoint.plan.network.protocols import Fit, FittedRange, Kind, Network, Protocol, nccl_protocols
-from fit.measured import Measured, require
-
-__all__ = ["Checked", "error_of", "fit_protocols", "held_out", "splits"]
 
 Array = NDArray[np.float64]
 
 NOISE = 0.04  # of a measured time
 LONGER: dict[Kind, float] = {"nvlink": 1.0, "pcie": 5.7 / 3.4, "network": 14.0 / 3.4}  # a hop than one over NVLink
 JOIN = 2.0  # hops and bytes hide each other as the sides of a right angle make its diagonal
+OTHER = 10.0  # squared errors, in units of noise, that another dialect than NCCL's own model has to spare
 BANDS = (1 << 20, 32 << 20)  # bytes: errors are stated below, between and above
 # base µs, hop / base, efficiency, own GB/s, fill
 PRIOR = {
@@ -63,7 +66,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1."""
+        """Predicted / measured - 1."""
         return self.predicted_us / self.row.us - 1
 
 
@@ -94,27 +97,71 @@ class _Figures:
     each: Array  # [operations, 5]
 
 
-class _Machine:
-    """Where rows were measured: by which protocol each was run there, and what it did on which links."""
+_Way = tuple[str, bool | None]
+"""A protocol's name, and whether trees or all else; None: both."""
+_Solved = dict[_Way, _Figures]
 
-    def __init__(self, rows: Sequence[Measured], cluster: Cluster, nccl: tuple[int, int]) -> None:
-        require(rows)
+
+class Dialect(NamedTuple):
+    """Describes how NCCL may have chosen, and which of its ways have figures of their own."""
+
+    offered: tuple[str, ...] = ("LL", "LL128", "Simple")  # protocols
+    believed: float = 1.0  # `Protocol.believed` of LL
+    trees_apart: bool = False
+
+    def scaled(self, protocol: Protocol) -> Protocol:
+        """Return one of NCCL's own protocols with the bandwidth that NCCL believes it to have."""
+        if protocol.name != "LL" or self.believed == 1:
+            return protocol
+        efficiency, ceilings = (
+            {kind: self.believed * value for kind, value in figures.items()}
+            for figures in (protocol.efficiency, protocol.ceiling_gb_per_s)
+        )
+        return replace(protocol, efficiency=efficiency, ceiling_gb_per_s=ceilings)
+
+
+DIALECTS = tuple(
+    Dialect(offered, believed, trees_apart)
+    for trees_apart in (False, True)
+    for offered in (("LL", "LL128", "Simple"), ("LL", "Simple"))
+    for believed in (1.0, 2.0, 4.0, 8.0)
+)
+
+
+class _Machine:
+    """Holds where rows were measured: by which protocol each was run there, and what it did on which links."""
+
+    def __init__(self, rows: Sequence[Measured], cluster: Cluster, nccl: tuple[int, int], dialect: Dialect) -> None:
         self.operations = tuple(dict.fromkeys(row.operation for row in rows))
+        self.dialect = dialect
         self._cluster = cluster
         measured = Cluster(gpu=cluster.gpu, levels=tuple(replace(each, latency_us=0.0) for each in cluster.levels))
-        self._network = Network(cluster=measured, protocols=nccl_protocols(), nccl=nccl)  # as `Links.measured` has it
+        protocols = tuple(dialect.scaled(each) for each in nccl_protocols() if each.name in dialect.offered)
+        self._network = Network(cluster=measured, protocols=protocols, nccl=nccl)  # as `Links.measured` has it
         self._taken = {row: self._pick(row) for row in rows}
+        self.ways: tuple[_Way, ...] = tuple(
+            (name, trees) for name in dialect.offered for trees in ((False, True) if dialect.trees_apart else (None,))
+        )
 
     def _pick(self, row: Measured) -> tuple[str, str]:
         found = estimate(row.operation, row.num_bytes, Group(ranks=row.ranks, stride=row.stride), self._network)
         return found.algorithm, found.protocol
 
-    def by(self, protocol: str, rows: Sequence[Measured]) -> list[Measured]:
-        """Those that NCCL runs by this protocol."""
-        return [row for row in rows if self._taken[row][1] == protocol]
+    def taken(self, row: Measured) -> tuple[str, str]:
+        """Return the algorithm and the protocol by which a row was run."""
+        return self._taken[row]
+
+    def by(self, way: _Way, rows: Sequence[Measured]) -> tuple[Measured, ...]:
+        """Return those that NCCL runs this way."""
+        name, trees = way
+        return tuple(
+            row
+            for row in rows
+            if self._taken[row][1] == name and (trees is None or trees == (self._taken[row][0] == "tree"))
+        )
 
     def arrays(self, rows: Sequence[Measured]) -> _Rows:
-        """Rows of one protocol."""
+        """Return rows of one protocol."""
         columns = np.array([self._columns(row) for row in rows]).reshape(len(rows), 5).T
         us, hops, given, links, own = columns
         operation = np.array([self.operations.index(row.operation) for row in rows], dtype=np.intp)
@@ -132,26 +179,81 @@ class _Machine:
         return row.us, hops, given, us_per_byte * row.num_bytes, own
 
     def gb_per_s(self) -> dict[Kind, float]:
-        """Of the links, by kind; the slowest of levels of the same kind."""
+        """Return the GB/s of the links by kind: the slowest of levels of the same kind."""
         found: dict[Kind, float] = {}
         for level, rate in zip(self._cluster.levels, shared_gb_per_s(self._cluster.levels), strict=True):
             found[level.kind] = min(rate, found.get(level.kind, rate))
         return found
 
     def kinds(self) -> tuple[Kind, ...]:
-        """Of the highest levels that rows crossed."""
+        """Return the kinds of the highest levels that rows crossed."""
         tops = {reach(Group(ranks=row.ranks, stride=row.stride), self._cluster).crossed[-1] for row in self._taken}
         return tuple(sorted({self._cluster.levels[top].kind for top in tops}))
 
-    def solve(self, rows: Sequence[Measured]) -> dict[str, _Figures]:
-        """Figures of every protocol."""
-        return {name: _solve(self.arrays(self.by(name, rows)), PRIOR[name], len(self.operations)) for name in PRIOR}
+    def predicted_us(self, figures: _Solved, rows: Sequence[Measured]) -> dict[Measured, float]:
+        """Return the time of rows with these figures."""
+        found: dict[Measured, float] = {}
+        for way, each in figures.items():
+            mine = self.by(way, rows)
+            found |= zip(mine, self.arrays(mine).predicted_us(each.each).tolist(), strict=True)
+        return found
+
+
+class _Machines:
+    """Holds the same rows in every dialect."""
+
+    def __init__(
+        self, rows: Sequence[Measured], cluster: Cluster, nccl: tuple[int, int], dialects: Sequence[Dialect]
+    ) -> None:
+        require(rows)
+        self._each = [_Machine(rows, cluster, nccl, dialect) for dialect in dialects]
+        self._known: dict[tuple[str, tuple[Measured, ...], tuple[tuple[str, str], ...]], _Figures] = {}
+
+    def solve(self, rows: Sequence[Measured]) -> tuple[_Machine, _Solved]:
+        """Return the machine in the dialect that explains these rows best, and its figures."""
+        found = [(machine, self._figures(machine, rows)) for machine in self._each]
+        return min(found, key=lambda each: self._cost(each[0], each[1], rows))  # the first of equal ones
+
+    def _figures(self, machine: _Machine, rows: Sequence[Measured]) -> _Solved:
+        """Return the figures of every way; the same rows by the same algorithms are solved once for all dialects."""
+        solved: _Solved = {}
+        for way in machine.ways:
+            mine = machine.by(way, rows)
+            key = (way[0], mine, tuple(machine.taken(row) for row in mine))
+            if key not in self._known:
+                self._known[key] = _solve(machine.arrays(mine), PRIOR[way[0]], len(machine.operations))
+            solved[way] = self._known[key]
+        return solved
+
+    def _cost(self, machine: _Machine, figures: _Solved, rows: Sequence[Measured]) -> float:
+        """Return the squared errors in units of noise, and the price of another dialect than NCCL's own model.
+
+        Where several group sizes were measured, the errors are those of each without it, since jobs have others.
+        """
+        groups = sorted({row.ranks for row in rows})
+        predicted: dict[Measured, float] = {} if len(groups) > 1 else machine.predicted_us(figures, rows)
+        for ranks in groups if len(groups) > 1 else ():
+            others = [row for row in rows if row.ranks != ranks]
+            predicted |= machine.predicted_us(
+                self._figures(machine, others), [row for row in rows if row.ranks == ranks]
+            )
+        price = OTHER * (machine.dialect != DIALECTS[0])
+        price += len(WIDTH) * log(len(rows)) * machine.dialect.trees_apart  # of more figures (Schwarz 1978)
+        return price + sum((log(us / row.us) / NOISE) ** 2 for row, us in predicted.items())
 
 
 def fit_protocols(
-    rows: Sequence[Measured], cluster: Cluster, *, source: str, nccl: tuple[int, int] = (2, 28), check: bool = True
+    rows: Sequence[Measured],
+    cluster: Cluster,
+    *,
+    source: str,
+    nccl: tuple[int, int] = (2, 28),
+    check: bool = True,
+    dialects: Sequence[Dialect] = DIALECTS,
 ) -> tuple[Protocol, ...]:
-    """Each protocol for every operation that was measured, and for all others, for groups below the same levels.
+    """Return each protocol for every operation that was measured, for groups below the same levels.
+
+    Where several operations were measured, all others get figures of what these have in common.
 
     Args:
         rows: measured on `cluster`.
@@ -159,38 +261,56 @@ def fit_protocols(
         source: what they are: machine, versions, date.
         nccl: version.
         check: also fit without each third of the sizes and each group size, to state the error.
+        dialects: how NCCL may have chosen; the first one alone for rows of several machines, which chose differently.
+
+    Returns:
+        Protocols with a `Fit` each.
 
     Raises:
         Misconfigured: no rows, rows that cannot have been measured, or ranks beyond the cluster.
     """
-    machine = _Machine(rows, cluster, nccl)
-    checked = held_out(rows, cluster, nccl=nccl) if check else ()
-    solved, kinds, gpu = machine.solve(rows), machine.kinds(), cluster.gpu.name
-    links = machine.gb_per_s()
+    machine, solved = _Machines(rows, cluster, nccl, dialects).solve(rows)
+    checked = held_out(rows, cluster, nccl=nccl, dialects=dialects) if check else ()
+    gpu, links = cluster.gpu.name, machine.gb_per_s()
     anything = Fit(source=source, gpu=gpu, rows=len(rows), held_out="", gb_per_s=links, spans=())
-    found = [_protocol(name, (), solved[name].common, kinds, anything) for name in PRIOR]
+    found = []
+    if len(machine.operations) > 1:
+        found += [_protocol(machine, way, each.common, (), anything) for way, each in solved.items()]
     for i, operation in enumerate(machine.operations):
         mine = [row for row in rows if row.operation == operation]
         known = [each for each in checked if each.row.operation == operation]
         left_out = ", ".join(dict.fromkeys(each.left_out for each in known)) or "nothing"
         fit = Fit(source=source, gpu=gpu, rows=len(mine), held_out=left_out, gb_per_s=links, spans=_spans(mine, known))
-        found += [_protocol(name, (operation,), solved[name].each[i], kinds, fit) for name in PRIOR]
+        found += [_protocol(machine, way, each.each[i], (operation,), fit) for way, each in solved.items()]
     return tuple(found)
 
 
-def held_out(rows: Sequence[Measured], cluster: Cluster, *, nccl: tuple[int, int] = (2, 28)) -> tuple[Checked, ...]:
-    """Every row that can be left out, predicted by a fit without it; what has no neighbours left stays in."""
-    machine = _Machine(rows, cluster, nccl)
+def held_out(
+    rows: Sequence[Measured],
+    cluster: Cluster,
+    *,
+    nccl: tuple[int, int] = (2, 28),
+    dialects: Sequence[Dialect] = DIALECTS,
+) -> tuple[Checked, ...]:
+    """Return every row that can be left out, predicted by a fit without it; what has no neighbours left stays in.
+
+    Args:
+        rows: measured on `cluster`.
+        cluster: what they were measured on.
+        nccl: version.
+        dialects: how NCCL may have chosen.
+    """
+    machines = _Machines(rows, cluster, nccl, dialects)
     checked: list[Checked] = []
     for left_out, out, asked in splits(rows):
         seen = [row for row in rows if row not in out]
         known = {row.operation for row in seen}
-        for name, figures in machine.solve(seen).items():
-            mine = [row for row in machine.by(name, rows) if row in asked and row.operation in known]
-            times = machine.arrays(mine).predicted_us(figures.each)
-            checked += [
-                Checked(row=row, predicted_us=float(us), left_out=left_out) for row, us in zip(mine, times, strict=True)
-            ]
+        machine, figures = machines.solve(seen)
+        mine = [row for row in rows if row in asked and row.operation in known]
+        checked += [
+            Checked(row=row, predicted_us=us, left_out=left_out)
+            for row, us in machine.predicted_us(figures, mine).items()
+        ]
     return tuple(checked)
 
 
@@ -201,10 +321,13 @@ def error_of(checked: Sequence[Checked]) -> tuple[float, float] | None:
 
 
 def splits(rows: Sequence[Measured]) -> Iterator[tuple[str, frozenset[Measured], frozenset[Measured]]]:
-    """(what is left out, its rows, those to predict).
+    """Yield what is left out, its rows, and those to predict.
 
     A third of the sizes, but never the smallest or largest; one group size; one group size and a third of the sizes of
     all, of which the group's are to be predicted: neither they nor their sizes were seen.
+
+    Yields:
+        The name, the rows, and those of them that are to be predicted.
     """
     thirds = _thirds(rows)
     yield from (("a third of the sizes", out, out) for out in thirds)
@@ -259,9 +382,10 @@ def _solve(rows: _Rows, prior: Array, operations: int) -> _Figures:
     return _Figures(common=prior + x[:5], each=theta(x))
 
 
-def _protocol(name: str, operations: tuple[str, ...], theta: Array, kinds: tuple[Kind, ...], fit: Fit) -> Protocol:
-    """θ as a record."""
+def _protocol(machine: _Machine, way: _Way, theta: Array, operations: tuple[str, ...], fit: Fit) -> Protocol:
+    """Return θ as a record."""
     base, ratio, efficiency, rate, fill = (float(value) for value in np.exp(theta))
+    name, trees = way
     return Protocol(
         name=name,
         base_us=round(base, 4),
@@ -270,8 +394,14 @@ def _protocol(name: str, operations: tuple[str, ...], theta: Array, kinds: tuple
         own_gb_per_s=round(rate, 2),
         join=JOIN,
         fill=round(fill, 4),
+        believed=machine.dialect.believed if name == "LL" else 1.0,
         operations=operations,
-        kinds=kinds,
+        algorithms=()
+        if trees is None
+        else ("tree",)
+        if trees
+        else tuple(each for each in ALGORITHMS if each != "tree"),
+        kinds=machine.kinds(),
         fit=fit,
         source=f"fitted to {fit.source}",
     )
