@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -129,10 +130,10 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
         ("nodes", "3", "does not divide training.global_batch"),
         ("nic_gbit", "0", "nic_gbit = 0: give a number above 0"),
         ("failed_nics", "8", "failed_nics = 8 of 8"),
-        ("compression", "gzip", "Invalid enum value 'gzip'"),
+        ("compression", "gzip", 'compression.method = "gzip": give one of powersgd, quantized, randomk, topk'),
         ("compression", "3", "give none, powersgd:RANK"),
         ("gpu", "H300", "known are A100, A100-40"),
-        ("slow_rank", "0.5", "ranks.slow = 0.5: give a factor from 1"),
+        ("slow_rank", "0.5", "ranks.slow = 0.5: give a number from 1 to 1,000"),
         ("speed", "1", "speed is not known: give a field, such as parallel.tp, or one of gpu"),
         ("parallel", "1", "parallel is not known"),
         ("parallel.dp.x", "1", "parallel.dp.x: dp is no table"),
@@ -189,7 +190,49 @@ def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
         swept(TABLES, {"nodes": "8"}, "parallel.dp", ["8", "16"])
 
 
-def test_a_named_network_is_not_put_over_levels_that_were_changed() -> None:
-    """The change would be lost."""
+def test_a_named_network_is_not_put_over_levels_that_are_written_out() -> None:
+    """They would be lost."""
+    level = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
     with pytest.raises(Misconfigured, match="give either network, a name, or levels"):
-        build_job(TABLES, {"nic_gbit": "800", "network": "h100-roce-400"})
+        build_job(TABLES | {"cluster": {"gpu": "H100", "levels": [level]}}, {"network": "h100-roce-400"})
+
+
+LINKED = (
+    {"nodes": "512", "global_batch": "4096"},
+    {"nodes": "512", "accumulation": "2", "micro_batch": "2"},
+    {"nic_gbit": "800", "network": "h100-roce-400", "nodes": "16", "oversubscription": "2"},
+    {"parallel.shard": "32", "nodes": "8", "parallel.zero": "2"},
+    {"network": "nvlink-h100", "nodes": "1", "parallel.zero": "0"},
+    {"weak_nodes": "64", "failed_nics": "1", "gpu": "H200", "precision": "fp8", "mechanism": "zero_sm"},
+)
+
+
+@pytest.mark.parametrize("changes", LINKED, ids=", ".join)
+def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, str]) -> None:
+    """Of which only the whole has to be possible."""
+    found = [build_job(TABLES, dict(order)) for order in permutations(changes.items())]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nodes": "4", "weak_nodes": "8"}, "nodes with weak_nodes: both say how many nodes"),
+        ({"accumulation": "4", "global_batch": "64"}, "global_batch with accumulation: both say how large the batch"),
+        ({"weak_nodes": "4", "global_batch": "64"}, "global_batch with weak_nodes: with weak_nodes the batch grows"),
+        ({"nodes": "1024", "global_batch": "64"}, "does not divide training.global_batch = 64"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(changes: dict[str, str], said: str) -> None:
+    """Neither wins in silence."""
+    with pytest.raises(Misconfigured) as raised:
+        build_job(TABLES, changes)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["parallel.tp", "parallel.cp", "parallel.pp"])
+def test_a_sweep_over_a_degree_keeps_the_gpus(field: str) -> None:
+    """Replicas take what it leaves, whatever else was asked."""
+    for changes, ranks in (({}, 32), ({"nodes": "8"}, 64)):
+        found = [each for _, each in swept(TABLES, changes, field, ["1", "2", "4"])]
+        assert [each.parallel.world_size for each in found if isinstance(each, Job)] == 3 * [ranks]

@@ -1,5 +1,6 @@
 """Describe a job as a user gives it: frozen records, checked when they are made; no times, no bytes on the wire.
 
+fields.py    which values fields may have, and what is said of others
 model.py     `Model`, `find_model` for those with a name (models.toml), parameters and FLOP
 parallel.py  `Parallel`, `Training`, `Compression`; how layers are divided among the stages of a pipeline
 cluster.py   `Cluster`: a GPU, by name or by its figures, and the levels of network above it

@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import GPUS as SHEETS
-from counterpoint.plan.job.model import positive
+from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Micros, Name, Rate, Text
 from counterpoint.records import Record
 
 
-class ClusterGpu(Record, frozen=True, kw_only=True):
+class ClusterGpu(CheckedRecord, frozen=True, kw_only=True):
     """Holds the data sheet of one GPU; what is reached of it is measured (`machine/profile.py`)."""
 
-    name: str  # as in `machine/gpus.py`
-    tflops: dict[str, float]  # dense peak by precision, in 10^12 operations per second
-    sms: int  # streaming multiprocessors
-    memory_gib: float  # device memory
-    memory_gb_per_s: float  # its bandwidth
-    source: str = ""  # of the figures
-    clock_ghz: float | None = None  # at which its SMs are locked; None: as high as power allows
-    power_watts: float | None = None  # its power limit; None: that of the data sheet
+    table: ClassVar[str] = "cluster.gpu"
 
-    def __post_init__(self) -> None:
-        for name in ("sms", "memory_gib", "memory_gb_per_s"):
-            positive(f"gpu.{name}", getattr(self, name))
-        for name in ("clock_ghz", "power_watts"):
-            if getattr(self, name) is not None:
-                positive(f"gpu.{name}", getattr(self, name))
-        for precision, value in self.tflops.items():
-            positive(f"gpu.tflops.{precision}", value)
+    name: Name  # as in `machine/gpus.py`
+    # dense peak by precision, in 10^12 operations per second
+    tflops: Annotated[dict[Name, Rate], Meta(min_length=1)]
+    sms: Annotated[int, Meta(ge=1, le=4096)]  # streaming multiprocessors
+    memory_gib: Rate  # device memory
+    memory_gb_per_s: Rate  # its bandwidth
+    source: Text = ""  # of the figures
+    clock_ghz: Rate | None = None  # at which its SMs are locked; None: as high as power allows
+    power_watts: Rate | None = None  # its power limit; None: that of the data sheet
 
 
-class Level(Record, frozen=True, kw_only=True):
+class Level(CheckedRecord, frozen=True, kw_only=True):
     """Describes one level of the network: the first joins GPUs, each further one joins units of the one before."""
 
-    name: str  # "nvlink", "rail", "leaf", "spine", "pod"
-    kind: Literal["nvlink", "pcie", "network"]  # the transport, which decides on latencies
-    size: int  # GPUs below one unit of this level (8 for a node of 8 GPUs). The last level holds all GPUs
-    gb_per_s: float  # of one GPU at this level, each direction, before oversubscription (one 400 Gb/s NIC per GPU: 50)
-    latency_us: float  # of one hop at this level
-    oversubscription: float = 1.0  # bandwidth of the links below over that of the links above; 1: non-blocking
-    in_network_reduction: bool = False  # switches reduce (SHARP, NVLS)
+    table: ClassVar[str] = "cluster.levels"
 
-    def __post_init__(self) -> None:
-        for name in ("size", "gb_per_s"):
-            positive(f"level.{self.name}.{name}", getattr(self, name))
-        if self.latency_us < 0:
-            raise Misconfigured(f"level.{self.name}.latency_us = {self.latency_us}: give 0 or more")
-        if self.oversubscription < 1:
-            raise Misconfigured(f"level.{self.name}.oversubscription = {self.oversubscription}: give 1 or more")
+    name: Name  # "nvlink", "rail", "leaf", "spine", "pod"
+    kind: Literal["nvlink", "pcie", "network"]  # the transport, which decides on latencies
+    size: Count  # GPUs below one unit of this level (8 for a node of 8 GPUs). The last level holds all GPUs
+    gb_per_s: Rate  # of one GPU at this level, each direction, before oversubscription (one 400 Gb/s NIC per GPU: 50)
+    latency_us: Micros  # of one hop at this level
+    oversubscription: Factor = 1.0  # bandwidth of the links below over that of the links above; 1: non-blocking
+    in_network_reduction: bool = False  # switches reduce (SHARP, NVLS)
 
 
 class Cluster(Record, frozen=True, kw_only=True):
@@ -65,7 +55,8 @@ class Cluster(Record, frozen=True, kw_only=True):
         for below, above in zip(self.levels, self.levels[1:], strict=False):
             if above.size <= below.size or above.size % below.size:
                 raise Misconfigured(
-                    f"level.{above.name}.size = {above.size}: give a multiple of level.{below.name}.size = {below.size}"
+                    f"cluster.levels: size = {above.size} of {printable(above.name)}: "
+                    f"give a multiple of {below.size}, the size of {printable(below.name)} below it"
                 )
 
     @property

@@ -28,41 +28,50 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from stat import S_ISREG
+from typing import Annotated, Any, ClassVar
 
-import msgspec
+from msgspec import Meta
+from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile, shipped_profile
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level, find_gpu
-from counterpoint.plan.job.model import Experts, Model, find_model
+from counterpoint.plan.job.fields import (
+    CheckedRecord,
+    Factor,
+    check_known,
+    check_table,
+    parse_name,
+    parse_record,
+    shown,
+)
+from counterpoint.plan.job.model import Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.network.protocols import levels
 from counterpoint.records import Record
 
 MAX_BYTES = 1 << 20
+ADVICE = "give a job as TOML, such as those of examples/plan"
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
+MAX_DEPTH = 8  # of tables and arrays in each other
 
-R = TypeVar("R", bound=Record)
 Table = Mapping[str, Any]
 
 
-class Ranks(Record, frozen=True, kw_only=True):
+class Ranks(CheckedRecord, frozen=True, kw_only=True):
     """Describes how much the ranks differ in speed."""
 
-    slow: float = 1.0  # one rank computes so many times as long as the others
-    jitter: float = 0.0  # standard deviation of a rank's time over its mean, for which the step then waits
+    table: ClassVar[str] = "ranks"
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.slow < 1000:
-            raise Misconfigured(f"ranks.slow = {self.slow}: give a factor from 1 to below 1000")
-        if not 0 <= self.jitter < 10:
-            raise Misconfigured(f"ranks.jitter = {self.jitter}: give a part of the mean, from 0 to below 10")
+    slow: Factor = 1.0  # one rank computes so many times as long as the others
+    # standard deviation of a rank's time over its mean, for which the step then waits
+    jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
-class Job(Record, frozen=True, kw_only=True):
-    """Describes one training job, which `predict_step` predicts."""
+class JobParts(Record, frozen=True, kw_only=True):
+    """Holds the records of a job before anything is said about whether they go together."""
 
     model: Model  # the transformer that is trained
     training: Training  # batch, sequence, precision
@@ -71,6 +80,14 @@ class Job(Record, frozen=True, kw_only=True):
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
+
+    def whole(self) -> Job:
+        """Return the job, or raise Misconfigured where its records do not go together."""
+        return Job(**asdict(self))
+
+
+class Job(JobParts, frozen=True, kw_only=True):
+    """Describes one training job, which `predict_step` predicts: records that go together."""
 
     def __post_init__(self) -> None:
         disturbance(self.mechanism, self.profile)  # raises if there is no such mechanism
@@ -99,34 +116,59 @@ class Job(Record, frozen=True, kw_only=True):
 
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 1 MiB."""
+    name = printable(str(path), 200)
     try:
+        if path.exists() and not path.is_dir() and not _is_readable_file(path):
+            raise Misconfigured(f"{name}: a device or a named pipe; {ADVICE}")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise Misconfigured(f"{path}: {error.strerror}; give a job as TOML, such as those of examples/plan") from None
+        raise Misconfigured(f"{name}: {error.strerror}; {ADVICE}") from None
     if len(content) > MAX_BYTES:
-        raise Misconfigured(f"{path}: larger than {MAX_BYTES} bytes; a job has a few lines")
+        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a job has a few lines")
     try:
-        return tomllib.loads(content.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise Misconfigured(f"{path}: not TOML: {printable(str(error))}") from None
+        tables = tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise Misconfigured(f"{name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}") from None
+    except ValueError as error:  # tomllib's own, and what int() says of a number with thousands of digits
+        raise Misconfigured(f"{name}: not TOML: {printable(str(error), 200)}; {ADVICE}") from None
+    if _is_deeper(tables, MAX_DEPTH):
+        raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}")
+    return tables
+
+
+def _is_readable_file(path: Path) -> bool:
+    """Return whether reading `path` ends: it is a file, or an open descriptor, as of a shell's `<(...)`."""
+    return S_ISREG(path.stat().st_mode) or str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(inner) and (not depth or any(_is_deeper(each, depth - 1) for each in inner))
 
 
 def parse_job(tables: Table) -> Job:
     """Return the job of a TOML document, or raise Misconfigured with the field, its value and what is allowed."""
-    _check_known("", tables, TABLES)
+    return parse_parts(tables).whole()
+
+
+def parse_parts(tables: Table) -> JobParts:
+    """Return the records of a TOML document, each checked by itself; Misconfigured as `parse_job` raises it."""
+    check_known("", tables, TABLES)
     for name in ("model", "training", "cluster"):
         if name not in tables:
             raise Misconfigured(f"there is no table [{name}]; give it")
     parallel = parse_record("parallel", tables.get("parallel", {}), Parallel)
-    overlap = _table("overlap", tables.get("overlap", {}))
-    _check_known("overlap", overlap, ("mechanism",))
+    overlap = check_table("overlap", tables.get("overlap", {}))
+    check_known("overlap", overlap, ("mechanism",))
     compression = tables.get("compression")
-    return Job(
-        model=_model(_table("model", tables["model"])),
+    return JobParts(
+        model=_model(check_table("model", tables["model"])),
         training=parse_record("training", tables["training"], Training),
         parallel=parallel,
-        cluster=_cluster(_table("cluster", tables["cluster"]), parallel.world_size),
+        cluster=_cluster(check_table("cluster", tables["cluster"]), parallel.world_size),
         mechanism=parse_name("overlap.mechanism", overlap.get("mechanism", "nccl")),
         compression=None if compression is None else parse_record("compression", compression, Compression),
         ranks=parse_record("ranks", tables.get("ranks", {}), Ranks),
@@ -137,29 +179,35 @@ def _model(table: Table) -> Model:
     """Return the known model of this name if `name` is all that is given; next to widths it is only a label."""
     if set(table) == {"name"}:
         return find_model(parse_name("model.name", table["name"]))
-    if table.get("experts") is not None:
-        parse_record("model.experts", table["experts"], Experts)  # its unknown fields
     return parse_record("model", table, Model)
 
 
 def _cluster(table: Table, ranks: int) -> Cluster:
     """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
-    _check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "network", "levels"))
+    check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "network", "levels"))
     count = table.get("gpus", ranks)
     if ("network" in table) == ("levels" in table):
         raise Misconfigured("cluster: give either network, a name, or levels, inside out")
     if isinstance(count, bool) or not isinstance(count, int):
-        raise Misconfigured(f"cluster.gpus = {printable(repr(count))}: give a whole number")
-    gpu = parse_gpu(table.get("gpu"))
+        raise Misconfigured(f"cluster.gpus = {shown(count)}: give a whole number")
+    if "gpu" not in table:
+        raise Misconfigured("cluster.gpu is missing: give the name of a GPU, or a table of its figures")
+    gpu = parse_gpu(table["gpu"])
     limits = {name: table[name] for name in ("clock_ghz", "power_watts") if name in table}
     if limits:
-        gpu = parse_record("cluster.gpu", msgspec.structs.asdict(gpu) | limits, ClusterGpu)
+        gpu = parse_record("cluster.gpu", asdict(gpu) | limits, ClusterGpu)
     if "network" in table:
         network = parse_name("cluster.network", table["network"])
         return Cluster(gpu=gpu, levels=levels(network, count), network=network)
     if not isinstance(table["levels"], list):
-        raise Misconfigured("cluster.levels: give tables [[cluster.levels]]")
-    return Cluster(gpu=gpu, levels=tuple(parse_record("cluster.levels", each, Level) for each in table["levels"]))
+        raise Misconfigured(f"cluster.levels = {shown(table['levels'])}: give tables [[cluster.levels]]")
+    found = (parse_record(f"cluster.levels[{index}]", each, Level) for index, each in enumerate(table["levels"]))
+    written = Cluster(gpu=gpu, levels=tuple(found))
+    if "gpus" in table and count != written.num_gpus:
+        raise Misconfigured(
+            f"cluster.gpus = {shown(count)} with levels whose last holds {written.num_gpus} GPUs: leave it out"
+        )
+    return written
 
 
 def parse_gpu(value: object) -> ClusterGpu:
@@ -167,37 +215,3 @@ def parse_gpu(value: object) -> ClusterGpu:
     if isinstance(value, Mapping):
         return parse_record("cluster.gpu", value, ClusterGpu)
     return find_gpu(parse_name("cluster.gpu", value))
-
-
-def parse_record(where: str, table: object, kind: type[R]) -> R:
-    """Return a table as a record of that kind, or raise Misconfigured with the field that is wrong."""
-    fields = _table(where, table)
-    _check_known(where, fields, kind.__struct_fields__)
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, Misconfigured):
-            raise cause from None
-        raise Misconfigured(f"{where}: {printable(str(error))}") from None
-
-
-def parse_name(where: str, value: object) -> str:
-    """Return `value` if it is a string, else raise Misconfigured."""
-    if not isinstance(value, str):
-        raise Misconfigured(f"{where} = {printable(repr(value))}: give a name")
-    return value
-
-
-def _check_known(where: str, table: Table, allowed: tuple[str, ...]) -> None:
-    """Raise Misconfigured at the first key of `table` that is not allowed."""
-    for key in table:
-        if key not in allowed:
-            field = printable(f"{where}.{key}" if where else key)
-            raise Misconfigured(f"{field} is not known: allowed are {', '.join(allowed)}")
-
-
-def _table(where: str, value: object) -> Table:
-    if not isinstance(value, Mapping):
-        raise Misconfigured(f"{where} = {printable(repr(value))}: give a table [{where}]")
-    return value

@@ -13,42 +13,52 @@ Sources: arXiv 2104.04473, section 2 (its formula counts positions, too, which a
 
 from __future__ import annotations
 
+import math
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Layers, Name, Width, shown
 from counterpoint.records import Record
 
 
-class Experts(Record, frozen=True, kw_only=True):
+class Experts(CheckedRecord, frozen=True, kw_only=True):
     """Describes the feed-forward blocks of a mixture-of-experts layer."""
 
-    count: int  # routed experts of a layer
-    per_token: int  # experts that a token visits
-    width: int  # of each expert's feed-forward block
-    shared: int = 0  # experts that every token visits, of the same width
-    every: int = 1  # one layer in so many has experts; the others are dense
-    first_dense: int = 0  # so many layers at the beginning are dense, too
-    imbalance: float = 1.0  # tokens of the busiest rank over the mean; 1 is even
+    table: ClassVar[str] = "model.experts"
 
-
-class LatentAttention(Record, frozen=True, kw_only=True):
-    """Describes multi-head latent attention (MLA): keys, values and mostly queries come from narrow projections."""
-
-    q_lora_rank: int | None = None  # width of the latent queries; None: queries are projected at once
-    kv_lora_rank: int  # width of the latent keys and values
-    qk_nope_head_dim: int  # part of a head of queries and keys without positions
-    qk_rope_head_dim: int  # part with rotary positions; that of the keys is shared by all heads
-    v_head_dim: int  # of a head's values
+    count: Width  # routed experts of a layer
+    per_token: Width  # experts that a token visits
+    width: Width  # of each expert's feed-forward block
+    shared: Annotated[int, Meta(ge=0, le=1024)] = 0  # experts that every token visits, of the same width
+    every: Layers = 1  # one layer in so many has experts; the others are dense
+    first_dense: Annotated[int, Meta(ge=0, le=10_000)] = 0  # so many layers at the beginning are dense, too
+    imbalance: Factor = 1.0  # tokens of the busiest rank over the mean; 1 is even
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) is not None:
-                positive(f"model.mla.{name}", getattr(self, name))
+        super().__post_init__()
+        if self.per_token > self.count:
+            raise Misconfigured(
+                f"model.experts.per_token = {self.per_token} of count = {self.count}: "
+                "give as many as there are experts, or fewer"
+            )
+
+
+class LatentAttention(CheckedRecord, frozen=True, kw_only=True):
+    """Describes multi-head latent attention (MLA): keys, values and mostly queries come from narrow projections."""
+
+    table: ClassVar[str] = "model.mla"
+
+    q_lora_rank: Width | None = None  # width of the latent queries; None: queries are projected at once
+    kv_lora_rank: Width  # width of the latent keys and values
+    qk_nope_head_dim: Width  # part of a head of queries and keys without positions
+    qk_rope_head_dim: Width  # part with rotary positions; that of the keys is shared by all heads
+    v_head_dim: Width  # of a head's values
 
     @property
     def latent_width(self) -> int:
@@ -56,40 +66,37 @@ class LatentAttention(Record, frozen=True, kw_only=True):
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
-class Model(Record, frozen=True, kw_only=True):
+class Model(CheckedRecord, frozen=True, kw_only=True):
     """Describes a decoder-only transformer."""
 
-    name: str = "model"  # for people
-    layers: int  # transformer blocks
-    hidden: int  # width of the residual stream
-    heads: int  # attention heads
-    kv_heads: int | None = None  # heads of keys and values; None: as many as `heads`
-    head_dim: int | None = None  # None: hidden / heads
-    v_head_dim: int | None = None  # of values; None: as of keys
+    table: ClassVar[str] = "model"
+
+    name: Name = "model"  # for people
+    layers: Layers  # transformer blocks
+    hidden: Width  # width of the residual stream
+    heads: Width  # attention heads
+    kv_heads: Width | None = None  # heads of keys and values; None: as many as `heads`
+    head_dim: Width | None = None  # None: hidden / heads
+    v_head_dim: Width | None = None  # of values; None: as of keys
     mla: LatentAttention | None = None  # instead of kv_heads, head_dim and v_head_dim
-    window: int | None = None  # attention looks back only so many tokens; None: to the beginning
-    full_every: int | None = None  # one layer in so many looks back to the beginning in spite of `window`; None: none
+    window: Count | None = None  # attention looks back only so many tokens; None: to the beginning
+    # one layer in so many looks back to the beginning in spite of `window`; None: none
+    full_every: Layers | None = None
     qk_norm: bool = False  # queries and keys are normalised
     bias: Literal["none", "qkv", "all"] | None = None  # of matrices; None: "all" as in GPT-3, gated "none"
     rotary: bool | None = None  # rotary positions; None: if gated
-    norms: int = 2  # of a layer, over the residual stream
-    ffn: int | None = None  # width of a dense feed-forward block; None: 4 · hidden
+    norms: Annotated[int, Meta(ge=1, le=64)] = 2  # of a layer, over the residual stream
+    ffn: Width | None = None  # width of a dense feed-forward block; None: 4 · hidden
     gated: bool = False  # SwiGLU: three matrices instead of two
-    vocab: int  # rows of the embedding
+    vocab: Count  # rows of the embedding
     tied: bool = False  # embedding and output projection share their weights
     dropout: bool = False  # whether there are dropouts, whose masks backward needs (as in GPT-3)
     causal: bool = True  # attention looks back only; flash attention then does half the work
     experts: Experts | None = None  # None: dense
-    mtp: int = 0  # modules that each predict one token more (MTP), on the last stage
+    mtp: Annotated[int, Meta(ge=0, le=64)] = 0  # modules that each predict one token more (MTP), on the last stage
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "norms"):
-            positive(f"model.{name}", getattr(self, name))
-        for name in ("kv_heads", "head_dim", "v_head_dim", "ffn", "window", "full_every"):
-            if getattr(self, name) is not None:
-                positive(f"model.{name}", getattr(self, name))
-        if self.mtp < 0:
-            raise Misconfigured(f"model.mtp = {self.mtp}: give 0 or more modules")
+        super().__post_init__()
         if self.mla is not None and any(each is not None for each in (self.kv_heads, self.head_dim, self.v_head_dim)):
             raise Misconfigured("model.mla with kv_heads, head_dim or v_head_dim: give its widths in mla alone")
         if self.full_every is not None and self.window is None:
@@ -99,9 +106,10 @@ class Model(Record, frozen=True, kw_only=True):
         if self.head_dim is None and self.mla is None:
             divides("model.heads", self.heads, "model.hidden", self.hidden)
         divides("model.kv_heads", self.key_heads, "model.heads", self.heads)
-        if self.experts is not None and not 0 <= self.experts.first_dense <= self.layers:
+        if self.experts is not None and not self.expert_layers:
             raise Misconfigured(
-                f"model.experts.first_dense = {self.experts.first_dense}: give 0 to {self.layers}, the layers"
+                f"model.experts with every = {self.experts.every}, first_dense = {self.experts.first_dense} of "
+                f"{self.layers} layers: none has experts; give smaller numbers, or no experts"
             )
 
     @property
@@ -178,9 +186,9 @@ class ParameterCount(Record, frozen=True, kw_only=True):
 
 
 def positive(name: str, value: float) -> None:
-    """Raise Misconfigured, with the name, unless `value` is above 0."""
-    if not value > 0:
-        raise Misconfigured(f"{name} = {value}: give a number above 0")
+    """Raise Misconfigured, with the name, unless `value` is above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise Misconfigured(f"{name} = {shown(value)}: give a number above 0")
 
 
 def divides(small: str, divisor: int, large: str, number: int) -> None:
@@ -261,7 +269,9 @@ def find_model(name: str) -> Model:
     """Return the model of that name in models.toml, or raise Misconfigured with the names that there are."""
     models = known_models()
     if name not in models:
-        raise Misconfigured(f'model "{name}" is not known: give one of {", ".join(sorted(models))}, or its widths')
+        raise Misconfigured(
+            f'model "{printable(name, 80)}" is not known: give one of {", ".join(sorted(models))}, or its widths'
+        )
     return models[name]
 
 

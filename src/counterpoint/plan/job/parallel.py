@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters, positive
+from counterpoint.plan.job.fields import CheckedRecord, Count, Degree, Layers, Part, Precision, Width
+from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters
 from counterpoint.records import Record
 
-Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+MAX_PARTS = 512  # of a pipeline: following the slots of more takes minutes
+MAX_TOKENS = 10**12  # of a step
 
 
-class Parallel(Record, frozen=True, kw_only=True):
+class Parallel(CheckedRecord, frozen=True, kw_only=True):
     """Holds the degrees of parallelism; world size = dp · pp · cp · tp. Ranks count tp first, then cp, dp, pp."""
 
-    dp: int = 1  # replicas of the model, or shards of it with `zero`
-    tp: int = 1  # ranks that share every matrix
+    table: ClassVar[str] = "parallel"
+
+    dp: Degree = 1  # replicas of the model, or shards of it with `zero`
+    tp: Degree = 1  # ranks that share every matrix
     sequence: bool = True  # with tp, activations between the matrices are divided, too (sequence parallelism)
-    pp: int = 1  # pipeline stages
-    virtual: int = 1  # parts of the model per stage (interleaving)
+    pp: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1  # pipeline stages
+    virtual: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1  # parts of the model per stage (interleaving)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of micro-batches over stages
-    cp: int = 1  # ranks that share a sequence
-    ep: int = 1  # ranks that share the experts of a layer; taken from dp · cp
+    cp: Degree = 1  # ranks that share a sequence
+    ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
     zero: Literal[0, 1, 2, 3] = 0  # sharded over dp: 1: optimizer states, 2: gradients, too, 3: parameters, too (FSDP)
-    shard: int | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
+    shard: Degree | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
     reshard_after_forward: bool = True  # with zero 3, parameters are gathered again in backward
-    prefetch: int = 1  # with zero 3, layers gathered ahead
-    bucket_bytes: int = 25 << 20  # with zero 0 and 1, gradients reduced at once
+    prefetch: Layers = 1  # with zero 3, layers gathered ahead
+    bucket_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] = 25 << 20  # with zero 0 and 1, gradients reduced at once
     overlap_tp: bool = True  # backward, tensor-parallel communication runs during the product for the weights' gradient
     pieces_tp: bool = False  # with tp and sequence, matmuls take rows as they come, and send them (`parallel/tensor/`)
     overlap_dp: bool = True  # gradients and parameters are sent during compute; False: after the last micro-batch
@@ -34,12 +40,7 @@ class Parallel(Record, frozen=True, kw_only=True):
     ends_count: bool = False  # embedding and head count as a layer each when layers are divided among stages
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "virtual", "cp", "ep", "prefetch", "bucket_bytes"):
-            positive(f"parallel.{name}", getattr(self, name))
-        divides("parallel.ep", self.ep, "parallel.dp · parallel.cp", self.dp * self.cp)
-        if self.shard is not None:
-            positive("parallel.shard", self.shard)
-            divides("parallel.shard", self.shard, "parallel.dp", self.dp)
+        super().__post_init__()
         if self.pieces_tp and not (self.tp > 1 and self.sequence):
             raise Misconfigured(
                 f"parallel.pieces_tp with tp = {self.tp}, sequence = {self.sequence}: give tp above 1, and sequence"
@@ -56,12 +57,14 @@ class Parallel(Record, frozen=True, kw_only=True):
         return self.dp * self.tp * self.pp * self.cp
 
 
-class Training(Record, frozen=True, kw_only=True):
+class Training(CheckedRecord, frozen=True, kw_only=True):
     """Describes what one optimizer step does."""
 
-    sequence: int  # tokens of one sample
-    global_batch: int  # samples of one step over all ranks
-    micro_batch: int = 1  # samples that go through the model at once, on each replica
+    table: ClassVar[str] = "training"
+
+    sequence: Count  # tokens of one sample
+    global_batch: Count  # samples of one step over all ranks
+    micro_batch: Width = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
     # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
     fp8_scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
@@ -73,12 +76,17 @@ class Training(Record, frozen=True, kw_only=True):
     fused_kernels: bool = True  # neighbouring elementwise operators (Megatron-LM, torch.compile); False: eager kernels
     cuda_graphs: bool = False  # layers are replayed as CUDA graphs, so that the host launches nothing
     fused_accumulation: bool = True  # weight gradients are added to their sum by the product that makes them
-    local_steps: int = 1  # steps between two averages of the replicas' parameters (local SGD); 1: gradients, every step
+    # steps between two averages of the replicas' parameters (local SGD); 1: gradients, every step
+    local_steps: Width = 1
     asynchronous: bool = False  # replicas do not wait for each other: stale gradients (arXiv 1106.5730)
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "global_batch", "micro_batch", "local_steps"):
-            positive(f"training.{name}", getattr(self, name))
+        super().__post_init__()
+        if self.sequence * self.global_batch > MAX_TOKENS:
+            raise Misconfigured(
+                f"training.sequence · global_batch = {self.sequence * self.global_batch:,} tokens in a step: "
+                f"give at most {MAX_TOKENS:,}"
+            )
 
     @property
     def element_bytes(self) -> int:
@@ -96,22 +104,18 @@ class Training(Record, frozen=True, kw_only=True):
         return self.global_batch // (parallel.dp * self.micro_batch)
 
 
-class Compression(Record, frozen=True, kw_only=True):
+class Compression(CheckedRecord, frozen=True, kw_only=True):
     """Describes how gradients are compressed before they are reduced over dp (`step/data_parallel.py`)."""
+
+    table: ClassVar[str] = "compression"
 
     # how: low-rank factors, the largest elements, random elements, or fewer bits
     method: Literal["powersgd", "topk", "randomk", "quantized"]
-    rank: int = 4  # of powersgd's factors
-    keep: float = 0.01  # part of the elements that topk and randomk send, above 0 and at most 1
+    rank: Width = 4  # of powersgd's factors
+    keep: Part = 0.01  # part of the elements that topk and randomk send
     bits: Literal[4, 8] = 8  # of a quantized element
-    block: int = 256  # quantized elements that share a scale
+    block: Width = 256  # quantized elements that share a scale
     error_feedback: bool = True  # what was left out is added to the next gradient: one more buffer, two more passes
-
-    def __post_init__(self) -> None:
-        positive("compression.rank", self.rank)
-        positive("compression.block", self.block)
-        if not 0 < self.keep <= 1:
-            raise Misconfigured(f"compression.keep = {self.keep}: give a part above 0 and at most 1")
 
 
 def check_division(model: Model, parallel: Parallel, training: Training) -> None:
@@ -124,6 +128,9 @@ def check_division(model: Model, parallel: Parallel, training: Training) -> None
         layers, what = model.layers + 2, "model.layers + 2 (parallel.ends_count)"
     divides("parallel.pp · parallel.virtual", parallel.pp * parallel.virtual, what, layers)
     divides("parallel.cp", parallel.cp, "training.sequence", training.sequence)
+    divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp", parallel.dp * parallel.cp)
+    if parallel.shard is not None:
+        divides("parallel.shard", parallel.shard, "parallel.dp", parallel.dp)
     if parallel.ep > 1:
         if model.experts is None:
             raise Misconfigured(f"parallel.ep = {parallel.ep}: the model has no experts; give model.experts or ep = 1")

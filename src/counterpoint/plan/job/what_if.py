@@ -10,7 +10,6 @@ Every field of a job's file can be set; a value that is not allowed is an error 
 from __future__ import annotations
 
 import copy
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +17,20 @@ from msgspec.structs import asdict, replace
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
-from counterpoint.plan.job.job import TABLES, Job, parse_gpu, parse_job, parse_name, parse_record
+from counterpoint.plan.job.fields import parse_name, parse_record, read_value
+from counterpoint.plan.job.job import TABLES, Job, JobParts, parse_gpu, parse_parts
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.network.protocols import all_levels, levels
 
 MAX_VALUES = 1000
 LINKS = ("cluster.gpus", "cluster.levels", "cluster.network")
+CONTRADICTIONS = (
+    ("nodes", "weak_nodes", "both say how many nodes there are"),
+    ("global_batch", "accumulation", "both say how large the batch is"),
+    ("global_batch", "weak_nodes", "with weak_nodes the batch grows with the nodes"),
+)
+SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # swept, dp takes the GPUs that they leave
 COMPRESSION_AMOUNTS = {"powersgd": "rank", "topk": "keep", "randomk": "keep", "quantized": "bits"}
 
 
@@ -34,38 +40,59 @@ class JobChange(NamedTuple):
     unit: str  # of its value, for people
     means: str  # what it changes, for people: a sentence
     decides: tuple[str, ...]  # fields or tables of the job's file that it sets
-    change: Callable[[Job, Any], Job]  # returns the changed job, from the job and the value
+    change: Callable[[JobParts, Any], JobParts]  # returns the changed job, from the job and the value
     kind: type = object  # of the value: int and float are above 0, object is checked by the record that it goes to
 
 
 def build_job(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job:
-    """Return the job of a file after changes, fields before what-ifs; Misconfigured if such a job is impossible."""
+    """Return the job of a file after changes, fields before what-ifs.
+
+    The order of `changes` is of no matter: what-ifs are applied in that of `WHAT_IFS`. Only the job in the end has to
+    be possible, so what belongs together, such as more nodes and a larger batch, can be asked for by several of them.
+
+    Raises:
+        Misconfigured: the job is impossible, or two changes contradict each other.
+    """
+    for one, other, why in CONTRADICTIONS:
+        if one in changes and other in changes:
+            raise Misconfigured(f"{one} with {other}: {why}; give one of them")
+    parts = _parts_of(tables, changes)
+    for name in WHAT_IFS:
+        if name in changes:
+            parts = _changed(parts, name, changes[name])
+    return parts.whole()
+
+
+def _parts_of(tables: Mapping[str, Any], changes: Mapping[str, str]) -> JobParts:
+    """Return the records of a job after the changes of fields, before what-ifs."""
     for name, text in changes.items():
         if name not in WHAT_IFS:
             tables = _with_field(tables, name, text)
-    job = parse_job(tables)
-    for name, text in changes.items():
-        if name in WHAT_IFS:
-            job = what_if(job, name, text)
-    return job
+    return parse_parts(tables)
 
 
 def what_if(job: Job, name: str, text: str) -> Job:
     """Return the job after one what-if; `text` is the value as TOML has it, and a bare word stands for a string."""
-    change, value = WHAT_IFS[name], _value(text)
+    return _changed(job, name, text).whole()
+
+
+def _changed(job: JobParts, name: str, text: str) -> JobParts:
+    change, value = WHAT_IFS[name], read_value(text)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     accepted = {int: number and isinstance(value, int), float: number, str: isinstance(value, str), object: True}
     if not accepted[change.kind]:
-        raise Misconfigured(f"{name} = {printable(text)}: give {change.unit}")
+        raise Misconfigured(f"{name} = {printable(text, 80)}: give {change.unit}")
     if change.kind in (int, float):
         positive(name, value)
-    return change.change(job, value)
+    return change.change(JobParts(**asdict(job)), value)
 
 
 def swept(
     tables: Mapping[str, Any], changes: Mapping[str, str], name: str, texts: Sequence[str]
 ) -> list[tuple[str, Job | Misconfigured]]:
     """Return each value of one what-if or field with its job, or with the error where that job is impossible.
+
+    A sweep over parallel.tp, pp or cp keeps the number of GPUs: parallel.dp takes what the others leave.
 
     Args:
         tables: the tables of the job's file.
@@ -81,21 +108,21 @@ def swept(
     for other in (changes.keys() & WHAT_IFS.keys()) - {name}:
         if any(f"{name}.".startswith(f"{field}.") for field in WHAT_IFS[other].decides) and name not in WHAT_IFS:
             raise Misconfigured(f"--sweep {name} with {other}: {other} decides on {name}; leave out one of them")
-    return [(text, _job_or_reason(tables, {**changes, name: text})) for text in texts]
+    ranks = build_job(tables, changes).parallel.world_size if name in SAME_GPUS else None
+    return [(text, _job_or_reason(tables, {**changes, name: text}, ranks)) for text in texts]
 
 
-def _job_or_reason(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job | Misconfigured:
+def _job_or_reason(tables: Mapping[str, Any], changes: Mapping[str, str], ranks: int | None) -> Job | Misconfigured:
+    """Return the job after changes, on as many ranks as given, by its dp; or why it cannot be."""
     try:
-        return build_job(tables, changes)
+        if ranks is None:
+            return build_job(tables, changes)
+        parallel = _parts_of(tables, changes).parallel
+        replica = parallel.tp * parallel.pp * parallel.cp
+        divides("parallel.tp · pp · cp", replica, "GPUs", ranks)
+        return build_job(tables, {**changes, "parallel.dp": str(ranks // replica)})
     except Misconfigured as error:
         return error
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _with_field(tables: Mapping[str, Any], field: str, text: str) -> dict[str, Any]:
@@ -110,23 +137,24 @@ def _with_field(tables: Mapping[str, Any], field: str, text: str) -> dict[str, A
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise Misconfigured(f"{printable(field)}: {printable(key)} is no table")
-    table[rest[-1]] = _value(text)
+    table[rest[-1]] = read_value(text)
     return changed
 
 
-def _with_fields(job: Job, table: str, **changes: object) -> Job:
+def _with_fields(job: JobParts, table: str, **changes: object) -> JobParts:
     """Return the job with other values in one of its records, checked as those of a file are."""
     record = getattr(job, table)
     return replace(job, **{table: parse_record(table, asdict(record) | changes, type(record))})
 
 
-def _on_nodes(job: Job, nodes: int, *, weak: bool = False) -> Job:
+def _on_nodes(job: JobParts, nodes: int, *, weak: bool = False) -> JobParts:
     """Return the job on `nodes` nodes, with more or fewer replicas; the batch stays, or with `weak` grows with them."""
     gpus = nodes * job.cluster.gpus_per_node
     replica = job.parallel.tp * job.parallel.pp * job.parallel.cp
     divides("parallel.tp · pp · cp", replica, "GPUs", gpus)
     parallel, training = replace(job.parallel, dp=gpus // replica), job.training
     if weak:
+        divides("parallel.dp", job.parallel.dp, "training.global_batch", training.global_batch)
         training = replace(training, global_batch=training.global_batch // job.parallel.dp * parallel.dp)
     return replace(job, parallel=parallel, training=training, cluster=_with_gpus(job.cluster, gpus))
 
@@ -140,14 +168,17 @@ def _with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, levels=(*below, replace(last, size=max(last.size, -(-gpus // unit) * unit))))
 
 
-def _on_network(job: Job, value: object) -> Job:
+def _on_network(job: JobParts, value: object) -> JobParts:
     name = parse_name("cluster.network", value)
     if job.cluster.network is None:
         raise Misconfigured("cluster: give either network, a name, or levels, inside out")
-    return replace(job, cluster=replace(job.cluster, levels=levels(name, job.cluster.num_gpus), network=name))
+    whole, gpus = all_levels(name)[-1], job.cluster.num_gpus
+    if whole.kind != "network":  # it cannot grow; whether that is too small shows when all is applied
+        gpus = min(gpus, whole.size)
+    return replace(job, cluster=replace(job.cluster, levels=levels(name, gpus), network=name))
 
 
-def _whole_network(job: Job) -> tuple[Level, ...]:
+def _whole_network(job: JobParts) -> tuple[Level, ...]:
     """Return all levels of the job's network, also those above the job, so that it can grow after a change."""
     cluster = job.cluster
     crossed = cluster.levels[cluster.level_of(job.parallel.world_size)]
@@ -157,23 +188,23 @@ def _whole_network(job: Job) -> tuple[Level, ...]:
     return whole if whole[-1].size >= cluster.num_gpus else cluster.levels
 
 
-def _with_levels(job: Job, changed: Iterable[Level]) -> Job:
+def _with_levels(job: JobParts, changed: Iterable[Level]) -> JobParts:
     return replace(job, cluster=replace(job.cluster, levels=tuple(changed), network=None))
 
 
-def _with_rates(job: Job, rate: Callable[[Level], float]) -> Job:
+def _with_rates(job: JobParts, rate: Callable[[Level], float]) -> JobParts:
     """Return the job with other GB/s per GPU, as `rate` says, at every level between nodes."""
     whole = _whole_network(job)
     return _with_levels(job, (replace(each, gb_per_s=rate(each)) if each.kind == "network" else each for each in whole))
 
 
-def _with_nics(job: Job, nics: int) -> Job:
+def _with_nics(job: JobParts, nics: int) -> JobParts:
     """Return the job with `nics` NICs per node; the GB/s of the levels are those of one NIC for each GPU."""
     part = nics / job.cluster.gpus_per_node
     return _with_rates(job, lambda level: level.gb_per_s * part)
 
 
-def _without_nics(job: Job, lost: int) -> Job:
+def _without_nics(job: JobParts, lost: int) -> JobParts:
     """Return the job with a node that has lost NICs: every collective across nodes waits for that node."""
     nics = job.cluster.gpus_per_node
     if lost >= nics:
@@ -181,7 +212,7 @@ def _without_nics(job: Job, lost: int) -> Job:
     return _with_nics(job, nics - lost)
 
 
-def _oversubscribed(job: Job, factor: float) -> Job:
+def _oversubscribed(job: JobParts, factor: float) -> JobParts:
     """Return the job with another oversubscription of the topmost level that it crosses."""
     top, whole = job.cluster.level_of(job.parallel.world_size), _whole_network(job)
     return _with_levels(
@@ -189,18 +220,20 @@ def _oversubscribed(job: Job, factor: float) -> Job:
     )
 
 
-def _accumulated(job: Job, steps: int) -> Job:
+def _accumulated(job: JobParts, steps: int) -> JobParts:
     batch = steps * job.parallel.dp * job.training.micro_batch
     return _with_fields(job, "training", global_batch=batch)
 
 
-def _compressed(job: Job, text: str) -> Job:
-    method, _, amount = text.partition(":")
+def _compressed(job: JobParts, text: str) -> JobParts:
+    method, colon, amount = text.partition(":")
+    if colon and (method == "none" or not amount):
+        raise Misconfigured(f"compression = {printable(text, 80)}: give {WHAT_IFS['compression'].unit}")
     if method == "none":
         return replace(job, compression=None)
     table: dict[str, object] = {"method": method}
     if amount and method in COMPRESSION_AMOUNTS:
-        table[COMPRESSION_AMOUNTS[method]] = _value(amount)
+        table[COMPRESSION_AMOUNTS[method]] = read_value(amount)
     return replace(job, compression=parse_record("compression", table, Compression))
 
 
@@ -212,7 +245,7 @@ def _field(unit: str, means: str, table: str, name: str) -> JobChange:
 def _gpu_limit(unit: str, means: str, name: str) -> JobChange:
     """Return the what-if that sets the clock or the power of the job's GPUs."""
 
-    def change(job: Job, value: Any) -> Job:
+    def change(job: JobParts, value: Any) -> JobParts:
         gpu = parse_record("cluster.gpu", asdict(job.cluster.gpu) | {name: value}, ClusterGpu)
         return replace(job, cluster=replace(job.cluster, gpu=gpu))
 
