@@ -37,7 +37,8 @@ from counterpoint.machine.profile import Efficiency, shipped_profile
 from counterpoint.plan.compute.memory import memory
 from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
-from counterpoint.plan.job.job import TABLES, Job, parse_job, parse_record, read_tables
+from counterpoint.plan.job.fields import parse_record
+from counterpoint.plan.job.job import TABLES, Job, parse_job, read_tables
 from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
