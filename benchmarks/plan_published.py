@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from plan_coverage import COLUMNS as COVERAGE_COLUMNS
+from plan_coverage import coverage, coverage_summary
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -36,6 +39,14 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Efficiency, shipped_profile
 from counterpoint.plan.compute.memory import memory
 from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.confidence import (
+    FILE,
+    CalibrationRow,
+    MeasuredErrors,
+    MemoryCalibrationRow,
+    encode_rows,
+    job_features,
+)
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.job.job import TABLES, Job, parse_job, parse_record, read_tables
 from counterpoint.plan.job.model import Model, model_flops
@@ -47,6 +58,7 @@ from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
+OWN = ("H200 FSDP2", "4 x H200 FSDP2", "2 x H200 FSDP2", "H200 FSDP2, whole steps")  # not public: this project's
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
@@ -331,9 +343,28 @@ def memory_summary(found: Iterable[MemoryRow]) -> list[str]:
     ]
 
 
+def calibration(predictions: Predictions) -> MeasuredErrors:
+    """The rows that intervals are calibrated on: of no row a constant was fitted to."""
+    steps = [
+        CalibrationRow(
+            source=row.group, name=row.name, model=f"{row.job.model.layers} x {row.job.model.hidden}",
+            features=job_features(row.job), error=round(-math.log1p(predictions.error(row)), 5),
+            slowest=round(found.slowest_us / found.step_us, 5),
+        )
+        for row in rows() if not row.fitted for found in [predictions.step(row)]
+    ]  # fmt: skip
+    fits = [
+        MemoryCalibrationRow(source=row.group, name=row.name, ran=row.fitted,
+                             room=round(math.log(need.available_gib / need.total_gib), 5))
+        for row in published()[1] for need in [memory(row.job)]
+    ]  # fmt: skip
+    return MeasuredErrors(steps, fits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--calibrate", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plan-published.json")
     args = parser.parse_args()
     predictions = Predictions()
@@ -353,7 +384,16 @@ def main() -> None:
     print_table(COLUMNS, lines, width=140)
     said = [*summary(errors), *memory_summary(published()[1])]
     print("\n".join(said))
-    result: dict[str, Any] = {"provenance": provenance(("counterpoint",)), "rows": kept, "summary": said}
+    known = calibration(predictions)
+    intervals = coverage(known.rows, OWN)
+    print_table(COVERAGE_COLUMNS, intervals, width=140)
+    said.append(coverage_summary(intervals[-1]))
+    print(said[-1])
+    if args.calibrate:
+        FILE.write_bytes(encode_rows(known, "benchmarks/plan_published.py --calibrate"))
+    result: dict[str, Any] = {
+        "provenance": provenance(("counterpoint",)), "rows": kept, "summary": said, "coverage": intervals,
+    }  # fmt: skip
     if args.leave_out:
         left = leave_out(predictions, [row for row in rows() if row.fitted])
         result["leave_one_model_out"] = left
