@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors
 
-COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width")
+COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +53,17 @@ def class_name(alike: Sequence[str]) -> str:
 def line(name: str, found: Sequence[Covered]) -> list[str]:
     """One line of the table."""
     places = [each.place for each in found]
-    width = fmean(each.high - each.low for each in found)
+    widths = [each.high - each.low for each in found]
     return [
         name, str(len(found)), str(len({each.row.source for each in found})), f"{places.count(0) / len(found):.0%}",
-        str(places.count(1)), str(places.count(-1)), f"{width:.1%}",
+        str(places.count(1)), str(places.count(-1)), f"{fmean(widths):.1%}", f"{median(widths):.1%}",
     ]  # fmt: skip
 
 
-def coverage(rows: Sequence[CalibrationRow], own: Container[str]) -> list[list[str]]:
+def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
     """Lines by class, by source, and in total, of each source left out; then of each GPU left out.
 
-    The last line but one is of public rows: those of sources that are not `own`.
+    The last line is of public rows: those of sources that are not `own`.
     """
     found = left_out(rows, lambda row: row.source)
     gpus = left_out(rows, lambda row: row.features["GPU"])
@@ -73,14 +73,14 @@ def coverage(rows: Sequence[CalibrationRow], own: Container[str]) -> list[list[s
     lines += [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
     lines.append(line("all, each GPU left out", gpus))
     lines.append(line("all, each source left out", found))
-    lines.append(line("public, each source left out", [each for each in found if each.row.source not in own]))
+    lines.append(line("public, each source left out", [each for each in found if each.row.source != own]))
     return lines
 
 
 def coverage_summary(public: Sequence[str]) -> str:
     """The last line of `coverage` as a sentence."""
-    _, count, sources, covered, _, _, width = public
+    _, count, sources, covered, _, _, width, middle = public
     return (
         f"intervals of {LEVEL:.0%} cover {covered} of {count} public steps of {sources} sources, each predicted "
-        f"without its own source; mean width {width} of the step"
+        f"without its own source; mean width {width}, median {middle} of the step"
     )

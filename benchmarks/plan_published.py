@@ -58,7 +58,7 @@ from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
-OWN = ("H200 FSDP2", "4 x H200 FSDP2", "2 x H200 FSDP2", "H200 FSDP2, whole steps")  # not public: this project's
+OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
@@ -67,8 +67,12 @@ Read = Callable[[Job, PredictedStep], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate."""
+    """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate.
 
+    A source, such as a paper or a repository, may have several groups, one for each file.
+    """
+
+    source: str
     group: str
     name: str
     job: Job
@@ -82,6 +86,7 @@ class Row:
 class MemoryRow:
     """One published job of which is known whether it fitted in memory."""
 
+    source: str
     group: str
     name: str
     job: Job
@@ -145,11 +150,23 @@ def read_source(path: Path) -> tuple[Row, ...] | tuple[MemoryRow, ...]:
     names = [row[0] for row in source.rows]
     if twice := [name for name in names if names.count(name) > 1]:
         raise Misconfigured(f"{path.name}: {twice[0]!r} is the name of two rows: give each its own")
+    origin = source.source.partition(",")[0]
     if source.measured == "fits":
-        return tuple(MemoryRow(group=path.stem, name=name, job=job, fitted=value) for name, job, value in found)
+        return tuple(
+            MemoryRow(source=origin, group=path.stem, name=name, job=job, fitted=value) for name, job, value in found
+        )
     unit, read = READS[source.measured]
     return tuple(
-        Row(group=path.stem, name=name, job=job, published=value, unit=unit, read=read, fitted=source.fitted)
+        Row(
+            source=origin,
+            group=path.stem,
+            name=name,
+            job=job,
+            published=value,
+            unit=unit,
+            read=read,
+            fitted=source.fitted,
+        )
         for name, job, value in found
     )
 
@@ -224,8 +241,10 @@ def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, time
             training=Training(sequence=tokens, global_batch=dp, grad_bytes=2, fused_kernels=False),
             cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism,
         )  # fmt: skip
-        found.append(Row(group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind], unit="ms",
-                         read=read))  # fmt: skip
+        found.append(
+            Row(source=OWN, group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind],
+                unit="ms", read=read)
+        )  # fmt: skip
     return found
 
 
@@ -264,7 +283,7 @@ def whole_steps() -> list[Row]:
     recorded = json.loads(read_result(ROOT / "results" / "plan-from-trace.json"))["rows"]
     return [
         Row(
-            group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
+            source=OWN, group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
             read=lambda job, found: found.step_us / 1e3,
             job=Job(
                 model=model, parallel=Parallel(dp=ranks, zero=3), cluster=cluster("H200", "nvlink-h100", 8),
@@ -343,18 +362,25 @@ def memory_summary(found: Iterable[MemoryRow]) -> list[str]:
     ]
 
 
+def series(row: Row) -> str:
+    """Rows of one: of a file, with the same model, GPUs and precision."""
+    model, training = row.job.model, row.job.training
+    shape = f"{model.layers} x {model.hidden}, {training.sequence} tokens, {training.precision}"
+    return f"{row.group}: {shape}, {row.job.parallel.world_size} x {row.job.cluster.gpu.name}"
+
+
 def calibration(predictions: Predictions) -> MeasuredErrors:
     """The rows that intervals are calibrated on: of no row a constant was fitted to."""
     steps = [
         CalibrationRow(
-            source=row.group, name=row.name, model=f"{row.job.model.layers} x {row.job.model.hidden}",
+            source=row.source, name=f"{row.group}: {row.name}", series=series(row),
             features=job_features(row.job), error=round(-math.log1p(predictions.error(row)), 5),
             slowest=round(found.slowest_us / found.step_us, 5),
         )
         for row in rows() if not row.fitted for found in [predictions.step(row)]
     ]  # fmt: skip
     fits = [
-        MemoryCalibrationRow(source=row.group, name=row.name, ran=row.fitted,
+        MemoryCalibrationRow(source=row.source, name=f"{row.group}: {row.name}", ran=row.fitted,
                              room=round(math.log(need.available_gib / need.total_gib), 5))
         for row in published()[1] for need in [memory(row.job)]
     ]  # fmt: skip

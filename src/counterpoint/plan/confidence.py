@@ -10,8 +10,8 @@ interval    split conformal prediction: an end is the quantile of the errors and
             n rows of equal weight that is the ceil(q · (n + 1))-th smallest, and a new row of the class that is
             exchangeable with them lies within with the stated probability at least. The predicted time is always within
 widened     where the rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
-ratio       two predictions for one model: |difference of their errors|, the same quantile over pairs of rows of one
-            model in one source. What two predictions share cancels, so this is narrower than an interval
+ratio       two ways to run a model on as many GPUs: |difference of their errors|, the same quantile over pairs of rows
+            of one series. What two predictions share cancels, so this is narrower than an interval
 memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which
             published configurations ran and which had too little, of sources that report both; else MEMORY_SPREAD
 """
@@ -30,6 +30,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.job import Job
@@ -65,15 +66,26 @@ Text = Annotated[str, Meta(min_length=1, max_length=200)]
 Error = Annotated[float, Meta(ge=-3, le=3)]
 
 
-class CalibrationRow(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds one step that was measured and to which no constant was fitted."""
+class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds all of a row but its features."""
 
-    source: Text  # what a person looks up
+    source: Text  # who measured: what rows of one source share is not seen in them
     name: Text  # of the row in its source
-    model: Text  # rows of one model and source can be compared with each other
-    features: dict[Text, Text]  # as `job_features` has them
+    series: Text  # rows of one are ways to run one model on as many GPUs
     error: Error  # ln(measured / predicted) of the step's time
     slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the slowest rank is expected to add, of the step
+
+
+class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
+    """Holds one step that was measured and to which no constant was fitted."""
+
+    features: Mapping[str, str]  # as `job_features` has them
+
+
+class _FileRow(_RowFigures, frozen=True, kw_only=True):
+    """Is a row in the data file; many have the same features."""
+
+    features: Annotated[int, Meta(ge=0)]  # place in `_File.features`
 
 
 class MemoryCalibrationRow(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +101,8 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Is what the data file holds."""
 
     written_by: str
-    steps: tuple[CalibrationRow, ...]
+    features: tuple[dict[Text, Text], ...]
+    steps: tuple[_FileRow, ...]
     memory: tuple[MemoryCalibrationRow, ...]
 
 
@@ -244,10 +257,10 @@ class MeasuredErrors:
 
     @cached_property
     def comparisons(self) -> RatioError | None:
-        """Return by how much ratios of two predictions of one model in one source were off; None: too few pairs."""
+        """Return by how much ratios of two predictions of one series were off; None: too few pairs."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row in self.rows:
-            groups[row.source, row.model].append(row.error)
+            groups[row.source, row.series].append(row.error)
         pairs = [
             (abs(one - other), source) for (source, _), found in groups.items() for one, other in combinations(found, 2)
         ]
@@ -313,22 +326,26 @@ def read_rows(path: Path) -> MeasuredErrors:
         found = msgspec.json.decode(content, type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Misconfigured(f"{name}: {printable(str(error))}; {REMEDY}") from None
-    for row in found.steps:
-        if row.features.keys() != set(LADDER[0]):
-            raise Misconfigured(f"{name}: {printable(row.name)} has other features than {_listed(LADDER[0])}; {REMEDY}")
-    if not found.steps:
-        raise Misconfigured(f"{name}: no steps; {REMEDY}")
-    return MeasuredErrors(found.steps, found.memory)
+    if any(features.keys() != set(LADDER[0]) for features in found.features):
+        raise Misconfigured(f"{name}: other features than {_listed(LADDER[0])}; {REMEDY}")
+    if not found.steps or max(row.features for row in found.steps) >= len(found.features):
+        raise Misconfigured(f"{name}: no steps, or one whose features are not in the file; {REMEDY}")
+    rows = (CalibrationRow(**asdict(row) | {"features": found.features[row.features]}) for row in found.steps)
+    return MeasuredErrors(tuple(rows), found.memory)
 
 
 def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
     """Return the content of a file that `read_rows` reads, one row a line."""
-    tables = {
-        name: ",\n".join(msgspec.json.encode(row).decode() for row in found)
-        for name, found in (("steps", rows.rows), ("memory", rows.memory))
-    }
-    lists = ",\n".join(f'"{name}": [\n{lines}\n]' for name, lines in tables.items())
-    return f'{{"written_by": {msgspec.json.encode(written_by).decode()},\n{lists}\n}}\n'.encode()
+    places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
+    kinds = sorted(places, key=places.__getitem__)
+    steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
+    tables = {"features": [dict(kind) for kind in kinds], "steps": steps, "memory": rows.memory}
+    lists = [
+        f'"{name}": [\n' + ",\n".join(msgspec.json.encode(row).decode() for row in found) + "\n]"
+        for name, found in tables.items()
+    ]
+    head = f'"written_by": {msgspec.json.encode(written_by).decode()}'
+    return ("{" + ",\n".join([head, *lists]) + "}\n").encode()
 
 
 @cache

@@ -47,7 +47,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class RatioError(Record, frozen=True, kw_only=True):
-    """Says how far the ratio of two predictions of one model may be off: by `factor` with probability `level`."""
+    """Says how far off the ratio of two ways to run a model on as many GPUs is: `factor`, with probability `level`."""
 
     level: float
     factor: float  # at least 1

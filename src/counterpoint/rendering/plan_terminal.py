@@ -52,11 +52,11 @@ def confidence_lines(found: Prediction) -> list[str]:
 
 
 def comparison_line(found: RatioError) -> str:
-    """Return by how much the ratio of two steps of this page may be off."""
+    """Return by how much the ratio of two choices of a search may be off."""
     return (
-        f"comparisons: of two ways to run one model, the ratio of the steps was off by at most "
-        f"{say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} pairs of steps, "
-        f"each pair measured by one of {found.sources} sources"
+        f"comparisons: the ratio of two ways to run one model on as many GPUs was off by at most "
+        f"{say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} measured pairs "
+        f"of {found.sources} sources"
     )
 
 
@@ -82,7 +82,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
         _table(console, ("", "step, ms", "change"), changes)
     if found.search is not None:
         _search(found.search, console)
-    if found.comparisons is not None and (found.curves or found.search):
+    if found.comparisons is not None and found.search is not None:
         console.print(say.text(comparison_line(found.comparisons), say.QUIET), soft_wrap=True)
     if found.placement is not None:
         _placement(found.placement, console)

@@ -49,12 +49,12 @@ def job(**changes: Any) -> Job:
 
 
 def rows(
-    errors: Sequence[float], source: str = "one", features: dict[str, str] | None = None, model: str = "a"
+    errors: Sequence[float], source: str = "one", features: dict[str, str] | None = None, series: str = "a"
 ) -> list[CalibrationRow]:
     """Rows of one source that are like `job()`."""
     like = features or job_features(job())
     return [
-        CalibrationRow(source=source, name=f"{source} {number}", model=model, features=like, error=error)
+        CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error)
         for number, error in enumerate(errors)
     ]
 
@@ -215,7 +215,7 @@ def test_ratios_lose_what_one_source_shares() -> None:
     wobble = [0.0, 0.01, 0.005, 0.002]
     known = MeasuredErrors(
         rows([0.3 + each for each in wobble], "one") + rows([-0.3 + each for each in wobble], "two")
-        + rows([0.9], "one", model="another")
+        + rows([0.9], "one", series="another")
     )  # fmt: skip
     assert known.comparisons is not None
     assert (known.comparisons.pairs, known.comparisons.sources) == (12, 2)
@@ -260,7 +260,7 @@ def test_the_probability_of_fitting_says_where_it_is_from() -> None:
 
 
 ROW: dict[str, Any] = {
-    "source": "s", "name": "n", "model": "m", "features": dict.fromkeys(LADDER[0], "x"), "error": 0.1,
+    "source": "s", "name": "n", "series": "m", "features": 0, "error": 0.1,
 }  # fmt: skip
 
 
@@ -271,7 +271,7 @@ ROW: dict[str, Any] = {
         (b"\xff\xfe", "malformed"),
         (b"[]", "Expected `object`, got `array`"),
         (b"[" * 100_000, "Expected `object`"),
-        (b'{"written_by": "x", "steps": [], "memory": []}', "no steps"),
+        (b'{"written_by": "x", "features": [], "steps": [], "memory": []}', "no steps"),
         ([{**ROW, "error": None}], "Expected `float`, got `null`"),
         ([{**ROW, "error": 1e9}], "Expected `float` <= 3"),
         ([{**ROW, "error": "0.1"}], "Expected `float`, got `str`"),
@@ -279,15 +279,19 @@ ROW: dict[str, Any] = {
         ([{**ROW, "source": "x" * 1000}], "length <= 200"),
         ([{**ROW, "slowest": -1}], "Expected `float` >= 0"),
         ([{**ROW, "fitted": True}], "unknown field `fitted`"),
-        ([{**ROW, "features": {"GPU": "x"}}], "other features than GPU, ranks"),
-        ([{**ROW, "features": {**ROW["features"], "\x1b[31m": "x"}}], "other features than"),
+        ([{**ROW, "features": 1}], "features are not in the file"),
+        ([{**ROW, "features": -1}], "Expected `int` >= 0"),
+        (
+            b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": []}',
+            "other features than GPU, ranks",
+        ),
         (b" " * (1 << 22) + b"{}", "larger than"),
     ],
 )
 def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
     """What is wrong, and which command writes the file."""
     path = tmp_path / "rows.json"
-    document = {"written_by": "x", "steps": content, "memory": []}
+    document = {"written_by": "x", "features": [dict.fromkeys(LADDER[0], "x")], "steps": content, "memory": []}
     path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
     with pytest.raises(Misconfigured) as raised:
         read_rows(path)
