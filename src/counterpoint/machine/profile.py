@@ -141,6 +141,8 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     static: Loss  # part of the power limit that does not fall with the clock
     flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
     flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
+    flash1: Annotated[float, Meta(gt=0, le=1)]  # speed of FlashAttention 1 and 2 over that of the fastest
+    flash2: Annotated[float, Meta(gt=0, le=1)]
     flash_length: Size  # keys at which flash attention reaches half of that
     launch_us: Micros  # overhead of every kernel on the GPU
     host_us: Micros  # time of the host to launch one kernel of an eager layer

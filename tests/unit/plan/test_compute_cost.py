@@ -181,3 +181,12 @@ def test_a_sheet_is_dense_and_has_a_source(gpu: ClusterGpu) -> None:
     assert gpu.tflops["fp32"] == pytest.approx(gpu.tflops["bf16"] / 2, rel=0.02)
     assert gpu.tflops.get("fp8", 2 * gpu.tflops["bf16"]) == pytest.approx(2 * gpu.tflops["bf16"], rel=0.02)
     assert 30 <= gpu.tflops["bf16"] * 1e3 / gpu.memory_gb_per_s <= 450
+
+
+@pytest.mark.parametrize(("gpu", "slower"), [("A100", [0.5, 1.0, 1.0]), ("H100", [0.3, 0.6, 1.0])])
+def test_older_flash_attention_is_slower(gpu: str, slower: list[float]) -> None:
+    """FlashAttention 3 is for Hopper: on Ampere 2 is the fastest."""
+    rates = GpuRates.of(find_gpu(gpu))
+    newest = FlashAttentionOp(name="", batch=32, queries=8192, keys=8192, width=128, causal=True)
+    us = [cost(msgspec.structs.replace(newest, version=version), rates).math_us for version in (1, 2, 3)]
+    assert [us[2] / each for each in us] == pytest.approx(slower)

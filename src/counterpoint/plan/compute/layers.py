@@ -33,6 +33,8 @@ CASTS = {  # to fp8, of an element: bytes for maximum, value and its transpose, 
     "blockwise": (4.0 + 2 * 4 / 128, 1),  # a float32 scale for 128 elements of a row
     "mxfp8": (4.0 + 2 / 32, 1),  # a byte for 32 elements
 }
+FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
+EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -82,6 +84,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     backward: bool = False
     element_bytes: int = 2
     fp8: bool = False
+    version: int = 3  # of FlashAttention
 
     @property
     def kernels(self) -> int:
@@ -138,7 +141,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
     ep: int = 1  # ranks that share the experts of a layer
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
+    flash_version: int = 3
     fused: bool = True  # kernels of Megatron-LM instead of eager ones
+    fused_norms: bool = True  # one kernel for a norm
     element_bytes: int = 2  # of an activation
     fp8: str = ""  # how the operands of linear layers are scaled; "": they are not in fp8
     fp8_attention: bool = False
@@ -155,7 +160,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
             ep=parallel.ep,
             sequence=parallel.sequence,
             flash=training.flash_attention,
+            flash_version=training.flash_version,
             fused=training.fused_kernels,
+            fused_norms=training.fused_norms,
             element_bytes=training.element_bytes,
             fp8=training.fp8_scaling if training.precision == "fp8" else "",
             fp8_attention=training.precision == "fp8" and training.fp8_attention,
@@ -271,9 +278,11 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
     """Return norms of so many elements together: backward reads x and dy, writes dx, and reads both for the weights."""
+    (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
+    size = local.element_bytes / 2
     return LayerWork(
-        forward=_traffic(name, 2 * local.element_bytes * elements, count),
-        backward=_traffic(f"{name} backward", 5 * local.element_bytes * elements, 2 * count),
+        forward=_traffic(name, each * size * elements, kernels * count),
+        backward=_traffic(f"{name} backward", each_back * size * elements, kernels_back * count),
     )
 
 
@@ -283,7 +292,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
             name="flash attention" + (" backward" if backward else ""),
             batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
             width=model.head_width, value_width=model.value_width, causal=model.causal, seen=model.seen(local.keys),
-            backward=backward, element_bytes=local.element_bytes, fp8=local.fp8_attention,
+            backward=backward, element_bytes=local.element_bytes, fp8=local.fp8_attention, version=local.flash_version,
         )  # fmt: skip
 
     return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))

@@ -145,5 +145,6 @@ def host_us(operations: Iterable[Operation], rates: GpuRates) -> float:
 def _flash_us(operation: FlashAttentionOp, rates: GpuRates) -> float:
     known = rates.efficiency
     reached = known.flash_backward if operation.backward else known.flash_forward
+    reached *= {1: known.flash1, 2: known.flash2, 3: 1.0}[operation.version]
     peak = rates.fp8_peak * known.fp8 if operation.fp8 else rates.peak
     return operation.flops / (peak * reached * operation.keys / (operation.keys + known.flash_length))

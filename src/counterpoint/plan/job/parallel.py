@@ -73,6 +73,8 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"  # decides on the bytes of its states and on its traffic
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
+    flash_version: Literal[1, 2, 3] = 3  # of FlashAttention, or what is as fast: cuDNN's is as 3 on Hopper
+    fused_norms: bool = True  # a norm is one kernel, as in torch and Megatron-LM; False: an RMSNorm of tensor operators
     fused_kernels: bool = True  # neighbouring elementwise operators (Megatron-LM, torch.compile); False: eager kernels
     cuda_graphs: bool = False  # layers are replayed as CUDA graphs, so that the host launches nothing
     fused_accumulation: bool = True  # weight gradients are added to their sum by the product that makes them
