@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -12,8 +12,11 @@ from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
 from counterpoint.commands.plan import plan
 from counterpoint.commands.terminal import ReaderGone, end_by_sigpipe, open_stdout
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, printable
 from counterpoint.version import VERSION
+
+MAX_MESSAGE = 2000  # characters
+UsageError: tuple[type[Exception], ...] = typer.BadParameter.__bases__  # of typer's own click, or the installed one
 
 app = typer.Typer(
     add_completion=False,
@@ -26,17 +29,27 @@ app = typer.Typer(
 def main() -> None:
     """Run a subcommand; turn every expected error into one line on stderr and exit code 2."""
     open_stdout()
+    code: object = None
     try:
         try:
-            app()
+            code = app(standalone_mode=False)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except ReaderGone:  # a reader that ends early, such as `head`, ends us without a word, as it does other programs
         end_by_sigpipe()
     except CounterpointError as error:
-        print(f"counterpoint: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _end(str(error))
+    except UsageError as error:  # an option that does not exist, or lacks its value
+        _end(f"{error.format_message().rstrip('.')}; --help lists what there is")  # type: ignore[attr-defined]
+    if code:
+        raise SystemExit(code)
+
+
+def _end(message: str) -> NoReturn:
+    """Print one line, whatever names are in it, and exit with 2."""
+    print(f"counterpoint: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def _version(wanted: bool) -> None:

@@ -56,6 +56,9 @@ def test_explain_prints_the_formula() -> None:
         (["--explain", "colour"], "nothing has that name"),
         (["--explain", "step", "--json", "-"], "give one of them"),
         (["--html", "/nowhere/page.html"], "there is no folder /nowhere"),
+        (["--bogus", "3"], "No such option: --bogus"),
+        (["--nodes"], "requires an argument; --help lists"),
+        (["--set", "parallel.tp=1", "--set", "parallel.tp=2"], "--set parallel.tp comes twice"),
     ],
 )
 def test_what_cannot_be_ends_with_2_and_one_line(arguments: list[str], said: str) -> None:
@@ -147,10 +150,10 @@ def test_a_placement_costs_less_than_hosts_in_a_bad_order(topology: Path) -> Non
 
 
 def test_launch_files_are_written(topology: Path, tmp_path: Path) -> None:
-    """As many lines as ranks, and how each is used is printed."""
-    done = run(*PIPELINE, "--topology", topology, "--launch-files", tmp_path)
+    """To a folder that is made: as many lines as ranks, and how each is used is printed."""
+    done = run(*PIPELINE, "--topology", topology, "--launch-files", tmp_path / "made" / "here")
     assert done.returncode == 0
-    assert len((tmp_path / "slurm_hostfile").read_text().splitlines()) == 64
+    assert len((tmp_path / "made" / "here" / "slurm_hostfile").read_text().splitlines()) == 64
     assert "SLURM_HOSTFILE=slurm_hostfile srun" in done.stdout
 
 
@@ -197,7 +200,7 @@ def test_placement_without_its_extra_says_what_to_install() -> None:
         (["--hosts", "n[1-8]"], "--topology-name, --hosts and --launch-files are about --topology"),
         (["--topology", "TOPOLOGY", "--hosts", "n[1-3]"], "64 ranks on 3 hosts of 8 GPUs: give 8 hosts"),
         (["--topology", "TOPOLOGY", "--hosts", "n[1-7],m1"], "m1"),
-        (["--topology", "TOPOLOGY", "--launch-files", "/nowhere"], "there is no such folder"),
+        (["--topology", "TOPOLOGY", "--launch-files", "/dev/null/files"], "/dev/null is no folder"),
         (["--topology", "/nowhere.conf"], "/nowhere.conf"),
         (["--topology", "TOPOLOGY", "--topology-name", "a"], "only topology.yaml has several topologies"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,7 +103,7 @@ def plan(
     elif job is None:
         raise Misconfigured("there is nothing to plan: give a job, such as those of examples/plan, or --from-trace")
     else:
-        request = _Request(job, dict(_assignment("--set", text) for text in set_ or []) | dict(asked))
+        request = _Request(job, _fields(set_ or []) | dict(asked))
         if explain is not None:
             request.explain(explain)
             return
@@ -114,8 +116,11 @@ def plan(
 def _check_placement(topology: Path | None, name: str | None, hosts: str | None, launch_files: Path | None) -> None:
     if topology is None and (hosts or launch_files or name) is not None:
         raise Misconfigured("--topology-name, --hosts and --launch-files are about --topology: give it, too")
-    if launch_files is not None and not launch_files.is_dir():
-        raise Misconfigured(f"--launch-files {launch_files}: there is no such folder")
+    if launch_files is not None:
+        with writing(launch_files):
+            above = next(each for each in (launch_files, *launch_files.absolute().parents) if each.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise Misconfigured(f"--launch-files {launch_files}: {above} is no folder that may be written to")
 
 
 def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str], also: list[str]) -> Prediction:
@@ -125,6 +130,16 @@ def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str],
     if also:
         raise Misconfigured(f"{also[0]} with --from-trace: a trace has no fields to change; give a job instead of it")
     return answer_from_trace(diagnose(str(traces)).diagnosis, recorded_on=recorded_on, asked=asked)
+
+
+def _fields(texts: list[str]) -> dict[str, str]:
+    """Return what --set gives each field; Misconfigured where one field has two values."""
+    fields: dict[str, str] = {}
+    for text in texts:
+        name, value = _assignment("--set", text)
+        if fields.setdefault(name, value) != value:
+            raise Misconfigured(f"--set {printable(name, 80)} comes twice, with two values: give one of them")
+    return fields
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:
@@ -172,9 +187,12 @@ class _Request:
 
         placement, files = place_job(self.job, topology, hosts, name=name)
         if folder is not None:
-            for file in files:
-                with writing(folder / file.name), replacing(folder / file.name) as opened:
+            with writing(folder), ExitStack() as all_or_none:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in files:
+                    opened = all_or_none.enter_context(replacing(folder / file.name))
                     opened.write(file.text.encode())
+                    opened.flush()
         return replace(found, placement=placement)
 
 

@@ -26,7 +26,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Model
 from counterpoint.plan.job.parallel import Parallel, Training
-from counterpoint.plan.job.what_if import what_if
+from counterpoint.plan.job.what_if import what_ifs
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.protocols import OPERATIONS, all_levels, levels, names, network_of
@@ -92,8 +92,7 @@ def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: M
     measured = measured_step(diagnosis)
     job = _stand_in(measured, recorded_on or _nvlink(measured))
     here = job.cluster
-    for name, value in asked.items():
-        job = what_if(job, name, value)
+    job = what_ifs(job, asked)
     found = predict_on(measured, here, job.cluster, ranks=job.parallel.world_size, slow=job.ranks.slow)
     return replace(found, asked=dict(asked))
 

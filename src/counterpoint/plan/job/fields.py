@@ -31,6 +31,8 @@ Part = Annotated[float, Meta(gt=0, le=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=80)]
 Text = Annotated[str, Meta(max_length=1000)]
 
+MAX_TEXT = 1000  # characters of a flag's value
+
 R = TypeVar("R", bound=Record)
 Table = Mapping[str, Any]
 Number = inspect.IntType | inspect.FloatType
@@ -63,7 +65,7 @@ def parse_record(where: str, table: object, kind: type[R]) -> R:
 def read_value(text: str) -> Any:
     """Return the value of a flag as TOML has it; anything that is no value of TOML is a string."""
     try:
-        tables = tomllib.loads(f"value = {text}")
+        tables = tomllib.loads(f"value = {text}") if len(text) <= MAX_TEXT else {}
     except (ValueError, RecursionError):
         return text
     return tables["value"] if len(tables) == 1 else text
@@ -126,8 +128,8 @@ def _limit(kind: Number, bound: float | None) -> float:
 def _check(where: str, value: object, kind: inspect.Type) -> None:
     """Raise Misconfigured, with the path of the field, unless a value of a file is of that type."""
     match kind:
-        case inspect.StructType():
-            _check_fields(where, check_table(where, value), kind)
+        case inspect.StructType() if isinstance(value, Mapping):
+            _check_fields(where, value, kind)
         case inspect.UnionType():
             _check_union(where, value, kind)
         case inspect.VarTupleType() | inspect.ListType() if isinstance(value, list | tuple):
@@ -201,10 +203,12 @@ def _allowed(kind: inspect.Type) -> str:
             return "true or false"
         case inspect.IntType() | inspect.FloatType():
             number = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
-            least = f"above {_plain(kind.gt)}" if kind.ge is None else f"from {_plain(kind.ge)}"
-            return f"{number} {least} to {_plain(kind.le)}"
+            least = f"above {_plain(kind.gt)}, at most" if kind.ge is None else f"from {_plain(kind.ge)} to"
+            return f"{number} {least} {_plain(kind.le)}"
         case inspect.StrType():
-            return "a string" + (f" of {kind.min_length or 0} to {kind.max_length} characters" * bool(kind.max_length))
+            return (
+                f"a string of {kind.min_length or 0} to {kind.max_length} characters" if kind.max_length else "a string"
+            )
         case inspect.LiteralType():
             return f"one of {', '.join(map(str, kind.values))}"
         case inspect.UnionType():

@@ -28,7 +28,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from stat import S_ISREG
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -50,11 +49,13 @@ from counterpoint.plan.job.fields import (
 from counterpoint.plan.job.model import Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 17
 ADVICE = "give a job as TOML, such as those of examples/plan"
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
+MAX_LINE = 2000  # characters
 MAX_DEPTH = 8  # of tables and arrays in each other
 
 Table = Mapping[str, Any]
@@ -115,33 +116,21 @@ class Job(JobParts, frozen=True, kw_only=True):
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 1 MiB."""
-    name = printable(str(path), 200)
+    """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 128 KiB."""
+    name, text = printable(str(path), 200), read_text(path, limit=MAX_BYTES, advice=ADVICE)
+    if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # a key of thousands of parts takes tomllib minutes
+        raise Misconfigured(f"{name}: a line has more than {MAX_LINE:,} characters; {ADVICE}")
     try:
-        if path.exists() and not path.is_dir() and not _is_readable_file(path):
-            raise Misconfigured(f"{name}: a device or a named pipe; {ADVICE}")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise Misconfigured(f"{name}: {error.strerror}; {ADVICE}") from None
-    if len(content) > MAX_BYTES:
-        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a job has a few lines")
-    try:
-        tables = tomllib.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise Misconfigured(f"{name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+        tables = tomllib.loads(text)
     except RecursionError:
         raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}") from None
-    except ValueError as error:  # tomllib's own, and what int() says of a number with thousands of digits
+    except tomllib.TOMLDecodeError as error:
         raise Misconfigured(f"{name}: not TOML: {printable(str(error), 200)}; {ADVICE}") from None
+    except ValueError:  # of int()
+        raise Misconfigured(f"{name}: a number has thousands of digits; {ADVICE}") from None
     if _is_deeper(tables, MAX_DEPTH):
         raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}")
     return tables
-
-
-def _is_readable_file(path: Path) -> bool:
-    """Return whether reading `path` ends: it is a file, or an open descriptor, as of a shell's `<(...)`."""
-    return S_ISREG(path.stat().st_mode) or str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -11,7 +11,7 @@ from counterpoint.plan.job.fields import CheckedRecord, Count, Degree, Layers, P
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters
 from counterpoint.records import Record
 
-MAX_PARTS = 512  # of a pipeline: following the slots of more takes minutes
+MAX_PARTS = 128  # stages of a pipeline, and parts of one: following the slots of more takes minutes
 MAX_TOKENS = 10**12  # of a step
 
 

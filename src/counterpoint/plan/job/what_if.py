@@ -53,14 +53,7 @@ def build_job(tables: Mapping[str, Any], changes: Mapping[str, str]) -> Job:
     Raises:
         Misconfigured: the job is impossible, or two changes contradict each other.
     """
-    for one, other, why in CONTRADICTIONS:
-        if one in changes and other in changes:
-            raise Misconfigured(f"{one} with {other}: {why}; give one of them")
-    parts = _parts_of(tables, changes)
-    for name in WHAT_IFS:
-        if name in changes:
-            parts = _changed(parts, name, changes[name])
-    return parts.whole()
+    return what_ifs(_parts_of(tables, changes), changes)
 
 
 def _parts_of(tables: Mapping[str, Any], changes: Mapping[str, str]) -> JobParts:
@@ -71,9 +64,24 @@ def _parts_of(tables: Mapping[str, Any], changes: Mapping[str, str]) -> JobParts
     return parse_parts(tables)
 
 
+def what_ifs(job: JobParts, changes: Mapping[str, str]) -> Job:
+    """Return the job after all what-ifs among `changes`; values are as TOML has them, a bare word stands for a string.
+
+    Raises:
+        Misconfigured: the job is impossible, or two what-ifs contradict each other.
+    """
+    for one, other, why in CONTRADICTIONS:
+        if one in changes and other in changes:
+            raise Misconfigured(f"{one} with {other}: {why}; give one of them")
+    for name in WHAT_IFS:
+        if name in changes:
+            job = _changed(job, name, changes[name])
+    return job.whole()
+
+
 def what_if(job: Job, name: str, text: str) -> Job:
-    """Return the job after one what-if; `text` is the value as TOML has it, and a bare word stands for a string."""
-    return _changed(job, name, text).whole()
+    """Return the job after one what-if."""
+    return what_ifs(job, {name: text})
 
 
 def _changed(job: JobParts, name: str, text: str) -> JobParts:

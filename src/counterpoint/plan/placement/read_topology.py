@@ -34,6 +34,7 @@ from scipy.spatial.distance import squareform
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.read_slurm import read_conf, read_yaml
 from counterpoint.plan.placement.topology import Topology, TopologyLevel, check_distances, compact_labels
+from counterpoint.plan.read_file import read_text
 
 MAX_BYTES = 256 << 20  # a matrix of 4096 rows in CSV
 KINDS = "topology.conf, topology.yaml, .json (Topograph or a matrix), .csv (a matrix)"
@@ -51,10 +52,8 @@ def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topo
         raise Misconfigured(f"{shown}: not known by its name; give {KINDS}")
     if name is not None and kind not in (".yaml", ".yml"):
         raise Misconfigured(f"name = {printable(name, 64)}: only topology.yaml has several topologies; leave it out")
+    text = read_text(path, limit=MAX_BYTES, advice=f"give {KINDS}")
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise Misconfigured(f"{size} bytes; at most {MAX_BYTES} are read")
-        text = path.read_text(encoding="utf-8")
         if kind == ".conf":
             return read_conf(text, gpus=gpus)
         if kind in (".yaml", ".yml"):
@@ -64,9 +63,6 @@ def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topo
         return read_matrix_json(text) if '"matrix"' in text else read_topograph(text, gpus=gpus)
     except Misconfigured as error:
         raise Misconfigured(f"{shown}: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-        raise Misconfigured(f"{shown}: {why}; name a file that can be read") from None
 
 
 class _Instance(msgspec.Struct):

@@ -1,0 +1,38 @@
+"""Read a small text file that a user names: it may be anything, and what is wrong with it is said in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+
+from counterpoint.errors import Misconfigured, printable
+
+DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # a shell's `<(...)` and `-` have a writer at their end
+
+
+def read_text(path: Path, *, limit: int, advice: str) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Args:
+        path: a file; of pipes and devices only those that are open already, since others may never end.
+        limit: bytes that it may have.
+        advice: what to give instead, for messages.
+
+    Raises:
+        Misconfigured: it cannot be read, is too large or no UTF-8.
+    """
+    name = printable(str(path), 200)
+    try:
+        mode = path.stat().st_mode
+        if not (S_ISREG(mode) or S_ISDIR(mode) or str(path).startswith(DESCRIPTORS)):
+            raise Misconfigured(f"{name}: a device, a socket or a named pipe; {advice}")
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise Misconfigured(f"{name}: {error.strerror}; {advice}") from None
+    if len(content) > limit:
+        raise Misconfigured(f"{name}: larger than {limit:,} bytes; {advice}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Misconfigured(f"{name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
