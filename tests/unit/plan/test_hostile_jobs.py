@@ -17,7 +17,7 @@ from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
 from counterpoint.plan.job.fields import CheckedRecord
 from counterpoint.plan.job.job import Ranks, parse_job
-from counterpoint.plan.job.model import Experts, Model
+from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 
 TABLES = tomllib.loads("""
@@ -32,9 +32,11 @@ cluster.levels = [
 compression = { method = "topk" }
 ranks = { slow = 1.5 }
 """)
+MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PLACES: dict[type[CheckedRecord], tuple[str | int, ...]] = {
     Model: ("model",),
     Experts: ("model", "experts"),
+    LatentAttention: ("model", "mla"),
     Training: ("training",),
     Parallel: ("parallel",),
     ClusterGpu: ("cluster", "gpu"),
@@ -54,6 +56,8 @@ def fields() -> Iterator[tuple[type[CheckedRecord], str]]:
 
 def with_value(record: type[CheckedRecord], name: str, value: object) -> dict[str, Any]:
     tables: Any = copy.deepcopy(TABLES)
+    if record is LatentAttention:
+        tables["model"]["mla"] = MLA.copy()
     place = tables
     for key in PLACES[record]:
         place = place[key]

@@ -293,7 +293,7 @@ def test_files_are_known_by_name(tmp_path: Path, name: str, text: str) -> None:
     [
         ("topology.txt", b"", "not known by its name"),
         ("topology.conf", None, "No such file"),
-        ("topology.conf", b"\xff\xfe", "not text"),
+        ("topology.conf", b"\xff\xfe", "is not UTF-8"),
         ("topology.conf", b"Nodes=a", "topology.conf: topology.conf, line 1"),
     ],
 )

@@ -52,7 +52,7 @@ from counterpoint.plan.network.protocols import levels
 from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
-MAX_BYTES = 1 << 17
+MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
 MAX_LINE = 2000  # characters
@@ -116,7 +116,7 @@ class Job(JobParts, frozen=True, kw_only=True):
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 128 KiB."""
+    """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 256 KiB."""
     name, text = printable(str(path), 200), read_text(path, limit=MAX_BYTES, advice=ADVICE)
     if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # a key of thousands of parts takes tomllib minutes
         raise Misconfigured(f"{name}: a line has more than {MAX_LINE:,} characters; {ADVICE}")
