@@ -63,7 +63,7 @@ def test_rows_of_memory(tmp_path: Path) -> None:
     ("old", "new", "says"),
     [
         ("vendor", "vender", "made-up.toml.vender is not known"),
-        ('vendor = "somebody"\n', "", "made-up.toml: Object missing required field `vendor`"),
+        ('vendor = "somebody"\n', "", "made-up.toml.vendor is missing: give a string"),
         ('"seconds"', '"hours"', "made-up.toml: measured = 'hours': give one of seconds, ms"),
         ('"parallel.dp"', '"dp"', "made-up.toml: column 'dp': give TABLE.FIELD"),
         ('"parallel.dp"', '"parallell.dp"', "made-up.toml: column 'parallell.dp': give TABLE.FIELD"),
