@@ -46,6 +46,10 @@ class Misconfigured(CounterpointError, ValueError):
     """Says that an option or argument has a value that is not allowed; the text names the allowed values."""
 
 
+class NoSuchValue(Misconfigured):
+    """Says that a value can never be one of its option or field, whatever else is given."""
+
+
 class BadTrace(CounterpointError):
     """Says that a trace cannot be read, or that several traces cannot be of one job.
 

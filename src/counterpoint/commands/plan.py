@@ -87,8 +87,11 @@ def plan(
     json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
     """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
-    if explain is not None and json is not None:
-        raise Misconfigured("--explain prints text, --json only JSON: give one of them")
+    if explain is not None:
+        others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
+        for name in others:
+            if others[name] is not None:
+                raise Misconfigured(f"--explain prints a formula and nothing else: give it, or {name}, not both")
     json_path = json_file(json)
     check_outputs(html, json_path)
     _check_placement(topology, topology_name, hosts, launch_files)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, NoSuchValue
 from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
 from counterpoint.plan.explain import QUESTIONS, explain
 from counterpoint.plan.job.job import parse_job, read_tables
@@ -70,10 +70,17 @@ def test_sensitivities_never_make_it_worse() -> None:
 
 def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:
     """And the figures of the others."""
-    points = curve("parallel.zero", swept(TABLES, {}, "parallel.zero", ["1", "4", "2"])).points
+    points = curve("parallel.tp", swept(TABLES, {}, "parallel.tp", ["1", "3", "2"])).points
     assert [point.step_us is not None for point in points] == [True, False, True]
     assert points[1].why_not is not None
-    assert "parallel.zero = 4: give one of 0, 1, 2, 3" in points[1].why_not
+    assert "parallel.tp · pp · cp = 6 does not divide GPUs" in points[1].why_not
+
+
+@pytest.mark.parametrize(("field", "value"), [("parallel.zero", "4"), ("nodes", "many"), ("parallel.colour", "1")])
+def test_a_curve_over_what_can_never_be_is_an_error(field: str, value: str) -> None:
+    """A slip of the pen is no point of a curve."""
+    with pytest.raises(NoSuchValue, match=f"{field}.*(give|allowed are)"):
+        swept(TABLES, {}, field, ["1", value])
 
 
 def test_a_curve_of_nothing_is_an_error() -> None:

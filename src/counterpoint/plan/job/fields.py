@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta, inspect
 
-from counterpoint.errors import Misconfigured, printable
+from counterpoint.errors import Misconfigured, NoSuchValue, printable
 from counterpoint.records import Record
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
@@ -76,7 +76,7 @@ def check_known(where: str, table: Table, allowed: tuple[str, ...]) -> None:
     for key in table:
         if key not in allowed:
             field = printable(f"{where}.{key}" if where else key, 120)
-            raise Misconfigured(f"{field} is not known: allowed are {', '.join(allowed)}")
+            raise NoSuchValue(f"{field} is not known: allowed are {', '.join(allowed)}")
 
 
 def check_table(where: str, value: object) -> Table:
@@ -192,8 +192,8 @@ def _is_within(value: float, kind: Number) -> bool:
     return (least is None or value >= least) and value != kind.gt and (kind.le is None or value <= kind.le)
 
 
-def _refused(where: str, value: object, kind: inspect.Type) -> Misconfigured:
-    return Misconfigured(f"{printable(where, 120)} = {shown(value)}: give {_allowed(kind)}")
+def _refused(where: str, value: object, kind: inspect.Type) -> NoSuchValue:
+    return NoSuchValue(f"{printable(where, 120)} = {shown(value)}: give {_allowed(kind)}")
 
 
 def _allowed(kind: inspect.Type) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from counterpoint.errors import Misconfigured, printable
+from counterpoint.errors import Misconfigured, NoSuchValue, printable
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
 from counterpoint.plan.job.fields import parse_name, parse_record, read_value
 from counterpoint.plan.job.job import TABLES, Job, JobParts, parse_gpu, parse_parts
@@ -89,7 +89,7 @@ def _changed(job: JobParts, name: str, text: str) -> JobParts:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     accepted = {int: number and isinstance(value, int), float: number, str: isinstance(value, str), object: True}
     if not accepted[change.kind]:
-        raise Misconfigured(f"{name} = {printable(text, 80)}: give {change.unit}")
+        raise NoSuchValue(f"{name} = {printable(text, 80)}: give {change.unit}")
     if change.kind in (int, float):
         positive(name, value)
     return change.change(JobParts(**asdict(job)), value)
@@ -109,7 +109,8 @@ def swept(
         texts: its values, 1 to 1000 of them.
 
     Raises:
-        Misconfigured: there are no values or too many, or one of `changes` sets the varied field, too.
+        Misconfigured: there are no values or too many, one of them can be no value of the field in any job, or one of
+            `changes` sets the varied field, too.
     """
     if not 1 <= len(texts) <= MAX_VALUES:
         raise Misconfigured(f"{name}: {len(texts)} values; give 1 to {MAX_VALUES}")
@@ -129,6 +130,8 @@ def _job_or_reason(tables: Mapping[str, Any], changes: Mapping[str, str], ranks:
         replica = parallel.tp * parallel.pp * parallel.cp
         divides("parallel.tp · pp · cp", replica, "GPUs", ranks)
         return build_job(tables, {**changes, "parallel.dp": str(ranks // replica)})
+    except NoSuchValue:
+        raise
     except Misconfigured as error:
         return error
 
@@ -138,7 +141,7 @@ def _with_field(tables: Mapping[str, Any], field: str, text: str) -> dict[str, A
     first, *rest = field.split(".")
     if first not in TABLES or not rest:
         known = ", ".join(WHAT_IFS)
-        raise Misconfigured(f"{printable(field)} is not known: give a field, such as parallel.tp, or one of {known}")
+        raise NoSuchValue(f"{printable(field)} is not known: give a field, such as parallel.tp, or one of {known}")
     changed = copy.deepcopy(dict(tables))
     table = changed
     for key in (first, *rest[:-1]):
