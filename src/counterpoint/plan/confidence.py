@@ -56,9 +56,8 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ALIKE,
     ("GPU", "network", "tokens", "precision", "recomputation", "sharding", "experts"),
     ("GPU", "network", "precision", "sharding", "experts"),
-    ("GPU", "network", "precision"),
-    ("GPU", "precision"),
-    ("GPU",),
+    ("GPU", "precision", "experts"),
+    ("GPU", "experts"),
     (),
 )
 
