@@ -55,8 +55,8 @@ def comparison_line(found: RatioError) -> str:
     """Return by how much the ratio of two choices of a search may be off."""
     return (
         "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
-        f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} measured pairs "
-        f"of {found.sources} sources"
+        f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
+        f"measured pairs of {found.sources} sources"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -20,7 +21,6 @@ from counterpoint.plan.confidence import (
     LADDER,
     LIKE_IT,
     MOST_OF_SOURCE,
-    AlikeRows,
     CalibrationRow,
     MeasuredErrors,
     MemoryCalibrationRow,
@@ -49,11 +49,17 @@ def job(**changes: Any) -> Job:
     return parse_job({name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}})
 
 
+@cache
+def like_it() -> dict[str, str]:
+    """The features of `job()`."""
+    return job_features(job())
+
+
 def rows(
     errors: Sequence[float], source: str = "one", features: dict[str, str] | None = None, series: str = "a"
 ) -> list[CalibrationRow]:
     """Rows of one source that are like `job()`."""
-    like = features or job_features(job())
+    like = features or like_it()
     return [
         CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error)
         for number, error in enumerate(errors)
@@ -87,8 +93,8 @@ def test_intervals_cover_what_they_say() -> None:
     inside = []
     for _ in range(1500):
         errors = random.gamma(2.0, 0.05, size=49) - 0.05
-        known = [msgspec.structs.replace(one, source=f"source {i}") for i, one in enumerate(rows([*errors[:-1]], ""))]
-        low, high = AlikeRows((), known).ends(0.8)
+        known = MeasuredErrors([row for i, error in enumerate(errors[:-1]) for row in rows([error], f"source {i}")])
+        low, high = known.alike(like_it()).ends(0.8)
         inside.append(low <= errors[-1] <= high)
     assert 0.79 <= fmean(inside) <= 0.85
 
@@ -96,7 +102,7 @@ def test_intervals_cover_what_they_say() -> None:
 def test_a_higher_level_is_never_narrower() -> None:
     random = np.random.default_rng(4)
     found = MeasuredErrors([row for name in "ab" for row in rows([float(e) for e in random.normal(size=60)], name)])
-    ends = [found.alike(job_features(job()), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
+    ends = [found.alike(like_it(), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
     lows, highs = zip(*ends, strict=True)
     assert (sorted(lows, reverse=True), sorted(highs)) == ([*lows], [*highs])
     assert ends[0][0] > ends[-1][0]
@@ -107,7 +113,7 @@ def test_no_source_drowns_the_others() -> None:
     """500 rows without an error beside 8 of 30 % count as 8: the interval reaches 30 %."""
     assert sum(source_weights(["one"] * 500 + ["two"] * 3)) == pytest.approx(MOST_OF_SOURCE + 3)
     known = MeasuredErrors(rows([0.0] * 500, "one") + rows([0.3] * 8, "two"))
-    assert known.alike(job_features(job())).ends(0.8)[1] == 0.3
+    assert known.alike(like_it()).ends(0.8)[1] == 0.3
 
 
 def test_one_source_bounds_no_interval() -> None:
