@@ -25,13 +25,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
-from plan_coverage import coverage, coverage_summary
+from plan_coverage import Ran, coverage, coverage_summary, memory_need
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -43,7 +44,6 @@ from counterpoint.plan.confidence import (
     FILE,
     CalibrationRow,
     MeasuredErrors,
-    MemoryCalibrationRow,
     encode_rows,
     job_features,
 )
@@ -295,6 +295,7 @@ def whole_steps() -> list[Row]:
     ]  # fmt: skip
 
 
+@cache
 def published() -> tuple[list[Row], list[MemoryRow]]:
     """All rows of the files: steps, and what fitted in memory."""
     found = [row for path in sorted(PUBLISHED.glob("*.toml")) for row in read_source(path)]
@@ -381,11 +382,10 @@ def calibration(predictions: Predictions) -> MeasuredErrors:
         for row in rows() if not row.fitted for found in [predictions.step(row)]
     ]  # fmt: skip
     fits = [
-        MemoryCalibrationRow(source=row.source, name=f"{row.group}: {row.name}", ran=row.fitted,
-                             room=round(math.log(need.available_gib / need.total_gib), 5))
+        Ran(source=row.source, ran=row.fitted, room=math.log(need.available_gib / need.total_gib))
         for row in published()[1] for need in [memory(row.job)]
     ]  # fmt: skip
-    return MeasuredErrors(steps, fits)
+    return MeasuredErrors(steps, memory_need(fits))
 
 
 def main() -> None:
