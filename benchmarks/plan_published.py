@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
-from plan_coverage import coverage, coverage_summary
+from plan_coverage import Ran, coverage, coverage_summary, memory_need
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -44,7 +44,6 @@ from counterpoint.plan.confidence import (
     FILE,
     CalibrationRow,
     MeasuredErrors,
-    MemoryCalibrationRow,
     encode_rows,
     job_features,
 )
@@ -387,11 +386,10 @@ def calibration(predicted: Iterable[tuple[Row, PredictedStep]]) -> MeasuredError
         for row, found in predicted if not row.fitted
     ]  # fmt: skip
     fits = [
-        MemoryCalibrationRow(source=row.source, name=f"{row.group}: {row.name}", ran=row.fitted,
-                             room=round(math.log(need.available_gib / need.total_gib), 5))
+        Ran(source=row.source, ran=row.fitted, room=math.log(need.available_gib / need.total_gib))
         for row in published()[1] for need in [memory(row.job)]
     ]  # fmt: skip
-    return MeasuredErrors(steps, fits)
+    return MeasuredErrors(steps, memory_need(fits))
 
 
 def main() -> None:

@@ -54,9 +54,9 @@ def confidence_lines(found: Prediction) -> list[str]:
 def comparison_line(found: RatioError) -> str:
     """Return by how much the ratio of two choices of a search may be off."""
     return (
-        f"comparisons: the ratio of two ways to run one model on as many GPUs was off by at most "
-        f"{say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} measured pairs "
-        f"of {found.sources} sources"
+        "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
+        f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
+        f"measured pairs of {found.sources} sources"
     )
 
 
@@ -159,12 +159,13 @@ def _search(search: SearchResult, console: Console) -> None:
         f"The fastest of {search.considered:,} ways ({search.too_large:,} do not fit, {search.impossible:,} cannot be)",
     )
     names = _varying(search)
-    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "")
+    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "P(fits)", "")
     rows = (
         (
             *(choice.settings[name] for name in names), say.milliseconds(choice.step_us, 1),
             say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}",
-            "too close to call" if choice.too_close else "",
+            say.percent(choice.fits_probability),
+            "≈" if choice.too_close else "",
         )
         for choice in search.choices
     )  # fmt: skip
