@@ -21,6 +21,7 @@ from counterpoint.plan.job.fields import parse_name, parse_record, read_value
 from counterpoint.plan.job.job import TABLES, Job, JobParts, parse_gpu, parse_parts
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
+from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import all_levels, levels
 
 MAX_VALUES = 1000
@@ -263,6 +264,18 @@ def _gpu_limit(unit: str, means: str, name: str) -> JobChange:
     return JobChange(unit, means, (f"cluster.{name}", f"cluster.gpu.{name}"), change, float)
 
 
+def _run_field(unit: str, means: str, name: str) -> JobChange:
+    """Return the what-if that sets one field of the whole training; tokens replace steps, or begin the table."""
+
+    def change(job: JobParts, value: Any) -> JobParts:
+        table = {} if job.run is None else asdict(job.run)
+        if name == "tokens":
+            table["steps"] = None
+        return replace(job, run=parse_record("run", table | {name: value}, Run))
+
+    return JobChange(unit, means, (f"run.{name}",), change)
+
+
 WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     "gpu": JobChange(
         "the name of a GPU", "Train on another GPU; the network stays.", ("cluster.gpu",),
@@ -323,4 +336,11 @@ WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     ),
     "slow_rank": _field("a factor", "Let one rank compute slower.", "ranks", "slow"),
     "jitter": _field("a part of the step", "Change the standard deviation between ranks.", "ranks", "jitter"),
+    "tokens": _run_field("a number of tokens", "Train on so many tokens: days, GPU-hours, goodput.", "tokens"),
+    "price_per_gpu_hour": _run_field("a price", "Change what a GPU costs for an hour.", "price_per_gpu_hour"),
+    "gpu_mtbf_hours": _run_field("hours", "Change how long one GPU goes between two failures.", "gpu_mtbf_hours"),
+    "restart_minutes": _run_field("minutes", "Change how long a restart takes.", "restart_minutes"),
+    "checkpoint_minutes": _run_field(
+        "minutes, or optimal", "Change how much work is between two checkpoints.", "checkpoint_minutes"
+    ),
 }  # fmt: skip
