@@ -218,10 +218,12 @@ def _with_nics(job: JobParts, nics: int) -> JobParts:
 
 def _without_nics(job: JobParts, lost: int) -> JobParts:
     """Return the job with a node that has lost NICs: every collective across nodes waits for that node."""
-    nics = job.cluster.gpus_per_node
-    if lost >= nics:
-        raise Misconfigured(f"failed_nics = {lost} of {nics}: a node without a network cannot take part")
-    return _with_nics(job, nics - lost)
+    if lost >= job.cluster.gpus_per_node:
+        raise Misconfigured(
+            f"failed_nics = {lost} of {job.cluster.gpus_per_node}: a node without a network cannot take part"
+        )
+    whole = _whole_network(job)
+    return _with_levels(job, (replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole))
 
 
 def _oversubscribed(job: JobParts, factor: float) -> JobParts:
