@@ -47,7 +47,7 @@ class CheckedRecord(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, kind, low, high in _bounds(type(self)):
             value = getattr(self, name)
-            if value is not None and not (low <= value <= high and value != kind.gt):
+            if isinstance(value, int | float) and not (low <= value <= high and value != kind.gt):
                 raise _refused(f"{self.table}.{name}", value, kind)
 
 

@@ -18,6 +18,9 @@
     mechanism = "zero_sm"
     [ranks]
     slow = 1.2
+    [run]                        # how long, what fails, what it costs: days and goodput
+    tokens = 15e12
+    gpu_mtbf_hours = 50000
 
 Everything that is left out has the default of its record: `Model`, `Training`, `Parallel`, `Cluster`. A field that no
 record has is an error that names it.
@@ -50,14 +53,15 @@ from counterpoint.plan.job.fields import (
 )
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
+from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import levels
 from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
-TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
 MAX_LINE = 2000  # characters
+TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
 MAX_DEPTH = 8  # of tables and arrays in each other
 
 Table = Mapping[str, Any]
@@ -83,6 +87,7 @@ class JobParts(Record, frozen=True, kw_only=True):
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
+    run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
     def whole(self) -> Job:
         """Return the job, or raise Misconfigured where its records do not go together."""
@@ -168,6 +173,7 @@ def parse_parts(tables: Table) -> JobParts:
         mechanism=parse_name("overlap.mechanism", overlap.get("mechanism", "nccl")),
         compression=None if compression is None else parse_record("compression", compression, Compression),
         ranks=parse_record("ranks", tables.get("ranks", {}), Ranks),
+        run=parse_record("run", tables["run"], Run) if "run" in tables else None,
     )
 
 
