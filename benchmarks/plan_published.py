@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from plan_coverage import COLUMNS as COVERAGE_COLUMNS
+from plan_coverage import coverage, coverage_summary
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -36,6 +39,14 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Efficiency, shipped_profile
 from counterpoint.plan.compute.memory import memory
 from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.confidence import (
+    FILE,
+    CalibrationRow,
+    MeasuredErrors,
+    MemoryCalibrationRow,
+    encode_rows,
+    job_features,
+)
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.job.fields import parse_record
 from counterpoint.plan.job.job import TABLES, Job, parse_job, read_tables
@@ -48,6 +59,7 @@ from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
+OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
@@ -56,8 +68,12 @@ Read = Callable[[Job, PredictedStep], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate."""
+    """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate.
 
+    A source, such as a paper or a repository, may have several groups, one for each file.
+    """
+
+    source: str
     group: str
     name: str
     job: Job
@@ -71,6 +87,7 @@ class Row:
 class MemoryRow:
     """One published job of which is known whether it fitted in memory."""
 
+    source: str
     group: str
     name: str
     job: Job
@@ -134,11 +151,23 @@ def read_source(path: Path) -> tuple[Row, ...] | tuple[MemoryRow, ...]:
     names = [row[0] for row in source.rows]
     if twice := [name for name in names if names.count(name) > 1]:
         raise Misconfigured(f"{path.name}: {twice[0]!r} is the name of two rows: give each its own")
+    origin = source.source.partition(",")[0]
     if source.measured == "fits":
-        return tuple(MemoryRow(group=path.stem, name=name, job=job, fitted=value) for name, job, value in found)
+        return tuple(
+            MemoryRow(source=origin, group=path.stem, name=name, job=job, fitted=value) for name, job, value in found
+        )
     unit, read = READS[source.measured]
     return tuple(
-        Row(group=path.stem, name=name, job=job, published=value, unit=unit, read=read, fitted=source.fitted)
+        Row(
+            source=origin,
+            group=path.stem,
+            name=name,
+            job=job,
+            published=value,
+            unit=unit,
+            read=read,
+            fitted=source.fitted,
+        )
         for name, job, value in found
     )
 
@@ -213,8 +242,10 @@ def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, time
             training=Training(sequence=tokens, global_batch=dp, grad_bytes=2, fused_kernels=False),
             cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism,
         )  # fmt: skip
-        found.append(Row(group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind], unit="ms",
-                         read=read))  # fmt: skip
+        found.append(
+            Row(source=OWN, group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind],
+                unit="ms", read=read)
+        )  # fmt: skip
     return found
 
 
@@ -253,7 +284,7 @@ def whole_steps() -> list[Row]:
     recorded = json.loads(read_result(ROOT / "results" / "plan-from-trace.json"))["rows"]
     return [
         Row(
-            group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
+            source=OWN, group="H200 FSDP2, whole steps", name=f"{ranks} GPUs", published=ms, unit="ms",
             read=lambda job, found: found.step_us / 1e3,
             job=Job(
                 model=model, parallel=Parallel(dp=ranks, zero=3), cluster=cluster("H200", "nvlink-h100", 8),
@@ -332,9 +363,35 @@ def memory_summary(found: Iterable[MemoryRow]) -> list[str]:
     ]
 
 
+def series(row: Row) -> str:
+    """Rows of one: of a file, with the same model, GPUs and precision."""
+    model, training = row.job.model, row.job.training
+    shape = f"{model.layers} x {model.hidden}, {training.sequence} tokens, {training.precision}"
+    return f"{row.group}: {shape}, {row.job.parallel.world_size} x {row.job.cluster.gpu.name}"
+
+
+def calibration(predictions: Predictions) -> MeasuredErrors:
+    """The rows that intervals are calibrated on: of no row a constant was fitted to."""
+    steps = [
+        CalibrationRow(
+            source=row.source, name=f"{row.group}: {row.name}", series=series(row),
+            features=job_features(row.job), error=round(-math.log1p(predictions.error(row)), 5),
+            slowest=round(found.slowest_us / found.step_us, 5),
+        )
+        for row in rows() if not row.fitted for found in [predictions.step(row)]
+    ]  # fmt: skip
+    fits = [
+        MemoryCalibrationRow(source=row.source, name=f"{row.group}: {row.name}", ran=row.fitted,
+                             room=round(math.log(need.available_gib / need.total_gib), 5))
+        for row in published()[1] for need in [memory(row.job)]
+    ]  # fmt: skip
+    return MeasuredErrors(steps, fits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--calibrate", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plan-published.json")
     args = parser.parse_args()
     predictions = Predictions()
@@ -354,7 +411,16 @@ def main() -> None:
     print_table(COLUMNS, lines, width=140)
     said = [*summary(errors), *memory_summary(published()[1])]
     print("\n".join(said))
-    result: dict[str, Any] = {"provenance": provenance(("counterpoint",)), "rows": kept, "summary": said}
+    known = calibration(predictions)
+    intervals = coverage(known.rows, OWN)
+    print_table(COVERAGE_COLUMNS, intervals, width=140)
+    said.append(coverage_summary(intervals[-1]))
+    print(said[-1])
+    if args.calibrate:
+        FILE.write_bytes(encode_rows(known, "benchmarks/plan_published.py --calibrate"))
+    result: dict[str, Any] = {
+        "provenance": provenance(("counterpoint",)), "rows": kept, "summary": said, "coverage": intervals,
+    }  # fmt: skip
     if args.leave_out:
         left = leave_out(predictions, [row for row in rows() if row.fitted])
         result["leave_one_model_out"] = left

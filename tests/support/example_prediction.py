@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from counterpoint.records.prediction import Bar, Choice, Curve, Point, Prediction, SearchResult, Sensitivity, TimePart
+from counterpoint.records.prediction import (
+    Bar,
+    Choice,
+    Curve,
+    Point,
+    Prediction,
+    RatioError,
+    SearchResult,
+    Sensitivity,
+    StepInterval,
+    TimePart,
+)
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 
@@ -47,29 +58,58 @@ def usual() -> Prediction:
         for stage, kind, start in ((0, "F", 1000.0 * micro), (1, "F", 1000.0 * (micro + 1)), (1, "B", 4000.0 + micro))
     )
     points = (
-        Point(value="2", step_us=1e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6, memory_gib=30.0, fits=True),
+        Point(
+            value="2", step_us=1e4, low_us=9.6e3, high_us=1.12e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6,
+            memory_gib=30.0, fits=True, fits_probability=0.999,
+        ),
         Point(value="3", why_not="3 does not divide 16"),
-        Point(value="4", step_us=6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6, memory_gib=90.0, fits=False),
-    )
-    choice = Choice(settings={"parallel.dp": 8, "parallel.zero": 1}, step_us=9e3, mfu=0.45, memory_gib=40.0)
+        Point(
+            value="4", step_us=6e3, low_us=5.7e3, high_us=6.6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6,
+            memory_gib=90.0, fits=False, fits_probability=0.3,
+        ),
+    )  # fmt: skip
+    choices = tuple(
+        Choice(
+            settings={"parallel.dp": 8, "parallel.zero": zero}, step_us=step_us, low_us=step_us, high_us=1.2 * step_us,
+            mfu=0.45, memory_gib=40.0, fits_probability=0.98, too_close=step_us > 9e3,
+        )
+        for zero, step_us in ((1, 9e3), (2, 9.1e3))
+    )  # fmt: skip
     return msgspec.structs.replace(
         bare(),
         timeline=bars,
         curves=(Curve(name="nodes", unit="a number of nodes", points=points),),
         sensitivities=(Sensitivity(name="NVLink, twice", step_us=9e3, change=-0.1),),
-        search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=(choice,)),
+        search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices),
         asked={"nodes": "2"},
+        fits_probability=0.97,
+        fits_source="200 configurations of papers",
+        interval=StepInterval(
+            level=0.8,
+            low_us=9.6e3,
+            high_us=1.12e4,
+            alike=("GPU", "precision"),
+            differ=("ranks", "tokens"),
+            rows=60,
+            sources=("one", "two"),
+            slowest_us=100.0,
+        ),
+        comparisons=RatioError(level=0.8, factor=1.05, pairs=1200, sources=4),
     )
 
 
 def hostile() -> Prediction:
     """Names from a job's file that would end a script or colour a terminal."""
     whole = usual()
+    assert whole.interval is not None
     return msgspec.structs.replace(
         whole,
         model=HOSTILE,
         gpu=HOSTILE,
         notes=(HOSTILE,),
+        validated=HOSTILE,
+        fits_source=HOSTILE,
+        interval=msgspec.structs.replace(whole.interval, alike=(HOSTILE,), sources=(HOSTILE,)),
         verdict=HOSTILE,
         asked={HOSTILE: HOSTILE},
         curves=(

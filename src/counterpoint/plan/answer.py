@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.what_if import WHAT_IFS, what_if
@@ -62,7 +63,7 @@ def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool =
 def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Prediction:
     tables = msgspec.json.decode(msgspec.json.encode(job))
     del tables["cluster"]["network"]  # the levels say all that was predicted from
-    memory = found.memory
+    memory, known = found.memory, measured_errors()
     return Prediction(
         model=job.model.name,
         gpu=job.cluster.gpu.name,
@@ -87,8 +88,12 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         memory=memory.gib,
         memory_available_gib=memory.available_gib,
         fits=memory.fits,
+        fits_probability=fits_in_memory(found),
+        fits_source=known.memory_source,
         verdict=memory.verdict,
-        validated=found.validated,
+        validated=known.validated(job_features(job)),
+        interval=step_interval(job, found),
+        comparisons=known.comparisons,
         notes=found.notes,
         job=tables,
         asked=dict(asked),
@@ -110,14 +115,18 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         found = predict_step(job)
     except Misconfigured as error:
         return Point(value=value, why_not=str(error))
+    interval = step_interval(job, found)
     return Point(
         value=value,
         step_us=found.step_us,
+        low_us=interval.low_us,
+        high_us=interval.high_us,
         mfu=found.mfu,
         exposed_comm_us=found.exposed_comm_us,
         tokens_per_s=found.tokens_per_s,
         memory_gib=found.memory.total_gib,
         fits=found.memory.fits,
+        fits_probability=fits_in_memory(found),
     )
 
 

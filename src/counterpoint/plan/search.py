@@ -15,6 +15,7 @@ import msgspec
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.compute.memory import memory
 from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.confidence import fits_in_memory, step_interval, too_close
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -51,12 +52,13 @@ def search(job: Job, *, best: int = 10) -> SearchResult:
     if not found:
         ways, gib = too_large + impossible, f"{smallest:.1f} of {job.cluster.gpu.memory_gib:g} GiB"
         raise Misconfigured(f"none of {ways} ways to divide the job fits: the smallest takes {gib}; {ADVICE}")
+    fastest = nsmallest(best, found, key=_us)
     return SearchResult(
         considered=priced + too_large + impossible,
         priced=priced,
         too_large=too_large,
         impossible=impossible,
-        choices=tuple(_choice(*each) for each in nsmallest(best, found, key=_us)),
+        choices=tuple(_choice(*each, fastest_us=_us(fastest[0])) for each in fastest),
     )
 
 
@@ -64,11 +66,21 @@ def _us(found: tuple[Job, PredictedStep]) -> float:
     return found[1].step_us
 
 
-def _choice(job: Job, step: PredictedStep) -> Choice:
+def _choice(job: Job, step: PredictedStep, fastest_us: float) -> Choice:
     degrees = ("dp", "tp", "pp", "virtual", "schedule", "cp", "ep", "zero")
     settings = {f"parallel.{name}": getattr(job.parallel, name) for name in degrees}
     settings |= {"training.micro_batch": job.training.micro_batch, "training.recompute": job.training.recompute}
-    return Choice(settings=settings, step_us=step.step_us, mfu=step.mfu, memory_gib=step.memory.total_gib)
+    interval = step_interval(job, step)
+    return Choice(
+        settings=settings,
+        step_us=step.step_us,
+        low_us=interval.low_us,
+        high_us=interval.high_us,
+        mfu=step.mfu,
+        memory_gib=step.memory.total_gib,
+        fits_probability=fits_in_memory(step),
+        too_close=too_close(step.step_us, fastest_us),
+    )
 
 
 def _candidates(job: Job) -> Iterator[Job | None]:

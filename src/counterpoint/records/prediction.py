@@ -30,16 +30,44 @@ class Bar(Record, frozen=True, kw_only=True):
     end_us: float
 
 
+class StepInterval(Record, frozen=True, kw_only=True):
+    """Holds between which times a step lies with probability `level`, by how far off measured steps were.
+
+    The steps are those that equal the job in the features `alike`; in the features `differ` they may be others.
+    """
+
+    level: float
+    low_us: float
+    high_us: float
+    alike: tuple[str, ...]
+    differ: tuple[str, ...]
+    rows: int
+    sources: tuple[str, ...]
+    slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
+
+
+class RatioError(Record, frozen=True, kw_only=True):
+    """Says how far off the ratio of two ways to run a model on as many GPUs is: `factor`, with probability `level`."""
+
+    level: float
+    factor: float  # at least 1
+    pairs: int  # of measured steps
+    sources: int
+
+
 class Point(Record, frozen=True, kw_only=True):
     """Predicts the job with one value changed; if that is impossible, `why_not` says why and all else is null."""
 
     value: str
     step_us: float | None = None
+    low_us: float | None = None  # ends of the step's interval
+    high_us: float | None = None
     mfu: float | None = None
     exposed_comm_us: float | None = None
     tokens_per_s: float | None = None
     memory_gib: float | None = None
     fits: bool | None = None
+    fits_probability: float | None = None
     why_not: str | None = None
 
 
@@ -64,8 +92,12 @@ class Choice(Record, frozen=True, kw_only=True):
 
     settings: dict[str, int | str]
     step_us: float
+    low_us: float | None = None  # ends of the step's interval
+    high_us: float | None = None
     mfu: float
     memory_gib: float
+    fits_probability: float | None = None
+    too_close: bool = False  # to the fastest choice: comparisons are not that sure
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
@@ -133,8 +165,12 @@ class Prediction(Record, frozen=True, kw_only=True):
     memory: dict[str, float]
     memory_available_gib: float | None = None
     fits: bool | None = None
+    fits_probability: float | None = None
+    fits_source: str = ""  # of the probability
     verdict: str
     validated: str
+    interval: StepInterval | None = None
+    comparisons: RatioError | None = None
     notes: tuple[str, ...]
     job: dict[str, Any]
     timeline: tuple[Bar, ...] = ()

@@ -1,4 +1,4 @@
-"""Describe the figures of a page: panels with axes and, in them, lines, points or bars; page/figures.js draws them."""
+"""Describe the figures of a page: panels of lines, points, bars or bands with their axes; page/figures.js draws."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """Holds one line, a set of points, or a set of bars from `x` to `ends`, all of one look."""
+    """Holds one line, a set of points, bars from `x` to `ends`, or a band from `y` to `ends`, all of one look."""
 
-    kind: Literal["line", "points", "bars"]
+    kind: Literal["line", "points", "bars", "band"]
     look: int  # place in the looks of the figure
     x: Sequence[float]
     y: Sequence[float]
-    ends: Sequence[float] = ()  # of bars
+    ends: Sequence[float] = ()  # of bars and of a band
     texts: Sequence[str] = ()  # what the pointer shows of points and bars
     symbols: Sequence[Symbol] = ()  # of points; empty: circles
 

@@ -177,6 +177,13 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 
+def interval(low_us: float | None, high_us: float | None, digits: int = 1) -> str:
+    """Format the ends of an interval as milliseconds without the unit; nothing where there is none."""
+    if low_us is None or high_us is None:
+        return ""
+    return f"{milliseconds(low_us, digits)} to {milliseconds(high_us, digits)}"
+
+
 def duration(us: float) -> str:
     """Format µs as milliseconds, and less than a tenth of one as µs, with the unit."""
     return f"{milliseconds(us)} ms" if us >= 100.0 else f"{us:.3g} µs"

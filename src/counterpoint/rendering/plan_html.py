@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from counterpoint.records.prediction import Bar, Curve, Prediction
+from counterpoint.records.prediction import Bar, Curve, Point, Prediction
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
-from counterpoint.rendering.plan_terminal import headline
+from counterpoint.rendering.plan_terminal import comparison_line, confidence_lines, fits_note, headline, memory_line
 from counterpoint.rendering.safe_html import clean, write_page
 
 LOOKS = {  # of a part: class of its bar
@@ -44,9 +44,18 @@ def write_plan_page(path: Path, found: Prediction) -> None:
         data=figures,
         own="figures",
         plot=bool(figures),
-        filters={"ms": say.milliseconds, "pct": say.percent, "signed": partial(say.percent, digits=1, sign=True)},
+        filters={
+            "ms": say.milliseconds,
+            "pct": say.percent,
+            "signed": partial(say.percent, digits=1, sign=True),
+            "ends": say.interval,
+            "fits_note": fits_note,
+        },
         p=found,
         headline=headline(found),
+        memory_line=memory_line(found),
+        confidence_lines=confidence_lines(found),
+        comparisons=comparison_line(found.comparisons) if found.comparisons is not None else "",
         looks=LOOKS,
         longest=max(part.us for part in found.parts),
         most=max((abs(each.change) for each in found.sensitivities), default=0.0) or 1.0,
@@ -97,10 +106,22 @@ def curves_figure(curve: Curve) -> Figure:
     for look, (name, _, found) in enumerate(shown):
         values = {place: value for place, value in enumerate(found) if value is not None}
         percent = name != "step, ms"
-        y = Axis(label="", low=0.0, high=1.08 * max(values.values(), default=0.0) or 1.0, percent=percent)
+        band = [] if percent else _band(points, look)
+        highest = max([*values.values(), *(end for marks in band for end in marks.ends)], default=0.0)
+        y = Axis(label="", low=0.0, high=1.08 * highest or 1.0, percent=percent)
         line = Marks(kind="line", look=look, x=list(values), y=list(values.values()))
         texts = [f"{names[place]}: {f'{value:.1%}' if percent else f'{value:.1f}'}" for place, value in values.items()]
         points_on_it = replace(line, kind="points", texts=texts)
-        panels.append(Panel(title=name, x=x, y=y, marks=[line, points_on_it]))
+        panels.append(Panel(title=name, x=x, y=y, marks=[*band, line, points_on_it]))
     looks = [Look(name=name, colour=colour) for name, colour, _ in shown]
     return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)
+
+
+def _band(points: Sequence[Point], look: int) -> list[Marks]:
+    """Return the band of the steps' intervals, in ms, from the first to the last point; none where one lacks it."""
+    ends = [(point.low_us, point.high_us) for point in points]
+    low = [low / 1e3 for low, _ in ends if low is not None]
+    high = [high / 1e3 for _, high in ends if high is not None]
+    if not len(low) == len(high) == len(points):
+        return []
+    return [Marks(kind="band", look=look, x=list(range(len(points))), y=low, ends=high)]

@@ -7,19 +7,56 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, SearchResult
+from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, RatioError, SearchResult
 from counterpoint.rendering import formatting as say
 
 BAR = 24  # characters
+UNSURE = 0.05  # a probability between this and the rest to 1 is shown
 
 
 def headline(found: Prediction) -> str:
     """Return one line with the step time, the MFU and the share of exposed communication."""
     exposed = say.percent(found.exposed_comm_us / found.step_us)
     mfu = "" if found.mfu is None else f"MFU {say.percent(found.mfu, digits=1)}, "
+    sure = ""
+    if found.interval is not None:
+        ends = say.interval(found.interval.low_us, found.interval.high_us)
+        sure = f" ({ends} with {say.percent(found.interval.level)} probability)"
     return (
-        f"{found.model} on {found.gpus:,} × {found.gpu}: {say.milliseconds(found.step_us, 1)} ms a step, "
+        f"{found.model} on {found.gpus:,} × {found.gpu}: {say.milliseconds(found.step_us, 1)} ms a step{sure}, "
         f"{mfu}{exposed} of it exposed communication"
+    )
+
+
+def memory_line(found: Prediction) -> str:
+    """Return whether the job fits, and how probable that is."""
+    if found.fits_probability is None:
+        return found.verdict
+    return f"{found.verdict}; P(fits) = {say.percent(found.fits_probability)}"
+
+
+def confidence_lines(found: Prediction) -> list[str]:
+    """Return how far off the model was, what the interval rests on, and what P(fits) does."""
+    lines = [f"error of the model: {found.validated}"]
+    if found.interval is not None:
+        each = found.interval
+        alike = f"with the same {', '.join(each.alike)}" if each.alike else "of any kind: none like it is enough"
+        other = f"; {', '.join(each.differ)} may differ" if each.alike and each.differ else ""
+        wider = f"; {say.milliseconds(each.slowest_us, 1)} ms of it for the slowest rank" if each.slowest_us else ""
+        lines.append(
+            f"interval: errors of {each.rows} measured steps of {len(each.sources)} sources {alike}{other}{wider}"
+        )
+    if found.fits_source:
+        lines.append(f"P(fits): {found.fits_source}")
+    return lines
+
+
+def comparison_line(found: RatioError) -> str:
+    """Return by how much the ratio of two choices of a search may be off."""
+    return (
+        f"comparisons: the ratio of two ways to run one model on as many GPUs was off by at most "
+        f"{say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} measured pairs "
+        f"of {found.sources} sources"
     )
 
 
@@ -29,8 +66,9 @@ def render_prediction(found: Prediction, console: Console) -> None:
     if found.asked:
         asked = ", ".join(f"{name} = {value}" for name, value in found.asked.items())
         console.print(say.text(f"what if: {asked}"), soft_wrap=True)
-    console.print(say.text(found.verdict, "bold red" if found.fits is False else ""), soft_wrap=True)
-    console.print(say.text(f"error of the model: {found.validated}", say.QUIET), soft_wrap=True)
+    console.print(say.text(memory_line(found), "bold red" if found.fits is False else ""), soft_wrap=True)
+    for line in confidence_lines(found):
+        console.print(say.text(line, say.QUIET), soft_wrap=True)
     _parts(found, console)
     _frame(found, console)
     for curve in found.curves:
@@ -44,6 +82,8 @@ def render_prediction(found: Prediction, console: Console) -> None:
         _table(console, ("", "step, ms", "change"), changes)
     if found.search is not None:
         _search(found.search, console)
+    if found.comparisons is not None and found.search is not None:
+        console.print(say.text(comparison_line(found.comparisons), say.QUIET), soft_wrap=True)
     if found.placement is not None:
         _placement(found.placement, console)
     for note in found.notes:
@@ -83,17 +123,34 @@ def _frame(found: Prediction, console: Console) -> None:
 
 def _curve(curve: Curve, console: Console) -> None:
     _heading(console, f"{curve.name}{f': {curve.unit}' if curve.unit else ''}")
-    _table(console, ("value", "step, ms", "MFU", "exposed", "tokens/s", "GiB", ""), map(_point, curve.points))
+    columns = ("value", "step, ms", "P10, P90", "MFU", "exposed", "tokens/s", "GiB", "")
+    _table(console, columns, map(_point, curve.points))
 
 
 def _point(point: Point) -> tuple[str | Text, ...]:
     if point.step_us is None:
-        return (point.value, "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
+        return (point.value, "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
     return (
-        point.value, say.milliseconds(point.step_us, 1), say.percent(point.mfu, digits=1),
+        point.value, say.milliseconds(point.step_us, 1), _spread(point),
+        say.percent(point.mfu, digits=1),
         say.percent((point.exposed_comm_us or 0.0) / point.step_us), f"{point.tokens_per_s:,.0f}",
-        f"{point.memory_gib:.1f}", "" if point.fits else "does not fit",
+        f"{point.memory_gib:.1f}", fits_note(point),
     )  # fmt: skip
+
+
+def _spread(point: Point) -> str:
+    """Return the ends of a point's interval over its step: -4%, +12%."""
+    ends = [end for end in (point.low_us, point.high_us) if end is not None and point.step_us]
+    return ", ".join(say.percent(end / (point.step_us or 1.0) - 1.0, sign=True) for end in ends)
+
+
+def fits_note(point: Point) -> str:
+    """Return whether the job of a point fits, where that is not sure."""
+    said = "" if point.fits else "does not fit"
+    probability = point.fits_probability
+    if probability is None or not UNSURE < probability < 1.0 - UNSURE:
+        return said
+    return f"{said or 'fits'}, P = {say.percent(probability)}"
 
 
 def _search(search: SearchResult, console: Console) -> None:
@@ -102,11 +159,12 @@ def _search(search: SearchResult, console: Console) -> None:
         f"The fastest of {search.considered:,} ways ({search.too_large:,} do not fit, {search.impossible:,} cannot be)",
     )
     names = _varying(search)
-    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB")
+    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "")
     rows = (
         (
             *(choice.settings[name] for name in names), say.milliseconds(choice.step_us, 1),
             say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}",
+            "too close to call" if choice.too_close else "",
         )
         for choice in search.choices
     )  # fmt: skip

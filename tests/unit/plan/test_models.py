@@ -135,8 +135,11 @@ def test_a_window_leaves_fewer_pairs_of_query_and_key() -> None:
         ({"full_every": 2}, "model.full_every = 2 without window: give both"),
         ({"window": 0}, "model.window = 0: give a whole number from 1"),
         ({"window": 64, "causal": False}, "model.window = 64 with causal = false"),
-        ({"mtp": -1}, "model.mtp = -1: give a whole number from 0"),
-        ({"experts": Experts(count=2, per_token=1, width=8, first_dense=13)}, "first_dense = 13: give 0 to 12"),
+        ({"mtp": -1}, "model.mtp = -1: give a whole number from 0 to 64"),
+        (
+            {"experts": Experts(count=2, per_token=1, width=8, first_dense=13)},
+            "first_dense = 13 of 12 layers: none has experts",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:

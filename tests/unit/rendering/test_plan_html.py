@@ -33,6 +33,61 @@ def test_the_headline_has_the_step_the_mfu_and_what_is_exposed() -> None:
     )
 
 
+def test_the_headline_says_how_sure_the_step_is() -> None:
+    assert headline(predicted.usual()) == (
+        "small on 16 × H100: 10.0 ms a step (9.6 to 11.2 with 80% probability), MFU 40.0%, "
+        "30% of it exposed communication"
+    )
+
+
+def test_an_interval_says_what_it_rests_on() -> None:
+    """Rows, sources, what they have in common with the job, what they may not, what was added; P(fits) the same."""
+    lines = printed(predicted.usual(), 300).splitlines()
+    assert lines[2] == "fits: 30.0 of 80 GiB; P(fits) = 97%"
+    assert lines[4:6] == [
+        "interval: errors of 60 measured steps of 2 sources with the same GPU, precision; ranks, tokens may differ; "
+        "0.1 ms of it for the slowest rank",
+        "P(fits): 200 configurations of papers",
+    ]
+
+
+def test_a_point_has_both_ends_and_says_what_may_not_fit() -> None:
+    """Relative to its step; nothing is said of memory where that is sure."""
+    text = printed(predicted.usual(), 120)
+    assert re.search(r"^2 +10\.0 +-4%, \+12% .*30\.0 *$", text, re.MULTILINE)
+    assert re.search(r"^4 +6\.0 +-5%, \+10% .*90\.0  does not fit, P = 30% *$", text, re.MULTILINE)
+
+
+def test_a_choice_within_the_error_of_comparisons_is_too_close_to_call() -> None:
+    """And the line below says how large that error is."""
+    text = printed(predicted.usual(), 120)
+    assert re.search(r"^8 +1 +9\.0 .*40\.0 *$", text, re.MULTILINE)
+    assert re.search(r"^8 +2 +9\.1 .*40\.0  too close to call *$", text, re.MULTILINE)
+    assert "off by at most 5.0% in 80% of 1,200 measured pairs of 4 sources" in text
+
+
+def test_the_curve_of_the_step_has_a_band() -> None:
+    """From P10 to P90, and room above it; without an interval there is none."""
+    curve = predicted.usual().curves[0]
+    step, *others = curves_figure(curve).panels
+    (band,) = [marks for marks in step.marks if marks.kind == "band"]
+    assert (band.x, band.y, band.ends) == ([0, 1], [9.6, 5.7], [11.2, 6.6])
+    assert step.y.high > 11.2
+    assert all(marks.kind != "band" for panel in others for marks in panel.marks)
+    bare = [msgspec.structs.replace(point, low_us=None, high_us=None) for point in curve.points]
+    without = curves_figure(msgspec.structs.replace(curve, points=tuple(bare))).panels[0]
+    assert [marks.kind for marks in without.marks] == ["line", "points"]
+
+
+def test_the_page_says_how_sure_it_is(tmp_path: Path) -> None:
+    text = page(tmp_path, "usual").read_text()
+    for said in (
+        "80% of such steps, ms</dt><dd>9.6 to 11.2", "P(fits) = 97%", "60 measured steps of 2 sources",
+        "<td>9.6 to 11.2</td>", "does not fit, P = 30%", "too close to call", "1,200 measured pairs",
+    ):  # fmt: skip
+        assert said in text
+
+
 def test_a_table_has_every_part_with_its_share() -> None:
     """And what it means."""
     rows = [line for line in printed(predicted.bare()).splitlines() if line.startswith("matmul")]
@@ -71,7 +126,7 @@ def test_a_curve_leaves_out_what_cannot_be() -> None:
     assert [panel.title for panel in panels] == ["step, ms", "MFU", "exposed"]
     assert [(len(marks.x), panel.x.ticks) for panel in panels for marks in panel.marks] == [
         (2, [(0, "2"), (1, "4")])
-    ] * 6
+    ] * 7
 
 
 def test_a_curve_without_a_gpu_of_known_speed_has_no_points_of_mfu() -> None:

@@ -33,7 +33,8 @@ CASTS = {  # to fp8, of an element: bytes for maximum, value and its transpose, 
     "blockwise": (4.0 + 2 * 4 / 128, 1),  # a float32 scale for 128 elements of a row
     "mxfp8": (4.0 + 2 / 32, 1),  # a byte for 32 elements
 }
-EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators: bytes of an element in bf16, kernels
+FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
+EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -276,15 +277,12 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
-    """Return norms of so many elements together: backward reads x and dy, writes dx, and reads both for the weights.
-
-    One operator at a time they are power, mean, product, casts and weight.
-    """
-    (forward, kernels), (backward, kernels_back) = ((4, 1), (10, 2)) if local.fused_norms else EAGER_NORM
+    """Return norms of so many elements together: backward reads x and dy, writes dx, and reads both for the weights."""
+    (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
     size = local.element_bytes / 2
     return LayerWork(
-        forward=_traffic(name, forward * size * elements, kernels * count),
-        backward=_traffic(f"{name} backward", backward * size * elements, kernels_back * count),
+        forward=_traffic(name, each * size * elements, kernels * count),
+        backward=_traffic(f"{name} backward", each_back * size * elements, kernels_back * count),
     )
 
 
@@ -294,8 +292,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
             name="flash attention" + (" backward" if backward else ""),
             batch=local.batch * model.heads // local.tp, queries=local.queries, keys=local.keys,
             width=model.head_width, value_width=model.value_width, causal=model.causal, seen=model.seen(local.keys),
-            backward=backward, element_bytes=local.element_bytes, fp8=local.fp8_attention,
-            version=local.flash_version,
+            backward=backward, element_bytes=local.element_bytes, fp8=local.fp8_attention, version=local.flash_version,
         )  # fmt: skip
 
     return LayerWork(forward=(flash(False),), core=(flash(False),), backward=(flash(True),))

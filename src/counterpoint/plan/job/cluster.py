@@ -24,10 +24,8 @@ class ClusterGpu(CheckedRecord, frozen=True, kw_only=True):
     memory_gib: Rate  # device memory
     memory_gb_per_s: Rate  # its bandwidth
     source: Text = ""  # of the figures
-    # at which its SMs are locked; None: as high as power allows
-    clock_ghz: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    # its power limit; None: that of the data sheet
-    power_watts: Annotated[float, Meta(ge=1, le=100_000)] | None = None
+    clock_ghz: Rate | None = None  # at which its SMs are locked; None: as high as power allows
+    power_watts: Rate | None = None  # its power limit; None: that of the data sheet
 
 
 class Level(CheckedRecord, frozen=True, kw_only=True):

@@ -80,13 +80,12 @@ class Model(CheckedRecord, frozen=True, kw_only=True):
     v_head_dim: Width | None = None  # of values; None: as of keys
     mla: LatentAttention | None = None  # instead of kv_heads, head_dim and v_head_dim
     window: Count | None = None  # attention looks back only so many tokens; None: to the beginning
-    full_every: Layers | None = (
-        None  # one layer in so many looks back to the beginning in spite of `window`; None: none
-    )
+    # one layer in so many looks back to the beginning in spite of `window`; None: none
+    full_every: Layers | None = None
     qk_norm: bool = False  # queries and keys are normalised
     bias: Literal["none", "qkv", "all"] | None = None  # of matrices; None: "all" as in GPT-3, gated "none"
     rotary: bool | None = None  # rotary positions; None: if gated
-    norms: Annotated[int, Meta(ge=1, le=16)] = 2  # of a layer, over the residual stream
+    norms: Annotated[int, Meta(ge=1, le=64)] = 2  # of a layer, over the residual stream
     ffn: Width | None = None  # width of a dense feed-forward block; None: 4 · hidden
     gated: bool = False  # SwiGLU: three matrices instead of two
     vocab: Count  # rows of the embedding
@@ -107,14 +106,10 @@ class Model(CheckedRecord, frozen=True, kw_only=True):
         if self.head_dim is None and self.mla is None:
             divides("model.heads", self.heads, "model.hidden", self.hidden)
         divides("model.kv_heads", self.key_heads, "model.heads", self.heads)
-        if self.experts is not None and not 0 <= self.experts.first_dense <= self.layers:
+        if self.experts is not None and not self.expert_layers:
             raise Misconfigured(
-                f"model.experts.first_dense = {self.experts.first_dense}: give 0 to {self.layers}, the layers"
-            )
-        if self.experts is not None and self.experts.every > self.layers:
-            raise Misconfigured(
-                f"model.experts.every = {self.experts.every} of {self.layers} layers: no layer has experts; "
-                "give a smaller number, or no experts"
+                f"model.experts with every = {self.experts.every}, first_dense = {self.experts.first_dense} of "
+                f"{self.layers} layers: none has experts; give smaller numbers, or no experts"
             )
 
     @property

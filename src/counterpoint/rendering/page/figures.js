@@ -22,6 +22,15 @@
 
   // Each draws marks and tells `place` where they are: a rectangle in pixels, and the two lines to say about it.
   const KINDS = {
+    band: (ctx, { px, py }, { x, y, ends }, { colour }) => {
+      ctx.fillStyle = css(colour);
+      ctx.globalAlpha = 0.2;
+      ctx.beginPath();
+      x.forEach((value, i) => ctx.lineTo(px(value), py(y[i])));
+      x.map((value, i) => [px(value), py(ends[i])]).reverse().forEach(([left, top]) => ctx.lineTo(left, top));
+      ctx.fill();
+      ctx.globalAlpha = 1;
+    },
     line: (ctx, { px, py }, { x, y }, { colour, dash }) => line(ctx, x.map((value, i) => [px(value), py(y[i])]), colour, dash, 2),
     points: (ctx, { px, py }, { x, y, symbols, texts }, { name, colour }, place) => {
       ctx.fillStyle = ctx.strokeStyle = css(colour);

@@ -1,0 +1,86 @@
+"""Claim: the interval of a step covers 80 % of measured steps, also of sources that it was not calibrated on.
+
+`benchmarks/plan_published.py` prints it: each source's rows are predicted with intervals of the other sources' rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors
+
+COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Covered:
+    """A row, with the interval of a step that takes 1 without it; `alike` names the class."""
+
+    row: CalibrationRow
+    alike: str
+    low: float
+    high: float
+
+    @property
+    def place(self) -> int:
+        """-1: measured below the interval, 0: in it, 1: above."""
+        measured = math.exp(self.row.error)
+        return (measured > self.high) - (measured < self.low)
+
+
+def left_out(rows: Sequence[CalibrationRow], group: Callable[[CalibrationRow], str]) -> list[Covered]:
+    """Every row with an interval of the rows of other groups, such as other sources or other GPUs."""
+    found = []
+    for left in dict.fromkeys(map(group, rows)):
+        rest = MeasuredErrors([row for row in rows if group(row) != left])
+        for row in rows:
+            if group(row) == left:
+                interval = rest.interval(row.features, 1.0, row.slowest)
+                found.append(
+                    Covered(row=row, alike=class_name(interval.alike), low=interval.low_us, high=interval.high_us)
+                )
+    return found
+
+
+def class_name(alike: Sequence[str]) -> str:
+    """The features that the class holds equal, in one word where these are all or none."""
+    return f"{len(alike)} features: {', '.join(alike[:6])}{', ...' if len(alike) > 6 else ''}" if alike else "all rows"
+
+
+def line(name: str, found: Sequence[Covered]) -> list[str]:
+    """One line of the table."""
+    places = [each.place for each in found]
+    widths = [each.high - each.low for each in found]
+    return [
+        name, str(len(found)), str(len({each.row.source for each in found})), f"{places.count(0) / len(found):.0%}",
+        str(places.count(1)), str(places.count(-1)), f"{fmean(widths):.1%}", f"{median(widths):.1%}",
+    ]  # fmt: skip
+
+
+def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
+    """Lines by class, by source, and in total, of each source left out; then of each GPU left out.
+
+    The last line is of public rows: those of sources that are not `own`.
+    """
+    found = left_out(rows, lambda row: row.source)
+    gpus = left_out(rows, lambda row: row.features["GPU"])
+    names = sorted({each.alike for each in found}, key=len, reverse=True)
+    lines = [line(name, [each for each in found if each.alike == name]) for name in names]
+    sources = dict.fromkeys(row.source for row in rows)
+    lines += [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
+    lines.append(line("all, each GPU left out", gpus))
+    lines.append(line("all, each source left out", found))
+    lines.append(line("public, each source left out", [each for each in found if each.row.source != own]))
+    return lines
+
+
+def coverage_summary(public: Sequence[str]) -> str:
+    """The last line of `coverage` as a sentence."""
+    _, count, sources, covered, _, _, width, middle = public
+    return (
+        f"intervals of {LEVEL:.0%} cover {covered} of {count} public steps of {sources} sources, each predicted "
+        f"without its own source; mean width {width}, median {middle} of the step"
+    )

@@ -1,0 +1,370 @@
+"""Say how sure a prediction is: an interval for the step, whether steps like it were measured, P(fits in memory).
+
+A row is a published or measured step with its features and its error, ln(measured / predicted). Rows to which a
+constant was fitted are left out. `benchmarks/plan_published.py --calibrate` writes them to `measured_steps.json`.
+
+class       the rows that equal the job in the features of one rung of LADDER, from all features down to none. The first
+            rung is taken whose rows are of two sources and bound the interval; what it holds equal is printed
+weights     a source with n rows in the class counts as min(n, MOST_OF_SOURCE) of them, so that none drowns the others
+interval    split conformal prediction: an end is the quantile of the errors and of one more, which may be anything. Of
+            n rows of equal weight that is the ceil(q · (n + 1))-th smallest, and a new row of the class that is
+            exchangeable with them lies within with the stated probability at least. The predicted time is always within
+widened     where the rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
+ratio       two ways to run a model on as many GPUs: |difference of their errors|, the same quantile over pairs of rows
+            of one series. What two predictions share cancels, so this is narrower than an interval
+memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which
+            published configurations ran and which had too little, of sources that report both; else MEMORY_SPREAD
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import asdict
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.step.step import PredictedStep
+from counterpoint.records import Record
+from counterpoint.records.prediction import RatioError, StepInterval
+
+LEVEL = 0.8  # probability of an interval: P10 to P90
+MOST_OF_SOURCE = 8.0  # rows that a source counts as, at most
+LIKE_IT = 3  # rows that are alike in all features for "validated"
+MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
+LEAST_MEMORY_ROWS = 8  # for one that is not assumed
+REMEDY = "benchmarks/plan_published.py --calibrate writes it"
+FILE = Path(__file__).with_name("measured_steps.json")
+MAX_BYTES = 1 << 22
+RANKS = (1, 8, 64, 512, 4096)  # last of each band of ranks, and of tokens
+TOKENS = (1024, 4096, 16384, 65536)
+SIXTEEN_BIT = ("bf16", "fp16")
+
+ALIKE = ("GPU", "ranks", "network", "tokens", "precision", "recomputation", "sharding", "experts")
+LADDER: tuple[tuple[str, ...], ...] = (
+    (*ALIKE, "axes", "kernels", "collectives", "other"),
+    ALIKE,
+    ("GPU", "network", "tokens", "precision", "recomputation", "sharding", "experts"),
+    ("GPU", "network", "precision", "sharding", "experts"),
+    ("GPU", "network", "precision"),
+    ("GPU", "precision"),
+    ("GPU",),
+    (),
+)
+
+Text = Annotated[str, Meta(min_length=1, max_length=200)]
+Error = Annotated[float, Meta(ge=-3, le=3)]
+
+
+class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds all of a row but its features."""
+
+    source: Text  # who measured: what rows of one source share is not seen in them
+    name: Text  # of the row in its source
+    series: Text  # rows of one are ways to run one model on as many GPUs
+    error: Error  # ln(measured / predicted) of the step's time
+    slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the slowest rank is expected to add, of the step
+
+
+class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
+    """Holds one step that was measured and to which no constant was fitted."""
+
+    features: Mapping[str, str]  # as `job_features` has them
+
+
+class _FileRow(_RowFigures, frozen=True, kw_only=True):
+    """Is a row in the data file; many have the same features."""
+
+    features: Annotated[int, Meta(ge=0)]  # place in `_File.features`
+
+
+class MemoryCalibrationRow(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds one configuration of which is known whether it ran or had too little memory."""
+
+    source: Text
+    name: Text
+    room: Error  # ln(available / predicted) memory of the fullest GPU
+    ran: bool
+
+
+class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Is what the data file holds."""
+
+    written_by: str
+    features: tuple[dict[Text, Text], ...]
+    steps: tuple[_FileRow, ...]
+    memory: tuple[MemoryCalibrationRow, ...]
+
+
+def job_features(job: Job) -> dict[str, str]:
+    """Return by what a job resembles measured steps, in words; `LADDER` names them."""
+    parallel, training = job.parallel, job.training
+    unusual = {
+        "compressed gradients": job.compression is not None,
+        f"local_steps = {training.local_steps}": training.local_steps > 1,
+        "asynchronous replicas": training.asynchronous,
+        "a slow rank": job.ranks.slow > 1,
+        "jitter": bool(job.ranks.jitter),
+    }
+    waiting = [axis for axis in ("tp", "dp", "pp") if not getattr(parallel, f"overlap_{axis}")]
+    return {
+        "GPU": job.cluster.gpu.name,
+        "ranks": _band(parallel.world_size, RANKS),
+        "network": "between nodes" if parallel.world_size > job.cluster.gpus_per_node else "inside a node",
+        "tokens": _band(-(-training.micro_batch * training.sequence // parallel.cp), TOKENS),
+        "precision": "16 bit" if training.precision in SIXTEEN_BIT else training.precision,
+        "recomputation": training.recompute,
+        "sharding": "parameters" if parallel.zero == 3 else "no parameters",
+        "experts": "experts" if job.model.experts is not None else "dense",
+        "axes": _listed(axis for axis in ("tp", "pp", "cp", "ep") if getattr(parallel, axis) > 1) or "dp only",
+        "kernels": f"{'fused' if training.fused_kernels else 'eager'}, "
+        f"{'with' if training.flash_attention else 'without'} flash attention",
+        "collectives": f"{job.mechanism}, {f'not overlapped: {_listed(waiting)}' if waiting else 'overlapped'}",
+        "other": _listed(name for name, so in unusual.items() if so) or "nothing",
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _band(value: int, last: Sequence[int]) -> str:
+    """Return the band of a number in words: 9 to 64."""
+    low = 1
+    for high in last:
+        if value <= high:
+            return f"{low:,} to {high:,}" if low < high else f"{high:,}"
+        low = high + 1
+    return f"{low:,} and more"
+
+
+def source_weights(sources: Sequence[str]) -> np.ndarray:
+    """Return the weight of each row, at most 1, such that no source weighs more than `MOST_OF_SOURCE`."""
+    count = Counter(sources)
+    return np.array([min(1.0, MOST_OF_SOURCE / count[source]) for source in sources])
+
+
+def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) -> float:
+    """Return the smallest error at which `level` of all weight is reached; infinite if rows are too few for it.
+
+    To the weight of the rows comes 1 for the step that is predicted, whose error may be larger than all of theirs.
+    """
+    order = np.argsort(errors, kind="stable")
+    reached = np.cumsum(weights[order])
+    needed = level * (float(weights.sum()) + 1.0) * (1.0 - 1e-12)  # sums of thirds and of tenths are rounded
+    index = int(np.searchsorted(reached, needed))
+    return float(errors[order[index]]) if index < len(order) else math.inf
+
+
+class AlikeRows:
+    """Holds the rows of one class: those that equal a job in the features `equal`."""
+
+    def __init__(self, equal: tuple[str, ...], rows: Sequence[CalibrationRow]) -> None:
+        self.equal, self.errors = equal, np.array([row.error for row in rows])
+        self.sources = tuple(dict.fromkeys(row.source for row in rows))
+        self._weights = source_weights([row.source for row in rows])
+
+    def ends(self, level: float) -> tuple[float, float]:
+        """Return ln(measured / predicted) at both ends of the interval; infinite where rows are too few."""
+        tail = (1.0 + level) / 2.0
+        return (
+            -conformal_quantile(-self.errors, self._weights, tail),
+            conformal_quantile(self.errors, self._weights, tail),
+        )
+
+    @property
+    def mean_and_worst(self) -> str:
+        """Return the mean and the worst error of the predicted time, for people."""
+        off = [abs(math.expm1(-error)) for error in self.errors]
+        return f"mean {fmean(off):.1%}, worst {max(off):.1%}"
+
+
+class MeasuredErrors:
+    """Holds the rows that were measured, by class; `measured_errors` has those of the package."""
+
+    def __init__(self, rows: Sequence[CalibrationRow], memory: Sequence[MemoryCalibrationRow] = ()) -> None:
+        self.rows, self.memory = tuple(rows), tuple(memory)
+        self._classes: dict[tuple[int, tuple[str, ...]], list[CalibrationRow]] = defaultdict(list)
+        for row in self.rows:
+            for rung in range(len(LADDER)):
+                self._classes[_key(rung, row.features)].append(row)
+
+    def classes(self, features: Mapping[str, str]) -> Iterator[AlikeRows]:
+        """Yield the classes of a job that have rows, from those most alike to all."""
+        for rung, names in enumerate(LADDER):
+            if found := self._classes.get(_key(rung, features)):
+                yield AlikeRows(names, found)
+
+    def alike(self, features: Mapping[str, str], level: float = LEVEL) -> AlikeRows:
+        """Return the first class whose rows are of two sources and bound an interval; Misconfigured if none does."""
+        for rows in self.classes(features):
+            if len(rows.sources) > 1 and all(map(math.isfinite, rows.ends(level))):
+                return rows
+        raise Misconfigured(
+            f"{len(self.rows)} measured steps bound no interval of {level:.0%}: give more, of two sources or more"
+        )
+
+    def interval(self, features: Mapping[str, str], step_us: float, slowest_us: float = 0.0) -> StepInterval:
+        """Return the interval of a step that was predicted.
+
+        Args:
+            features: of its job.
+            step_us: the predicted time.
+            slowest_us: what its slowest rank is expected to add; counts where the rows have other ranks.
+        """
+        rows = self.alike(features)
+        low, high = rows.ends(LEVEL)
+        wider = 0.0 if "ranks" in rows.equal else slowest_us
+        return StepInterval(
+            level=LEVEL,
+            low_us=step_us * math.exp(min(low, 0.0)),
+            high_us=step_us * math.exp(max(high, 0.0)) + wider,
+            alike=rows.equal,
+            differ=tuple(name for name in LADDER[0] if name not in rows.equal),
+            rows=len(rows.errors),
+            sources=rows.sources,
+            slowest_us=wider,
+        )
+
+    def validated(self, features: Mapping[str, str]) -> str:
+        """Return one line: the error on rows alike in all features, or "not validated" and how the closest differ."""
+        values = _key(0, features)[1]
+        closest = min(
+            (key for key in self._classes if key[0] == 0), key=lambda key: sum(map(str.__ne__, key[1], values))
+        )
+        rows = AlikeRows(LADDER[0], self._classes[closest])
+        measured = f"{len(rows.errors)} measured step{'' if len(rows.errors) == 1 else 's'} of {_listed(rows.sources)}"
+        differs = [
+            f"{name}: {mine}, not {theirs}"
+            for name, mine, theirs in zip(LADDER[0], values, closest[1], strict=True)
+            if mine != theirs
+        ]
+        if differs:
+            return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
+        if len(rows.errors) < LIKE_IT:
+            return f"not validated: only {measured} like it: {rows.mean_and_worst}"
+        return f"validated: {rows.mean_and_worst} on {measured}, alike in {_listed(LADDER[0])}"
+
+    @cached_property
+    def comparisons(self) -> RatioError | None:
+        """Return by how much ratios of two predictions of one series were off; None: too few pairs."""
+        groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for row in self.rows:
+            groups[row.source, row.series].append(row.error)
+        pairs = [
+            (abs(one - other), source) for (source, _), found in groups.items() for one, other in combinations(found, 2)
+        ]
+        if not pairs:
+            return None
+        sources = [source for _, source in pairs]
+        off = conformal_quantile(np.array([off for off, _ in pairs]), source_weights(sources), LEVEL)
+        if not math.isfinite(off):
+            return None
+        return RatioError(level=LEVEL, factor=math.exp(off), pairs=len(pairs), sources=len(set(sources)))
+
+    @cached_property
+    def _memory(self) -> tuple[NormalDist, str]:
+        """Return the distribution of ln(needed / predicted) memory, and where it is from."""
+        outcomes = {(row.source, row.ran) for row in self.memory}
+        both = {source for source, ran in outcomes if ran and (source, False) in outcomes}
+        rows = [row for row in self.memory if row.source in both]
+        if len(rows) < LEAST_MEMORY_ROWS:
+            return NormalDist(0.0, MEMORY_SPREAD), f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
+        return likeliest_need(rows), f"{len(rows)} configurations of {_listed(sorted(both))} that ran or had too little"
+
+    def fits(self, predicted_gib: float, available_gib: float) -> float:
+        """Return the probability that a job of so much predicted memory runs."""
+        return self._memory[0].cdf(math.log(available_gib / predicted_gib))
+
+    @property
+    def memory_source(self) -> str:
+        """Return what `fits` rests on, for people."""
+        return self._memory[1]
+
+
+def likeliest_need(rows: Sequence[MemoryCalibrationRow]) -> NormalDist:
+    """Return the normal distribution of ln(needed / predicted) that explains best which rows ran, on a grid.
+
+    It is that of a probit regression: a row ran if it needed at most what was available.
+    """
+    room, ran = np.array([row.room for row in rows]), np.array([row.ran for row in rows])
+    weights = source_weights([row.source for row in rows])
+
+    def surprise(need: NormalDist) -> float:
+        fits = np.array([need.cdf(each) for each in room])
+        return -float(weights @ np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)))
+
+    grid = (NormalDist(mean / 50, spread / 50) for mean in range(-25, 26) for spread in range(1, 31))
+    return min(grid, key=surprise)
+
+
+def _key(rung: int, features: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    return rung, tuple(features[name] for name in LADDER[rung])
+
+
+def read_rows(path: Path) -> MeasuredErrors:
+    """Return the rows of a file; raise Misconfigured, with the field and what is allowed, if it is no such file."""
+    name = printable(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise Misconfigured(f"{name}: {error.strerror}; {REMEDY}") from None
+    if len(content) > MAX_BYTES:
+        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; {REMEDY}")
+    try:
+        found = msgspec.json.decode(content, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Misconfigured(f"{name}: {printable(str(error))}; {REMEDY}") from None
+    if any(features.keys() != set(LADDER[0]) for features in found.features):
+        raise Misconfigured(f"{name}: other features than {_listed(LADDER[0])}; {REMEDY}")
+    if not found.steps or max(row.features for row in found.steps) >= len(found.features):
+        raise Misconfigured(f"{name}: no steps, or one whose features are not in the file; {REMEDY}")
+    rows = (CalibrationRow(**asdict(row) | {"features": found.features[row.features]}) for row in found.steps)
+    return MeasuredErrors(tuple(rows), found.memory)
+
+
+def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
+    """Return the content of a file that `read_rows` reads, one row a line."""
+    places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
+    kinds = sorted(places, key=places.__getitem__)
+    steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
+    tables = {"features": [dict(kind) for kind in kinds], "steps": steps, "memory": rows.memory}
+    lists = [
+        f'"{name}": [\n' + ",\n".join(msgspec.json.encode(row).decode() for row in found) + "\n]"
+        for name, found in tables.items()
+    ]
+    head = f'"written_by": {msgspec.json.encode(written_by).decode()}'
+    return ("{" + ",\n".join([head, *lists]) + "}\n").encode()
+
+
+@cache
+def measured_errors() -> MeasuredErrors:
+    """Return the rows of the package."""
+    return read_rows(FILE)
+
+
+def step_interval(job: Job, found: PredictedStep) -> StepInterval:
+    """Return the interval of a predicted step, from the rows of the package."""
+    return measured_errors().interval(job_features(job), found.step_us, found.slowest_us)
+
+
+def fits_in_memory(found: PredictedStep) -> float:
+    """Return the probability that the job of a predicted step has memory enough."""
+    return measured_errors().fits(found.memory.total_gib, found.memory.available_gib)
+
+
+def too_close(step_us: float, fastest_us: float) -> bool:
+    """Return whether a step is slower than another of the same model by less than comparisons are sure of."""
+    known = measured_errors().comparisons
+    return known is not None and fastest_us < step_us <= fastest_us * known.factor

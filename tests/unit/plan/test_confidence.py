@@ -1,0 +1,344 @@
+"""How sure a prediction is: conformal quantiles, classes of resemblance, "validated", memory, a hostile data file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.answer import answer, curve
+from counterpoint.plan.confidence import (
+    FILE,
+    LADDER,
+    LIKE_IT,
+    MOST_OF_SOURCE,
+    CalibrationRow,
+    MeasuredErrors,
+    MemoryCalibrationRow,
+    conformal_quantile,
+    encode_rows,
+    job_features,
+    likeliest_need,
+    measured_errors,
+    read_rows,
+    source_weights,
+    step_interval,
+)
+from counterpoint.plan.job.job import Job, parse_job
+from counterpoint.plan.step.step import predict_step
+
+TABLES: dict[str, dict[str, Any]] = {
+    "model": {"layers": 16, "hidden": 4096, "heads": 32, "vocab": 32000},
+    "training": {"sequence": 4096, "global_batch": 256},
+    "parallel": {"dp": 64, "tp": 2, "zero": 1},
+    "cluster": {"gpu": "H100", "network": "h100-ndr-400"},
+}
+
+
+def job(**changes: Any) -> Job:
+    """A job of 128 ranks; `training={"recompute": "full"}` changes a field."""
+    return parse_job({name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}})
+
+
+def rows(
+    errors: Sequence[float], source: str = "one", features: dict[str, str] | None = None, series: str = "a"
+) -> list[CalibrationRow]:
+    """Rows of one source that are like `job()`."""
+    like = features or job_features(job())
+    return [
+        CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error)
+        for number, error in enumerate(errors)
+    ]
+
+
+def test_a_quantile_of_equal_weights_is_the_order_statistic() -> None:
+    """The ceil(q · (n + 1))-th smallest error, for every n and many q; infinite if there are not so many."""
+    random = np.random.default_rng(1)
+    for n, level in itertools.product(range(1, 40), (0.1, 0.5, 0.8, 0.9, 0.95)):
+        errors = random.normal(size=n)
+        rank = math.ceil(round(level * (n + 1), 9))
+        expected = sorted(errors)[rank - 1] if rank <= n else math.inf
+        assert conformal_quantile(errors, np.ones(n), level) == expected
+
+
+def test_a_weighted_quantile_is_the_brute_force_one() -> None:
+    """The smallest error up to which the rows weigh enough."""
+    random = np.random.default_rng(2)
+    for _ in range(300):
+        errors, weights = random.integers(0, 9, size=12).astype(float), random.uniform(0.05, 1.0, size=12)
+        level = float(random.uniform(0.05, 0.99))
+        needed = level * (weights.sum() + 1.0)
+        enough = [each for each in sorted(errors) if weights[errors <= each].sum() >= needed]
+        assert conformal_quantile(errors, weights, level) == (enough[0] if enough else math.inf)
+
+
+def test_intervals_cover_what_they_say() -> None:
+    """Skewed errors of many sources with fixed seeds: 80 % of new rows, neither less nor many more."""
+    random = np.random.default_rng(3)
+    inside = []
+    for _ in range(1500):
+        errors = random.gamma(2.0, 0.05, size=49) - 0.05
+        known = MeasuredErrors([row for i, error in enumerate(errors[:-1]) for row in rows([error], f"source {i}")])
+        low, high = known.alike(job_features(job())).ends(0.8)
+        inside.append(low <= errors[-1] <= high)
+    assert 0.79 <= fmean(inside) <= 0.85
+
+
+def test_a_higher_level_is_never_narrower() -> None:
+    random = np.random.default_rng(4)
+    found = MeasuredErrors([row for name in "ab" for row in rows([float(e) for e in random.normal(size=60)], name)])
+    ends = [found.alike(job_features(job()), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
+    lows, highs = zip(*ends, strict=True)
+    assert (sorted(lows, reverse=True), sorted(highs)) == ([*lows], [*highs])
+    assert ends[0][0] > ends[-1][0]
+    assert ends[0][1] < ends[-1][1]
+
+
+def test_no_source_drowns_the_others() -> None:
+    """500 rows without an error beside 8 of 30 % count as 8: the interval reaches 30 %."""
+    assert sum(source_weights(["one"] * 500 + ["two"] * 3)) == pytest.approx(MOST_OF_SOURCE + 3)
+    known = MeasuredErrors(rows([0.0] * 500, "one") + rows([0.3] * 8, "two"))
+    assert known.alike(job_features(job())).ends(0.8)[1] == 0.3
+
+
+def test_one_source_bounds_no_interval() -> None:
+    """Be its rows as many as they may: others could be off otherwise."""
+    with pytest.raises(Misconfigured, match="500 measured steps bound no interval of 80%"):
+        MeasuredErrors(rows([0.1] * 500)).interval(job_features(job()), 1.0)
+    with pytest.raises(Misconfigured, match="of two sources or more"):
+        MeasuredErrors(rows([0.1] * 500)).alike(job_features(job()), 0.1)
+
+
+def test_each_rung_asks_for_less_than_the_one_before() -> None:
+    """From all features down to none."""
+    assert {*LADDER[0]} == job_features(job()).keys()
+    assert LADDER[-1] == ()
+    assert all({*below} < {*above} for above, below in itertools.pairwise(LADDER))
+
+
+@pytest.mark.parametrize("rung", range(len(LADDER)))
+def test_the_first_rung_with_enough_rows_is_taken(rung: int) -> None:
+    """Rows that equal the job in this rung's features and in no other; those of the rung above are too few."""
+    like = job_features(job())
+    close = {name: value if name in LADDER[rung] else "else" for name, value in like.items()}
+    closer = {name: value if name in LADDER[max(rung - 1, 0)] else "else" for name, value in like.items()}
+    far = dict.fromkeys(like, "other")
+    enough = rows([0.01] * 9, "one", close) + rows([0.02] * 9, "two", close)
+    too_few = rows([0.2] * 2, "one", closer) + rows([0.2] * 2, "two", closer) if rung else []
+    found = MeasuredErrors(enough + too_few + (rows([0.5] * 99, "three", far) if rung < len(LADDER) - 1 else []))
+    interval = found.interval(like, 100.0)
+    assert (interval.alike, interval.rows) == (LADDER[rung], len(enough) + len(too_few))
+    assert {*interval.alike} | {*interval.differ} == {*like}
+
+
+def test_the_prediction_is_within_its_interval() -> None:
+    """Also where every row was slower; that end is then the prediction."""
+    found = MeasuredErrors(rows([0.1, 0.2] * 5, "one") + rows([0.1, 0.2] * 5, "two"))
+    interval = found.interval(job_features(job()), 100.0)
+    assert interval.low_us == 100.0
+    assert interval.high_us == pytest.approx(100.0 * math.exp(0.2))
+
+
+def test_other_ranks_widen_the_interval_by_the_slowest() -> None:
+    """Where rows have as many ranks, that is in their errors already."""
+    like = job_features(job())
+    same, other = (
+        MeasuredErrors(rows([0.1] * 9, "one", features) + rows([0.1] * 9, "two", features))
+        for features in (like, {**like, "ranks": "1", "axes": "else"})
+    )
+    found = [each.interval(like, 100.0, 3.0) for each in (same, other)]
+    assert [each.slowest_us for each in found] == [0.0, 3.0]
+    assert found[1].high_us - found[0].high_us == pytest.approx(3.0)
+    assert found[1].low_us == found[0].low_us
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [
+        ("GPU", {"cluster": {"gpu": "A100", "network": "a100-hdr-200"}}),
+        ("ranks", {"parallel": {"dp": 512}, "training": {"global_batch": 512}}),
+        ("network", {"cluster": {"gpu": "H100", "network": "nvlink-h100"}, "parallel": {"dp": 4}}),
+        ("tokens", {"training": {"micro_batch": 2}}),
+        ("precision", {"training": {"precision": "fp8"}}),
+        ("recomputation", {"training": {"recompute": "full"}}),
+        ("sharding", {"parallel": {"zero": 3}}),
+        ("experts", {"model": {"experts": {"count": 8, "per_token": 2, "width": 4096}}}),
+        ("axes", {"parallel": {"tp": 1, "dp": 128}}),
+        ("kernels", {"training": {"fused_kernels": False}}),
+        ("kernels", {"training": {"flash_attention": False}}),
+        ("collectives", {"overlap": {"mechanism": "zero_sm"}}),
+        ("collectives", {"parallel": {"overlap_tp": False}}),
+        ("other", {"training": {"local_steps": 4}}),
+        ("other", {"training": {"asynchronous": True}}),
+        ("other", {"compression": {"method": "powersgd"}, "parallel": {"zero": 0}}),
+        ("other", {"ranks": {"slow": 1.5}}),
+        ("other", {"ranks": {"jitter": 0.1}}),
+    ],
+)
+def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
+    """One that differs is named, with what was measured instead."""
+    known = MeasuredErrors(rows([0.1] * LIKE_IT))
+    assert known.validated(job_features(job())).startswith(
+        "validated: mean 9.5%, worst 9.5% on 3 measured steps of one"
+    )
+    base, other = job_features(job()), job_features(job(**changes))
+    assert other[feature] != base[feature]
+    said = known.validated(other)
+    assert said.startswith("not validated: ")
+    assert f"{feature}: {other[feature]}, not {base[feature]}" in said
+
+
+def test_too_few_rows_validate_nothing() -> None:
+    """Two, though alike in all features; both precisions of two bytes are alike."""
+    known = MeasuredErrors(rows([0.1] * (LIKE_IT - 1)))
+    said = [known.validated(job_features(job(training={"precision": each}))) for each in ("bf16", "fp16")]
+    assert said == ["not validated: only 2 measured steps of one like it: mean 9.5%, worst 9.5%"] * 2
+
+
+@pytest.mark.parametrize(("dp", "band"), [(4, "1 to 8"), (5, "9 to 64"), (256, "65 to 512"), (4096, "4,097 and more")])
+def test_a_number_of_ranks_is_in_one_band(dp: int, band: str) -> None:
+    """Its limits belong to the lower band."""
+    found = job_features(job(parallel={"dp": dp}, training={"global_batch": dp}))["ranks"]
+    assert found == {"1 to 8": "2 to 8"}.get(band, band)
+
+
+def test_ratios_lose_what_one_source_shares() -> None:
+    """Sources that are 30 % off in each direction, and 1 % from row to row."""
+    wobble = [0.0, 0.01, 0.005, 0.002]
+    known = MeasuredErrors(
+        rows([0.3 + each for each in wobble], "one") + rows([-0.3 + each for each in wobble], "two")
+        + rows([0.9], "one", series="another")
+    )  # fmt: skip
+    assert known.comparisons is not None
+    assert (known.comparisons.pairs, known.comparisons.sources) == (12, 2)
+    assert 1.0 < known.comparisons.factor <= math.exp(0.011)
+
+
+def test_too_few_pairs_say_nothing_of_ratios() -> None:
+    assert MeasuredErrors(rows([0.1, 0.2], "one")).comparisons is None
+    assert MeasuredErrors(rows([0.1], "one") + rows([0.2], "two")).comparisons is None
+
+
+def memory_rows(count: int, need: NormalDist, source: str, seed: int) -> list[MemoryCalibrationRow]:
+    """Configurations that ran if they needed at most what there was."""
+    needed = np.random.default_rng(seed).normal(need.mean, need.stdev, count)
+    room = np.linspace(-1.0, 1.0, count)
+    return [
+        MemoryCalibrationRow(source=source, name=str(i), room=float(room[i]), ran=bool(needed[i] <= room[i]))
+        for i in range(count)
+    ]
+
+
+def test_the_need_of_memory_is_found_again() -> None:
+    """2,000 configurations that need 10 % more than predicted, give or take 20 %."""
+    found = likeliest_need(memory_rows(2000, NormalDist(0.1, 0.2), "one", 5))
+    assert found.mean == pytest.approx(0.1, abs=0.04)
+    assert found.stdev == pytest.approx(0.2, abs=0.04)
+
+
+def test_the_probability_of_fitting_says_where_it_is_from() -> None:
+    """Assumed without rows of both kinds: configurations that all ran say little. It falls with what is predicted."""
+    ran = [MemoryCalibrationRow(source="all ran", name=str(i), room=-0.5, ran=True) for i in range(50)]
+    both = memory_rows(200, NormalDist(0.1, 0.2), "both", 6)
+    assumed, known = MeasuredErrors(rows([0.1]), ran), MeasuredErrors(rows([0.1]), ran + both)
+    assert assumed.memory_source.endswith("assumed")
+    assert known.memory_source == "200 configurations of both that ran or had too little"
+    for each in (assumed, known):
+        probabilities = [each.fits(predicted, 80.0) for predicted in (1.0, 40.0, 70.0, 80.0, 100.0, 400.0)]
+        assert sorted(probabilities, reverse=True) == probabilities
+        assert probabilities[0] > 0.99
+        assert probabilities[-1] < 0.01
+    assert assumed.fits(80.0, 80.0) == 0.5
+
+
+ROW: dict[str, Any] = {
+    "source": "s", "name": "n", "series": "m", "features": 0, "error": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "Input data was truncated"),
+        (b"\xff\xfe", "malformed"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"[" * 100_000, "Expected `object`"),
+        (b'{"written_by": "x", "features": [], "steps": [], "memory": []}', "no steps"),
+        ([{**ROW, "error": None}], "Expected `float`, got `null`"),
+        ([{**ROW, "error": 1e9}], "Expected `float` <= 3"),
+        ([{**ROW, "error": "0.1"}], "Expected `float`, got `str`"),
+        ([{**ROW, "source": ""}], "length >= 1"),
+        ([{**ROW, "source": "x" * 1000}], "length <= 200"),
+        ([{**ROW, "slowest": -1}], "Expected `float` >= 0"),
+        ([{**ROW, "fitted": True}], "unknown field `fitted`"),
+        ([{**ROW, "features": 1}], "features are not in the file"),
+        ([{**ROW, "features": -1}], "Expected `int` >= 0"),
+        (
+            b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": []}',
+            "other features than GPU, ranks",
+        ),
+        (b" " * (1 << 22) + b"{}", "larger than"),
+    ],
+)
+def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
+    """What is wrong, and which command writes the file."""
+    path = tmp_path / "rows.json"
+    document = {"written_by": "x", "features": [dict.fromkeys(LADDER[0], "x")], "steps": content, "memory": []}
+    path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
+    with pytest.raises(Misconfigured) as raised:
+        read_rows(path)
+    assert says in str(raised.value)
+    assert "plan_published.py --calibrate" in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+def test_no_number_of_the_data_file_is_nan(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(encode_rows(MeasuredErrors(rows([0.1])), "x").decode().replace("0.1", "NaN"))
+    with pytest.raises(Misconfigured, match="plan_published"):
+        read_rows(path)
+
+
+def test_a_data_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match="No such file"):
+        read_rows(tmp_path / "none.json")
+
+
+def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
+    """One row a line."""
+    path = tmp_path / "rows.json"
+    known = MeasuredErrors(rows([0.1, -0.2]), memory_rows(1, NormalDist(0.0, 0.1), "m", 7))
+    path.write_bytes(encode_rows(known, "a test"))
+    again = read_rows(path)
+    assert (again.rows, again.memory) == (known.rows, known.memory)
+    assert sum('"source"' in text for text in path.read_text().splitlines()) == 3
+
+
+def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
+    """Even of one that nobody measured."""
+    known = read_rows(FILE)
+    interval = known.interval(dict.fromkeys(LADDER[0], "nobody's"), 100.0)
+    assert (interval.alike, interval.rows) == ((), len(known.rows))
+    assert interval.low_us < interval.high_us < math.inf
+
+
+def test_a_prediction_says_how_sure_it_is() -> None:
+    """Of the step, of every point of a curve, and of memory; a search of 10^5 ways asks for none of it."""
+    found = answer(job())
+    assert found.interval is not None
+    assert found.interval.low_us <= found.step_us <= found.interval.high_us
+    assert found.interval == step_interval(job(), predict_step(job()))
+    assert found.fits_probability is not None
+    assert 0 <= found.fits_probability <= 1
+    assert (found.comparisons, found.fits_source) == (measured_errors().comparisons, measured_errors().memory_source)
+    (point,) = curve("parallel.zero", [("1", job())]).points
+    assert (point.low_us, point.high_us) == (found.interval.low_us, found.interval.high_us)
+    assert point.fits_probability == found.fits_probability
