@@ -17,9 +17,9 @@ from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.job.model import layer_parameters, model_flops
 from counterpoint.plan.job.parallel import deal_layers, part_parameters
-from counterpoint.plan.job.what_if import build_job, swept, what_if
+from counterpoint.plan.job.what_if import build_job, what_if
 from counterpoint.plan.step.schedule import scheduled
-from counterpoint.plan.step.step import PredictedStep, predict_step
+from counterpoint.plan.step.step import predict_step
 from counterpoint.records.prediction import Prediction
 
 ROUNDING = 1e-9
@@ -340,17 +340,3 @@ def linked_flags_are_one_job_in_any_order(job: Job) -> None:
         except Misconfigured as error:
             found.append(str(error))
     assert all(each == found[0] for each in found)
-
-
-@invariant
-def replicas_with_a_batch_of_their_own_are_never_faster(job: Job) -> None:
-    if job.parallel.zero or job.parallel.shard:
-        return  # more replicas share the optimizer's work
-    nodes = [max(1, job.cluster.num_gpus // job.cluster.gpus_per_node) * factor for factor in (1, 2, 4)]
-    times = []
-    for count in nodes:
-        try:
-            times.append(us(what_if(job, "weak_nodes", str(count))))
-        except Misconfigured:
-            continue
-    rising(*times)

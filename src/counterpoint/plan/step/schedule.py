@@ -14,8 +14,8 @@ forward f and backward b of all parts of a stage, and free sends it is
     zero_bubble     m (f + b) + (p - 1) (f + b - 2 w)      arXiv 2401.10241, ZB-H1; w: the part of b for dW
 
 zero_bubble is ZB-H1: stage s postpones every dW by s micro-batches, which takes as many activations as 1f1b. Where it
-would end later than 1f1b, it is 1f1b. All orders are fixed: where stages choose as they go, a longer slot may let a step
-end earlier.
+would end later than 1f1b, it is 1f1b. All orders are fixed: where stages choose as they go, a longer slot may let a
+step end earlier.
 
 From 4 p micro-batches on, the path has become periodic and grows by the same amount with every p more: a few p are
 simulated and the rest is extrapolated. `test_schedule.py` compares this with the whole graph: it agrees to 1.5 %, and
