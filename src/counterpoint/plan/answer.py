@@ -72,7 +72,7 @@ def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool =
 
 
 def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Prediction:
-    tables = msgspec.to_builtins(job)
+    tables = msgspec.json.decode(msgspec.json.encode(job))
     del tables["cluster"]["network"]  # the levels say all that was predicted from
     memory, known, interval = found.memory, measured_errors(), step_interval(job, found)
     return Prediction(

@@ -223,7 +223,10 @@ def _outside(operation: str, num_bytes: float, links: Links, best: Candidate, ne
     if best.algorithm not in nccl_algorithms(operation, at, network.nccl):
         return f"NCCL does not run {best.algorithm} here"
     for level in at.crossed:
-        name, rate, measured = links.levels[level].name, links.gb_per_s[level], fit.gb_per_s[links.levels[level].kind]
+        name, kind, rate = links.levels[level].name, links.levels[level].kind, links.gb_per_s[level]
+        measured = fit.gb_per_s.get(kind)
+        if measured is None:
+            return f"{name} is {kind}, which was not measured"
         if abs(rate - measured) > SAME_LINK * measured:
             return f"{name} of {rate:.4g} GB/s, measured with {measured:.4g}"
     return fit.outside(network.cluster.gpu.name, at.ranks, num_bytes)

@@ -33,6 +33,8 @@ from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, own_share
 from counterpoint.plan.network.group import Reach
 from counterpoint.plan.network.protocols import Kind, Network, Protocol
 
+STAND_IN_GB_PER_S = 25.0  # of a kind of link below those that were measured: PCIe 4.0, assumed
+
 
 class Candidate(NamedTuple):
     """Holds the time of one algorithm with one protocol, for some number of bytes."""
@@ -65,7 +67,7 @@ class Links(NamedTuple):
         """Return the same group on links of this bandwidth by kind, without latency of the levels themselves."""
         if not gb_per_s:
             return self
-        rates = (gb_per_s.get(level.kind, own) for level, own in zip(self.levels, self.gb_per_s, strict=True))
+        rates = (gb_per_s.get(level.kind, STAND_IN_GB_PER_S) for level in self.levels)
         levels = (replace(level, latency_us=0.0) for level in self.levels)
         return Links(self.at, tuple(levels), tuple(rates))
 

@@ -80,14 +80,19 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
     backward: TimeByPart = TimeByPart()  # of all these layers
     weight_us: float = 0.0  # the part of backward that only makes weight gradients
     launch_us: tuple[float, float] = (0.0, 0.0)  # host time of forward and backward
+    weight_launch_us: float = 0.0  # the part of backward's that launches what only makes weight gradients
     kernels: float = 0.0  # that the host launches
     comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
 
     @property
+    def total_us(self) -> float:
+        """Return the time of forward and backward."""
+        return self.forward.total_us + self.backward.total_us
+
+    @property
     def gpu_us(self) -> float:
         """Return the time in which the GPU runs what the host has launched."""
-        both = self.forward.plus(self.backward)
-        return both.total_us - both.host_us
+        return self.total_us - self.forward.host_us - self.backward.host_us
 
     def with_host(self) -> MicroBatchTime:
         """Return this time with what the host adds, in the direction in which it falls behind."""
@@ -111,6 +116,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
                 self.launch_us[0] + times * other.launch_us[0],
                 self.launch_us[1] + times * other.launch_us[1],
             ),
+            weight_launch_us=self.weight_launch_us + times * other.weight_launch_us,
             kernels=self.kernels + times * other.kernels,
             comm_us=comm_us,
         )
@@ -173,6 +179,7 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
         backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
         weight_us=weight_us,
         launch_us=(_launch_us(job, rates, work.forward, sent), _launch_us(job, rates, (*backward, *again), late_sent)),
+        weight_launch_us=_launch_us(job, rates, _weight_gradients(work.backward), ()),
         kernels=sum(operation.kernels for operation in (*work.forward, *backward, *again)),
         comm_us=comm_us,
     )
@@ -185,6 +192,7 @@ def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], 
         backward=_compute(work.backward, rates),
         weight_us=_weight_us(work.backward, rates),
         launch_us=(_launch_us(job, rates, work.forward, ()), _launch_us(job, rates, work.backward, ())),
+        weight_launch_us=_launch_us(job, rates, _weight_gradients(work.backward), ()),
         kernels=sum(operation.kernels for operation in (*work.forward, *work.backward)),
     )
 
@@ -198,7 +206,11 @@ def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent:
 
 
 def _weight_us(operations: Iterable[Operation], rates: GpuRates) -> float:
-    return sum(cost(op, rates).us for op in operations if isinstance(op, MatmulOp) and op.weight_gradient)
+    return sum(cost(op, rates).us for op in _weight_gradients(operations))
+
+
+def _weight_gradients(operations: Iterable[Operation]) -> list[MatmulOp]:
+    return [op for op in operations if isinstance(op, MatmulOp) and op.weight_gradient]
 
 
 def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:

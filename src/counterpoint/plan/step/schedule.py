@@ -13,8 +13,9 @@ forward f and backward b of all parts of a stage, and free sends it is
     interleaved     (m + (p - 1) / v) (f + b)              arXiv 2104.04473, section 2.2
     zero_bubble     m (f + b) + (p - 1) (f + b - 2 w)      arXiv 2401.10241, ZB-H1; w: the part of b for dW
 
-zero_bubble has no fixed order here: a stage with nothing else to do runs a dW that it had postponed. That takes as many
-activations as 1f1b, and its time is its formula or less; where it would end later than 1f1b, it is 1f1b.
+zero_bubble is ZB-H1: stage s postpones every dW by s micro-batches, which takes as many activations as 1f1b. Where it
+would end later than 1f1b, it is 1f1b. All orders are fixed: where stages choose as they go, a longer slot may let a
+step end earlier.
 
 From 4 p micro-batches on, the path has become periodic and grows by the same amount with every p more: a few p are
 simulated and the rest is extrapolated. `test_schedule.py` compares this with the whole graph: it agrees to 1.5 %, and
@@ -23,21 +24,15 @@ to rounding where sends are short and backward takes longer than forward.
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.records import Record
 
 Kind = Literal["F", "B", "W"]
-_Waiting = dict[Kind, deque[tuple[float, int]]]
-"""Micro-batches that a stage could run, by kind, each with the µs since which it could."""
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-SIMULATED_ROUNDS = {"zero_bubble": 8}  # of `stages` micro-batches; greedy choices settle late
-DEFAULT_ROUNDS = 3  # of fixed orders, before the period is taken
+SIMULATED_ROUNDS = 3  # of `stages` micro-batches, before the period is taken
 
 
 class Slot(NamedTuple):
@@ -97,9 +92,6 @@ def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1
         stages: number of stages of the pipeline.
         micro_batches: number of micro-batches of one step.
         virtual: parts per stage.
-
-    Raises:
-        Misconfigured: zero_bubble has no fixed order.
     """
     positive("stages", stages)
     positive("micro_batches", micro_batches)
@@ -107,7 +99,7 @@ def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1
         divides("parallel.pp", stages, "micro-batches of a step", micro_batches)
         return tuple(_interleaved(stage, stages, micro_batches, virtual) for stage in range(stages))
     if name == "zero_bubble":
-        raise Misconfigured("zero_bubble: its stages choose as they go; use pipeline_us or scheduled")
+        return tuple(_postponed(stage, stages, micro_batches) for stage in range(stages))
     warm = [micro_batches if name == "gpipe" else min(stages - 1 - stage, micro_batches) for stage in range(stages)]
     forward = [Slot("F", 0, micro) for micro in range(micro_batches)]
     backward = [Slot("B", 0, micro) for micro in range(micro_batches)]
@@ -119,6 +111,19 @@ def _alternate(forward: list[Slot], backward: list[Slot], first: int) -> tuple[S
     pairs = zip(forward[first:], backward, strict=False)
     rest = backward[max(len(forward) - first, 0) :]
     return (*forward[:first], *(slot for pair in pairs for slot in pair), *rest)
+
+
+def _postponed(stage: int, stages: int, micro_batches: int) -> tuple[Slot, ...]:
+    """Return ZB-H1's order: that of 1f1b, each dW after the backward of `stage` micro-batches later."""
+    held = stages - stage
+    found = [Slot("F", 0, micro) for micro in range(min(held, micro_batches))]
+    for micro in range(micro_batches):
+        found.append(Slot("B", 0, micro))
+        if micro + held < micro_batches:
+            found.append(Slot("F", 0, micro + held))
+        if micro >= stage:
+            found.append(Slot("W", 0, micro - stage))
+    return (*found, *(Slot("W", 0, micro) for micro in range(max(micro_batches - stage, 0), micro_batches)))
 
 
 def _interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> tuple[Slot, ...]:
@@ -143,12 +148,13 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
     if stages == 1:
         return micro_batches * times.busiest_us()
     rounds, rest = divmod(micro_batches, stages)
-    simulated = SIMULATED_ROUNDS.get(name, DEFAULT_ROUNDS)
-    if rounds <= simulated + 1:
-        return _end_us(scheduled(name, times, micro_batches))
-    shorter, longer = (_end_us(scheduled(name, times, (simulated + more) * stages + rest)) for more in (0, 1))
-    period = max(longer - shorter, stages * times.busiest_us())  # never less than what the busiest stage has to do
-    found_us = longer + (rounds - simulated - 1) * period
+    if rounds <= SIMULATED_ROUNDS + 1:
+        found_us = _end_us(_followed(name, times, micro_batches))
+    else:
+        counts = ((SIMULATED_ROUNDS + more) * stages + rest for more in (0, 1))
+        shorter, longer = (_end_us(_followed(name, times, count)) for count in counts)
+        period = max(longer - shorter, stages * times.busiest_us())  # never less than what the busiest stage has to do
+        found_us = longer + (rounds - SIMULATED_ROUNDS - 1) * period
     return min(found_us, pipeline_us("1f1b", times, micro_batches)) if name == "zero_bubble" else found_us
 
 
@@ -158,8 +164,13 @@ def _end_us(found: tuple[ScheduledSlot, ...]) -> float:
 
 def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
     """Return every slot with its start and end: the longest path to each node of the graph."""
+    found = _followed(name, times, micro_batches)
     if name == "zero_bubble":  # a B may arrive while a dW runs: where that costs more than it fills, 1f1b is kept
-        return min(_greedy(times, micro_batches), scheduled("1f1b", times, micro_batches), key=_end_us)
+        return min(found, _followed("1f1b", times, micro_batches), key=_end_us)
+    return found
+
+
+def _followed(name: ScheduleName, times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
     stages, send = times.stages, times.send_us
     slots = orders(name, stages, micro_batches, times.parts)
     last = stages * times.parts - 1
@@ -169,17 +180,17 @@ def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tupl
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
-        mine, forward, backward = slots[stage], times.forward[stage], times.backward[stage]
+        mine, lengths = slots[stage], _lengths(times, stage, apart=name == "zero_bubble")
         while at[stage] < len(mine):
             slot = mine[at[stage]]
             kind, part = slot.kind, slot.part * stages + stage
             before = (kind, part - 1 if kind == "F" else part + 1, slot.micro)
-            away = part != (0 if kind == "F" else last)
+            away = kind != "W" and part != (0 if kind == "F" else last)
             if away and before not in done:
                 break
             ready = done[before] + send if away else 0.0
             start = max(free[stage], ready)
-            free[stage] = end = start + (forward if kind == "F" else backward)[slot.part]
+            free[stage] = end = start + lengths[kind][slot.part]
             done[kind, part, slot.micro] = end
             found.append(ScheduledSlot(stage, slot, start, end))
             at[stage] += 1
@@ -189,55 +200,8 @@ def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tupl
     return tuple(found)
 
 
-def _greedy(times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
-    """Return zero_bubble's slots: the oldest B that is ready, else an F if activations fit, else a postponed dW."""
-    stages, send = times.stages, times.send_us
-    if times.parts > 1 or len(times.weight) != stages:
-        raise Misconfigured("zero_bubble: one part per stage, and times.weight of each stage")
-    arrived: list[_Waiting] = [{"F": deque(), "B": deque(), "W": deque()} for _ in range(stages)]
-    arrived[0]["F"].extend((0.0, micro) for micro in range(micro_batches))
-    begun, ended = [0] * stages, [0] * stages
-    found: list[ScheduledSlot] = []
-    events = [(0.0, stage) for stage in range(stages)]
-    free = [0.0] * stages
-    while events:
-        now, stage = heapq.heappop(events)
-        if now < free[stage]:
-            continue
-        room = begun[stage] - ended[stage] < stages - stage
-        kind = _ready(arrived[stage], now, room)
-        if kind is None:
-            continue  # woken again by what arrives next
-        _, micro = arrived[stage][kind].popleft()
-        weight = times.weight[stage][0]
-        length = {"F": times.forward[stage][0], "B": times.backward[stage][0] - weight, "W": weight}[kind]
-        free[stage] = end = now + length
-        found.append(ScheduledSlot(stage, Slot(kind, 0, micro), now, end))
-        heapq.heappush(events, (end, stage))
-        begun[stage] += kind == "F"
-        ended[stage] += kind == "B"
-        if kind == "B":
-            arrived[stage]["W"].append((end, micro))
-        target, passed = _target(stage, stages, kind)
-        if target is not None:
-            delay = end if target == stage else end + send
-            arrived[target][passed].append((delay, micro))
-            heapq.heappush(events, (delay, target))
-    return tuple(found)
-
-
-def _ready(arrived: _Waiting, now: float, room: bool) -> Kind | None:
-    if (back := arrived["B"]) and back[0][0] <= now:
-        return "B"
-    if room and (forward := arrived["F"]) and forward[0][0] <= now:
-        return "F"
-    return "W" if arrived["W"] else None
-
-
-def _target(stage: int, stages: int, kind: Kind) -> tuple[int | None, Kind]:
-    """Return the stage that a finished slot lets go on, and the kind of slot that it may run; None: no other."""
-    if kind == "F":
-        return (stage + 1, "F") if stage + 1 < stages else (stage, "B")
-    if kind == "B" and stage > 0:
-        return stage - 1, "B"
-    return None, "W"
+def _lengths(times: StageTimes, stage: int, *, apart: bool) -> dict[Kind, tuple[float, ...]]:
+    """Return the µs of a stage's slots by kind and part; with `apart`, a dW is no part of its backward."""
+    forward, backward, weight = times.forward[stage], times.backward[stage], times.weight[stage] if apart else ()
+    rest = tuple(whole - dw for whole, dw in zip(backward, weight, strict=True)) if apart else backward
+    return {"F": forward, "B": rest, "W": weight}

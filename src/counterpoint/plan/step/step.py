@@ -24,6 +24,7 @@ How far off such predictions were is in `plan/confidence.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from statistics import NormalDist
 
@@ -90,14 +91,15 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
     part_times = _part_times(job, rates, mesh, stages)
     sends = stage_exchanges(job.model, job.parallel, job.training) if job.parallel.pp > 1 else ()
-    times = _stage_times(job, part_times, stages, sum(exchange.us(mesh) for exchange in sends))
-    path_us = pipeline_us(job.parallel.schedule, times, micro)
-    busiest = max(range(len(stages)), key=lambda s: sum(times.forward[s]) + sum(times.backward[s]))
+    send_us = sum(exchange.us(mesh) for exchange in sends)
+    times = _stage_times(job, part_times, stages, send_us, micro)
+    busiest = max(range(len(stages)), key=lambda s: sum(part_times[part].total_us for part in stages[s]))
     mine = [part_times[part] for part in stages[busiest]]
     spent = TimeByPart()
     for part in mine:
         spent = spent.plus(part.forward, micro).plus(part.backward, micro)
     parts = asdict(spent)
+    path_us = max(pipeline_us(job.parallel.schedule, times, micro), spent.total_us)
     parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
     ends = _ends(job, rates, mesh, stages[0], part_times)
     parts["gradients_us"] = ends.exposed_us
@@ -163,16 +165,36 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
     return {part: part_time(job, rates, mesh, part, (dense, routed)) for part in kinds}
 
 
-def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], send_us: float) -> StageTimes:
-    """Return the times of all parts; without overlap sender and receiver wait, so a send becomes part of both."""
+def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], send_us: float, micro: int) -> StageTimes:
+    """Return the times of all parts; without overlap sender and receiver wait, so a send becomes part of both.
+
+    Of a launch-bound backward nobody can say which part is that of dW, which zero_bubble puts off: its pipeline is
+    that of the GPUs alone or that of the hosts alone, whichever ends later.
+    """
     waits = 0.0 if job.parallel.overlap_pp else send_us
-    bubble_free = job.parallel.schedule == "zero_bubble"
-    return StageTimes(
-        forward=tuple(tuple(part_times[part].forward.total_us + waits for part in stage) for stage in stages),
-        backward=tuple(tuple(part_times[part].backward.total_us + waits for part in stage) for stage in stages),
-        weight=tuple(tuple(part_times[part].weight_us for part in stage) for stage in stages) if bubble_free else (),
+
+    def of_parts(us: Callable[[MicroBatchTime], float]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(us(part_times[part]) for part in stage) for stage in stages)
+
+    if job.parallel.schedule != "zero_bubble":
+        return StageTimes(
+            forward=of_parts(lambda time: time.forward.total_us + waits),
+            backward=of_parts(lambda time: time.backward.total_us + waits),
+            send_us=send_us - waits,
+        )
+    gpus = StageTimes(
+        forward=of_parts(lambda time: time.forward.total_us - time.forward.host_us + waits),
+        backward=of_parts(lambda time: time.backward.total_us - time.backward.host_us + waits),
+        weight=of_parts(lambda time: time.weight_us),
         send_us=send_us - waits,
     )
+    hosts = StageTimes(
+        forward=of_parts(lambda time: time.launch_us[0]),
+        backward=of_parts(lambda time: time.launch_us[1]),
+        weight=of_parts(lambda time: time.weight_launch_us),
+        send_us=send_us,
+    )
+    return max(gpus, hosts, key=lambda times: pipeline_us("zero_bubble", times, micro))
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
