@@ -36,7 +36,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile, shipped_profile
@@ -234,9 +234,12 @@ def parse_gpu(value: object) -> ClusterGpu:
 def job_toml(job: Job) -> str:
     """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
     model = {"name": job.model.name} if known_models().get(job.model.name) == job.model else _changed_fields(job.model)
-    cluster: dict[str, Any] = {"gpu": _changed_fields(job.cluster.gpu)}
-    if GPUS.get(job.cluster.gpu.name) == job.cluster.gpu:
-        cluster["gpu"] = job.cluster.gpu.name
+    gpu, cluster = _changed_fields(job.cluster.gpu), dict[str, Any]()
+    limits: dict[str, Any] = {name: gpu[name] for name in ("clock_ghz", "power_watts") if name in gpu}
+    if GPUS.get(job.cluster.gpu.name) == replace(job.cluster.gpu, clock_ghz=None, power_watts=None):
+        cluster |= {"gpu": job.cluster.gpu.name, **limits}
+    else:
+        cluster["gpu"] = gpu
     if job.cluster.network is not None:
         cluster |= {"gpus": job.cluster.num_gpus, "network": job.cluster.network}
     else:
