@@ -16,7 +16,7 @@ from counterpoint.plan.job.foreign.huggingface import read_config
 from counterpoint.plan.job.foreign.megatron import read_megatron
 from counterpoint.plan.job.foreign.read_job_file import read_job_file
 from counterpoint.plan.job.foreign.torchtitan import FLAVORS, read_torchtitan
-from counterpoint.plan.job.job import Job, job_toml, parse_job, read_tables
+from counterpoint.plan.job.job import TABLES, Job, job_toml, parse_job, read_tables
 from counterpoint.plan.job.model import Model, find_model
 from counterpoint.plan.job.what_if import build_job
 
@@ -462,6 +462,18 @@ def test_a_job_written_as_toml_is_the_same_job(path: Path, written: Any) -> None
     for changes in ({}, nic, {"slow_rank": "1.5", "power_watts": "500"}, dict([gpu.split("=", 1)])):
         found = build_job(read_tables(path), changes)
         assert parse_job(read_tables(written(job_toml(found)))) == found
+
+
+def test_every_table_of_a_job_is_written(written: Any) -> None:
+    """Also one whose fields all have their defaults, and one that nobody knew when this was written."""
+    tables: dict[str, Any] = {
+        "model": {"name": "deepseek-v3", "mtp": 0}, "training": {"sequence": 4096, "global_batch": 64},
+        "parallel": {"dp": 8}, "cluster": MACHINES, "overlap": {"mechanism": "zero_sm"},
+        "compression": {"method": "topk"}, "ranks": {"slow": 1.5}, "run": {"tokens": 1e12},
+    }  # fmt: skip
+    assert set(tables) == set(TABLES)
+    found = parse_job(tables)
+    assert parse_job(read_tables(written(job_toml(found)))) == found
 
 
 def test_our_own_file_is_read_as_it_is(written: Any) -> None:
