@@ -36,7 +36,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile, shipped_profile
@@ -233,29 +233,31 @@ def parse_gpu(value: object) -> ClusterGpu:
 
 def job_toml(job: Job) -> str:
     """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
-    model = {"name": job.model.name} if known_models().get(job.model.name) == job.model else _changed_fields(job.model)
-    cluster: dict[str, Any] = {"gpu": _changed_fields(job.cluster.gpu)}
-    if GPUS.get(job.cluster.gpu.name) == job.cluster.gpu:
-        cluster["gpu"] = job.cluster.gpu.name
-    if job.cluster.network is not None:
-        cluster |= {"gpus": job.cluster.num_gpus, "network": job.cluster.network}
-    else:
-        cluster["levels"] = [_changed_fields(level) for level in job.cluster.levels]
-    tables = {
-        "model": model,
-        "training": _changed_fields(job.training),
-        "parallel": _changed_fields(job.parallel),
-        "cluster": cluster,
-        "overlap": {"mechanism": job.mechanism},
-        "compression": {} if job.compression is None else _changed_fields(job.compression),
-        "ranks": _changed_fields(job.ranks),
-    }
+    tables = _changed_fields(job)
+    if known_models().get(job.model.name) == job.model:
+        tables["model"] = {"name": job.model.name}
+    tables["cluster"] = _cluster_fields(job.cluster)
+    if "mechanism" in tables:
+        tables["overlap"] = {"mechanism": tables.pop("mechanism")}
     parts = [
-        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())])
-        for name, fields in tables.items()
-        if fields
+        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
+        for name in TABLES
+        if name in tables
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
+    """Return the table of a cluster, GPU and network by name where these say all of it."""
+    gpu, found = _changed_fields(cluster.gpu), dict[str, Any]()
+    limits: dict[str, Any] = {name: gpu[name] for name in ("clock_ghz", "power_watts") if name in gpu}
+    if GPUS.get(cluster.gpu.name) == replace(cluster.gpu, clock_ghz=None, power_watts=None):
+        found |= {"gpu": cluster.gpu.name, **limits}
+    else:
+        found["gpu"] = gpu
+    if cluster.network is not None:
+        return found | {"gpus": cluster.num_gpus, "network": cluster.network}
+    return found | {"levels": [_changed_fields(level) for level in cluster.levels]}
 
 
 def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:
