@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 
-from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors
+import numpy as np
+
+from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed, source_weights
 
 COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
 
@@ -84,3 +86,34 @@ def coverage_summary(public: Sequence[str]) -> str:
         f"intervals of {LEVEL:.0%} cover {covered} of {count} public steps of {sources} sources, each predicted "
         f"without its own source; mean width {width}, median {middle} of the step"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A configuration; `room` is ln(available / predicted) memory of its fullest GPU, `ran` whether that was enough."""
+
+    source: str
+    room: float
+    ran: bool
+
+
+def memory_need(rows: Sequence[Ran]) -> MemoryNeed | None:
+    """The normal distribution of ln(needed / predicted) memory that explains best which rows ran: a probit regression.
+
+    Only of sources that report both, as configurations that all ran say little; None without any.
+    """
+    outcomes = {(row.source, row.ran) for row in rows}
+    both = sorted({source for source, ran in outcomes if ran and (source, False) in outcomes})
+    kept = [row for row in rows if row.source in both]
+    if not kept:
+        return None
+    room, ran = np.array([row.room for row in kept]), np.array([row.ran for row in kept])
+    weights = source_weights([row.source for row in kept])
+
+    def surprise(need: NormalDist) -> float:
+        fits = np.array([need.cdf(each) for each in room])
+        return -float(weights @ np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)))
+
+    grid = (NormalDist(mean / 50, spread / 50) for mean in range(-25, 26) for spread in range(1, 31))
+    best = min(grid, key=surprise)
+    return MemoryNeed(mean=best.mean, deviation=best.stdev, rows=len(kept), sources=tuple(both))

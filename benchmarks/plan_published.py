@@ -25,13 +25,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
-from plan_coverage import coverage, coverage_summary
+from plan_coverage import Ran, coverage, coverage_summary, memory_need
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -43,7 +44,6 @@ from counterpoint.plan.confidence import (
     FILE,
     CalibrationRow,
     MeasuredErrors,
-    MemoryCalibrationRow,
     encode_rows,
     job_features,
 )
@@ -295,6 +295,7 @@ def whole_steps() -> list[Row]:
     ]  # fmt: skip
 
 
+@cache
 def published() -> tuple[list[Row], list[MemoryRow]]:
     """All rows of the files: steps, and what fitted in memory."""
     found = [row for path in sorted(PUBLISHED.glob("*.toml")) for row in read_source(path)]
@@ -321,9 +322,13 @@ class Predictions:
         return predict_step(row.job, prices=self.prices[key], rates=rates)
 
     def error(self, row: Row, efficiency: Efficiency | None = None) -> float:
-        """Of the step's time: predicted / published - 1, turned round for rates."""
-        ratio = row.read(row.job, self.step(row, efficiency)) / row.published
-        return (ratio if row.unit in ("s", "ms") else 1 / ratio) - 1
+        return error_of(row, self.step(row, efficiency))
+
+
+def error_of(row: Row, found: PredictedStep) -> float:
+    """Of the step's time: predicted / published - 1, turned round for rates."""
+    ratio = row.read(row.job, found) / row.published
+    return (ratio if row.unit in ("s", "ms") else 1 / ratio) - 1
 
 
 def leave_out(predictions: Predictions, fitted: Sequence[Row]) -> dict[str, float]:
@@ -370,22 +375,21 @@ def series(row: Row) -> str:
     return f"{row.group}: {shape}, {row.job.parallel.world_size} x {row.job.cluster.gpu.name}"
 
 
-def calibration(predictions: Predictions) -> MeasuredErrors:
+def calibration(predicted: Iterable[tuple[Row, PredictedStep]]) -> MeasuredErrors:
     """The rows that intervals are calibrated on: of no row a constant was fitted to."""
     steps = [
         CalibrationRow(
             source=row.source, name=f"{row.group}: {row.name}", series=series(row),
-            features=job_features(row.job), error=round(-math.log1p(predictions.error(row)), 5),
+            features=job_features(row.job), error=round(-math.log1p(error_of(row, found)), 5),
             slowest=round(found.slowest_us / found.step_us, 5),
         )
-        for row in rows() if not row.fitted for found in [predictions.step(row)]
+        for row, found in predicted if not row.fitted
     ]  # fmt: skip
     fits = [
-        MemoryCalibrationRow(source=row.source, name=f"{row.group}: {row.name}", ran=row.fitted,
-                             room=round(math.log(need.available_gib / need.total_gib), 5))
+        Ran(source=row.source, ran=row.fitted, room=math.log(need.available_gib / need.total_gib))
         for row in published()[1] for need in [memory(row.job)]
     ]  # fmt: skip
-    return MeasuredErrors(steps, fits)
+    return MeasuredErrors(steps, memory_need(fits))
 
 
 def main() -> None:
@@ -396,9 +400,9 @@ def main() -> None:
     args = parser.parse_args()
     predictions = Predictions()
     lines, kept, errors = [], [], dict[str, list[float]]()
-    for row in rows():
-        found, error = predictions.step(row), predictions.error(row)
-        value = row.read(row.job, found)
+    predicted = [(row, predictions.step(row)) for row in rows()]
+    for row, found in predicted:
+        value, error = row.read(row.job, found), error_of(row, found)
         line = [
             row.group + (", fitted" if row.fitted else ""), row.name, f"{row.published:.4g}", row.unit, f"{value:.4g}",
             f"{error:+.1%}", f"{found.exposed_comm_us / found.step_us:.0%}",
@@ -411,7 +415,7 @@ def main() -> None:
     print_table(COLUMNS, lines, width=140)
     said = [*summary(errors), *memory_summary(published()[1])]
     print("\n".join(said))
-    known = calibration(predictions)
+    known = calibration(predicted)
     intervals = coverage(known.rows, OWN)
     print_table(COVERAGE_COLUMNS, intervals, width=140)
     said.append(coverage_summary(intervals[-1]))

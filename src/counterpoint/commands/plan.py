@@ -52,7 +52,13 @@ def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
 @_with_what_ifs
 def plan(
     asked: Mapping[str, str],
-    job: Annotated[Path | None, typer.Argument(help="A job as TOML, such as those of examples/plan.")] = None,
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A job as TOML (examples/plan), a config.json of Hugging Face, a job of torchtitan, or a script or "
+            "list of Megatron-LM's arguments."
+        ),
+    ] = None,
     from_trace: Annotated[
         Path | None, typer.Option(help="Start from traces of all ranks of a real job, as diagnose reads them.")
     ] = None,
@@ -83,6 +89,9 @@ def plan(
         Path | None,
         typer.Option(help="Write rankfile, hostfile, SLURM_HOSTFILE and DeviceMesh of --topology to this folder."),
     ] = None,
+    write_job: Annotated[
+        Path | None, typer.Option(help="Write the job, as it is after all changes, as TOML to go on from.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page: timeline, scaling curves, sensitivities.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
@@ -98,7 +107,7 @@ def plan(
     if from_trace is not None:
         given = {
             "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
-            "--topology": topology,
+            "--topology": topology, "--write-job": write_job,
         }  # fmt: skip
         found = _from_trace(from_trace, recorded_on, asked, [name for name in given if given[name] is not None])
     elif recorded_on is not None:
@@ -107,6 +116,8 @@ def plan(
         raise Misconfigured("there is nothing to plan: give a job, such as those of examples/plan, or --from-trace")
     else:
         request = _Request(job, _fields(set_ or []) | dict(asked))
+        if write_job is not None:
+            request.write_job(write_job)
         if explain is not None:
             request.explain(explain)
             return
@@ -156,10 +167,18 @@ class _Request:
     """Holds the job read from a file, with all changes that were asked for."""
 
     def __init__(self, path: Path, changes: dict[str, str]) -> None:
-        from counterpoint.plan.job.job import read_tables
+        from counterpoint.plan.job.foreign.read_job_file import read_job_file
 
-        self.tables, self.changes = read_tables(path), changes
+        self.changes = changes
+        self.tables, self.notes = read_job_file(path, changes)
         self.job = build_job(self.tables, changes)
+
+    def write_job(self, path: Path) -> None:
+        from counterpoint.plan.job.job import job_toml
+        from counterpoint.rendering.files import replacing
+
+        with writing(path), replacing(path) as opened:
+            opened.write(job_toml(self.job).encode())
 
     def explain(self, word: str) -> None:
         from counterpoint.plan.explain import explain
@@ -178,7 +197,9 @@ class _Request:
             name, values = _assignment("--sweep", text)
             each = [value.strip() for value in values.split(",")]
             curves.append(curve(name, swept(self.tables, self.changes, name, each)))
-        return replace(found, curves=tuple(curves), search=fastest(self.job) if search else None)
+        return replace(
+            found, curves=tuple(curves), search=fastest(self.job) if search else None, notes=found.notes + self.notes
+        )
 
     def placed(
         self, found: Prediction, topology: Path, name: str | None, hosts: str | None, folder: Path | None

@@ -12,12 +12,23 @@ from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
+from counterpoint.plan.goodput import training_run
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.what_if import WHAT_IFS, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
-from counterpoint.records.prediction import Bar, Curve, PlacementResult, Point, Prediction, Sensitivity, TimePart
+from counterpoint.records.prediction import (
+    Bar,
+    Curve,
+    PlacementResult,
+    Point,
+    Prediction,
+    Sensitivity,
+    StepInterval,
+    TimePart,
+    TrainingRun,
+)
 
 if TYPE_CHECKING:
     from counterpoint.plan.placement.launch_files import LaunchFile
@@ -63,7 +74,7 @@ def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool =
 def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Prediction:
     tables = msgspec.json.decode(msgspec.json.encode(job))
     del tables["cluster"]["network"]  # the levels say all that was predicted from
-    memory, known = found.memory, measured_errors()
+    memory, known, interval = found.memory, measured_errors(), step_interval(job, found)
     return Prediction(
         model=job.model.name,
         gpu=job.cluster.gpu.name,
@@ -92,12 +103,20 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         fits_source=known.memory_source,
         verdict=memory.verdict,
         validated=known.validated(job_features(job)),
-        interval=step_interval(job, found),
+        interval=interval,
         comparisons=known.comparisons,
         notes=found.notes,
+        run=_run(job, found, interval),
         job=tables,
         asked=dict(asked),
     )
+
+
+def _run(job: Job, found: PredictedStep, interval: StepInterval) -> TrainingRun | None:
+    """Return what the whole training takes, if the job says how long it is."""
+    if job.run is None:
+        return None
+    return training_run(job, job.run, found.step_us, (interval.low_us, interval.high_us))
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
@@ -113,9 +132,10 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         if isinstance(job, Misconfigured):
             raise job
         found = predict_step(job)
+        interval = step_interval(job, found)
+        run = _run(job, found, interval)
     except Misconfigured as error:
         return Point(value=value, why_not=str(error))
-    interval = step_interval(job, found)
     return Point(
         value=value,
         step_us=found.step_us,
@@ -127,6 +147,7 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         memory_gib=found.memory.total_gib,
         fits=found.memory.fits,
         fits_probability=fits_in_memory(found),
+        run=run,
     )
 
 

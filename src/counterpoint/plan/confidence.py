@@ -13,7 +13,7 @@ widened     where the rows have other ranks, the upper end gets what the slowest
 ratio       two ways to run a model on as many GPUs: |difference of their errors|, the same quantile over pairs of rows
             of one series. What two predictions share cancels, so this is narrower than an interval
 memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which
-            published configurations ran and which had too little, of sources that report both; else MEMORY_SPREAD
+            published configurations ran and which had too little (probit regression); without any, MEMORY_SPREAD
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ LEVEL = 0.8  # probability of an interval: P10 to P90
 MOST_OF_SOURCE = 8.0  # rows that a source counts as, at most
 LIKE_IT = 3  # rows that are alike in all features for "validated"
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
-LEAST_MEMORY_ROWS = 8  # for one that is not assumed
 REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
 MAX_BYTES = 1 << 22
@@ -56,9 +55,8 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ALIKE,
     ("GPU", "network", "tokens", "precision", "recomputation", "sharding", "experts"),
     ("GPU", "network", "precision", "sharding", "experts"),
-    ("GPU", "network", "precision"),
-    ("GPU", "precision"),
-    ("GPU",),
+    ("GPU", "precision", "experts"),
+    ("GPU", "experts"),
     (),
 )
 
@@ -88,13 +86,13 @@ class _FileRow(_RowFigures, frozen=True, kw_only=True):
     features: Annotated[int, Meta(ge=0)]  # place in `_File.features`
 
 
-class MemoryCalibrationRow(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds one configuration of which is known whether it ran or had too little memory."""
+class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds the normal distribution of ln(needed / predicted) memory, and what it was fitted to."""
 
-    source: Text
-    name: Text
-    room: Error  # ln(available / predicted) memory of the fullest GPU
-    ran: bool
+    mean: Error
+    deviation: Annotated[float, Meta(gt=0, le=3)]
+    rows: int
+    sources: tuple[Text, ...]
 
 
 class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +101,7 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     written_by: str
     features: tuple[dict[Text, Text], ...]
     steps: tuple[_FileRow, ...]
-    memory: tuple[MemoryCalibrationRow, ...]
+    memory: MemoryNeed | None
 
 
 def job_features(job: Job) -> dict[str, str]:
@@ -192,12 +190,14 @@ class AlikeRows:
 class MeasuredErrors:
     """Holds the rows that were measured, by class; `measured_errors` has those of the package."""
 
-    def __init__(self, rows: Sequence[CalibrationRow], memory: Sequence[MemoryCalibrationRow] = ()) -> None:
-        self.rows, self.memory = tuple(rows), tuple(memory)
+    def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
+        self.rows, self.memory = tuple(rows), memory
         self._classes: dict[tuple[int, tuple[str, ...]], list[CalibrationRow]] = defaultdict(list)
         for row in self.rows:
-            for rung in range(len(LADDER)):
-                self._classes[_key(rung, row.features)].append(row)
+            self._classes[_key(0, row.features)].append(row)
+        for found in [*self._classes.values()]:
+            for rung in range(1, len(LADDER)):
+                self._classes[_key(rung, found[0].features)].extend(found)
 
     def classes(self, features: Mapping[str, str]) -> Iterator[AlikeRows]:
         """Yield the classes of a job that have rows, from those most alike to all."""
@@ -272,40 +272,21 @@ class MeasuredErrors:
             return None
         return RatioError(level=LEVEL, factor=math.exp(off), pairs=len(pairs), sources=len(set(sources)))
 
-    @cached_property
-    def _memory(self) -> tuple[NormalDist, str]:
-        """Return the distribution of ln(needed / predicted) memory, and where it is from."""
-        outcomes = {(row.source, row.ran) for row in self.memory}
-        both = {source for source, ran in outcomes if ran and (source, False) in outcomes}
-        rows = [row for row in self.memory if row.source in both]
-        if len(rows) < LEAST_MEMORY_ROWS:
-            return NormalDist(0.0, MEMORY_SPREAD), f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
-        return likeliest_need(rows), f"{len(rows)} configurations of {_listed(sorted(both))} that ran or had too little"
-
     def fits(self, predicted_gib: float, available_gib: float) -> float:
         """Return the probability that a job of so much predicted memory runs."""
-        return self._memory[0].cdf(math.log(available_gib / predicted_gib))
+        need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
+        return NormalDist(need.mean, need.deviation).cdf(math.log(available_gib / predicted_gib))
 
     @property
     def memory_source(self) -> str:
         """Return what `fits` rests on, for people."""
-        return self._memory[1]
-
-
-def likeliest_need(rows: Sequence[MemoryCalibrationRow]) -> NormalDist:
-    """Return the normal distribution of ln(needed / predicted) that explains best which rows ran, on a grid.
-
-    It is that of a probit regression: a row ran if it needed at most what was available.
-    """
-    room, ran = np.array([row.room for row in rows]), np.array([row.ran for row in rows])
-    weights = source_weights([row.source for row in rows])
-
-    def surprise(need: NormalDist) -> float:
-        fits = np.array([need.cdf(each) for each in room])
-        return -float(weights @ np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)))
-
-    grid = (NormalDist(mean / 50, spread / 50) for mean in range(-25, 26) for spread in range(1, 31))
-    return min(grid, key=surprise)
+        if self.memory is None:
+            return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
+        need = self.memory
+        return (
+            f"{need.rows} configurations of {_listed(need.sources)} that ran or had too little: they needed "
+            f"{math.expm1(need.mean):+.0%} of what is predicted, with a deviation of {need.deviation:.0%}"
+        )
 
 
 def _key(rung: int, features: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
@@ -339,13 +320,13 @@ def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
     places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
     kinds = sorted(places, key=places.__getitem__)
     steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
-    tables = {"features": [dict(kind) for kind in kinds], "steps": steps, "memory": rows.memory}
+    tables = {"features": [dict(kind) for kind in kinds], "steps": steps}
     lists = [
         f'"{name}": [\n' + ",\n".join(msgspec.json.encode(row).decode() for row in found) + "\n]"
         for name, found in tables.items()
     ]
-    head = f'"written_by": {msgspec.json.encode(written_by).decode()}'
-    return ("{" + ",\n".join([head, *lists]) + "}\n").encode()
+    head = msgspec.json.encode({"written_by": written_by, "memory": rows.memory}).decode().removesuffix("}")
+    return (",\n".join([head, *lists]) + "}\n").encode()
 
 
 @cache

@@ -5,12 +5,14 @@ explain(job, "exposed_comm")   ->  lines of text
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.answer import AXES, PARTS
 from counterpoint.plan.compute.layers import LocalShape, layer_work
 from counterpoint.plan.compute.roofline import GpuRates, cost
+from counterpoint.plan.confidence import MOST_OF_SOURCE, fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -121,6 +123,7 @@ def _memory(job: Job, found: PredictedStep) -> list[str]:
     return [
         f"memory of stage {memory.stage} = {memory.total_gib:.1f} GiB",
         *(f"  {name:12} {gib:8.2f} GiB" for name, gib in memory.gib.items()),
+        f"  P(fits in {memory.available_gib:g} GiB) = {fits_in_memory(found):.0%}: {measured_errors().memory_source}",
         "  formulas: plan/compute/memory.py",
     ]
 
@@ -135,6 +138,26 @@ def _ideal(job: Job, found: PredictedStep) -> list[str]:
     comm = sum(found.comm_us.values())
     return [f"ideal = max(compute, communication alone) = max({_ms(found.serial_us - comm)}, {_ms(comm)}) = "
             f"{_ms(found.ideal_us)}: everything overlaps, nothing is disturbed"]  # fmt: skip
+
+
+def _interval(job: Job, found: PredictedStep) -> list[str]:
+    interval, known, features = step_interval(job, found), measured_errors(), job_features(job)
+    low, high = (math.expm1(end) for end in known.alike(features).ends(interval.level))
+    same = {name: "the same" if name in interval.alike else "may differ" for name in features}
+    return [
+        f"interval = {_ms(interval.low_us)} to {_ms(interval.high_us)}: {interval.level:.0%} of such steps",
+        f"  {interval.rows} measured steps were off by {low:+.1%} at P10 and {high:+.1%} at P90; 0 is always within",
+        f"  {MOST_OF_SOURCE:g} of a source count at most; one step more, which may be anything, counts as well",
+        f"  sources: {'; '.join(interval.sources)}; no constant was fitted to these steps",
+        *(f"  {said:10} {name}: {features[name]}" for name, said in same.items()),
+        *([f"  the slowest of the ranks: + {_ms(interval.slowest_us)}"] if interval.slowest_us else []),
+        "  classes, of which the first is taken that bounds an interval:",
+        *(
+            f"    {', '.join(rows.equal) or 'all rows'}: {len(rows.errors)} steps of {len(rows.sources)} sources"
+            for rows in known.classes(features)
+        ),
+        "  rows: plan/measured_steps.json, formulas: plan/confidence.py",
+    ]
 
 
 def _part(name: str) -> Callable[[Job, PredictedStep], list[str]]:
@@ -162,5 +185,6 @@ QUESTIONS: dict[str, Callable[[Job, PredictedStep], list[str]]] = {
     "ideal": _ideal,
     "mfu": _mfu,
     "memory": _memory,
+    "interval": _interval,
     **{name: _part(name) for name in PARTS},
 }

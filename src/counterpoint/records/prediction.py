@@ -55,6 +55,32 @@ class RatioError(Record, frozen=True, kw_only=True):
     sources: int
 
 
+class RunLoss(Record, frozen=True, kw_only=True):
+    """Holds the days of a training that no step that counts was done in, for one reason."""
+
+    name: str
+    days: float
+    means: str
+
+
+class TrainingRun(Record, frozen=True, kw_only=True):
+    """Predicts a whole training: `days` = those of its steps + `losses`; `goodput` is the part of its steps."""
+
+    steps: int
+    tokens: float
+    days: float
+    low_days: float | None = None  # with the ends of the step's interval
+    high_days: float | None = None
+    gpu_hours: float
+    cost: float | None = None  # null: no price was given
+    goodput: float
+    failures: float  # expected
+    failure_hours: float | None = None  # mean time between two of the whole job; null: nothing fails
+    checkpoint_seconds: float  # that training waits for one
+    checkpoint_minutes: float | None = None  # of work between two; null: none is written
+    losses: tuple[RunLoss, ...]
+
+
 class Point(Record, frozen=True, kw_only=True):
     """Predicts the job with one value changed; if that is impossible, `why_not` says why and all else is null."""
 
@@ -68,6 +94,7 @@ class Point(Record, frozen=True, kw_only=True):
     memory_gib: float | None = None
     fits: bool | None = None
     fits_probability: float | None = None
+    run: TrainingRun | None = None
     why_not: str | None = None
 
 
@@ -178,4 +205,5 @@ class Prediction(Record, frozen=True, kw_only=True):
     sensitivities: tuple[Sensitivity, ...] = ()
     search: SearchResult | None = None
     placement: PlacementResult | None = None
+    run: TrainingRun | None = None
     asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed

@@ -177,10 +177,11 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 
-def interval(low_us: float | None, high_us: float | None, digits: int = 1) -> str:
+def interval(low_us: float | None, high_us: float | None) -> str:
     """Format the ends of an interval as milliseconds without the unit; nothing where there is none."""
     if low_us is None or high_us is None:
         return ""
+    digits = 1 if low_us < 1e5 else 0
     return f"{milliseconds(low_us, digits)} to {milliseconds(high_us, digits)}"
 
 

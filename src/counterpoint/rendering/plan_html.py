@@ -10,7 +10,14 @@ from pathlib import Path
 from counterpoint.records.prediction import Bar, Curve, Point, Prediction
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
-from counterpoint.rendering.plan_terminal import comparison_line, confidence_lines, fits_note, headline, memory_line
+from counterpoint.rendering.plan_terminal import (
+    comparison_line,
+    confidence_lines,
+    fits_note,
+    headline,
+    memory_line,
+    run_lines,
+)
 from counterpoint.rendering.safe_html import clean, write_page
 
 LOOKS = {  # of a part: class of its bar
@@ -56,6 +63,7 @@ def write_plan_page(path: Path, found: Prediction) -> None:
         memory_line=memory_line(found),
         confidence_lines=confidence_lines(found),
         comparisons=comparison_line(found.comparisons) if found.comparisons is not None else "",
+        run_lines=[] if found.run is None else run_lines(found.run),
         looks=LOOKS,
         longest=max(part.us for part in found.parts),
         most=max((abs(each.change) for each in found.sensitivities), default=0.0) or 1.0,

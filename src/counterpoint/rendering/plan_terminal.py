@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.records.prediction import Curve, PlacementResult, Point, Prediction, RatioError, SearchResult
+from counterpoint.records.prediction import (
+    Curve,
+    PlacementResult,
+    Point,
+    Prediction,
+    RatioError,
+    SearchResult,
+    TrainingRun,
+)
 from counterpoint.rendering import formatting as say
 
 BAR = 24  # characters
@@ -54,9 +62,9 @@ def confidence_lines(found: Prediction) -> list[str]:
 def comparison_line(found: RatioError) -> str:
     """Return by how much the ratio of two choices of a search may be off."""
     return (
-        f"comparisons: the ratio of two ways to run one model on as many GPUs was off by at most "
-        f"{say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} measured pairs "
-        f"of {found.sources} sources"
+        "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
+        f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
+        f"measured pairs of {found.sources} sources"
     )
 
 
@@ -71,6 +79,8 @@ def render_prediction(found: Prediction, console: Console) -> None:
         console.print(say.text(line, say.QUIET), soft_wrap=True)
     _parts(found, console)
     _frame(found, console)
+    if found.run is not None:
+        _run(found.run, console)
     for curve in found.curves:
         _curve(curve, console)
     if found.sensitivities:
@@ -121,10 +131,50 @@ def _frame(found: Prediction, console: Console) -> None:
         console.print(say.text(line), soft_wrap=True)
 
 
+def run_lines(run: TrainingRun) -> list[str]:
+    """Return what the whole training takes and costs, and what fails in it."""
+    spread = f" ({run.low_days:,.1f} to {run.high_days:,.1f})" if run.low_days and run.high_days else ""
+    cost = "" if run.cost is None else f", {run.cost:,.0f} at the price per GPU-hour"
+    lines = [
+        f"{run.days:,.1f} days{spread}, {run.gpu_hours:,.0f} GPU-hours{cost}, goodput "
+        f"{say.percent(run.goodput, digits=1)}: {run.steps:,} steps, {run.tokens / 1e9:,.1f} billion tokens"
+    ]
+    if run.failure_hours is not None:
+        lines.append(f"{run.failures:,.1f} failures, one every {run.failure_hours:,.2f} h")
+    if run.checkpoint_minutes is not None:
+        lines.append(f"a checkpoint every {run.checkpoint_minutes:,.1f} min of work")
+    return lines
+
+
+def _run(run: TrainingRun, console: Console) -> None:
+    _heading(console, "The whole training")
+    for line in run_lines(run):
+        console.print(say.text(line), soft_wrap=True)
+    rows = (
+        (loss.name, f"{loss.days:,.2f}", say.percent(loss.days / run.days, digits=1), say.text(loss.means, say.QUIET))
+        for loss in run.losses
+    )
+    _table(console, ("", "days", "share", ""), rows)
+
+
 def _curve(curve: Curve, console: Console) -> None:
     _heading(console, f"{curve.name}{f': {curve.unit}' if curve.unit else ''}")
     columns = ("value", "step, ms", "P10, P90", "MFU", "exposed", "tokens/s", "GiB", "")
     _table(console, columns, map(_point, curve.points))
+    if any(point.run for point in curve.points):
+        _runs(curve, console)
+
+
+def _runs(curve: Curve, console: Console) -> None:
+    rows = (
+        (
+            point.value, f"{point.run.days:,.1f}", f"{point.run.gpu_hours:,.0f}",
+            "" if point.run.cost is None else f"{point.run.cost:,.0f}", say.percent(point.run.goodput, digits=1),
+        )
+        for point in curve.points
+        if point.run is not None
+    )  # fmt: skip
+    _table(console, ("value", "days", "GPU-hours", "cost", "goodput"), rows)
 
 
 def _point(point: Point) -> tuple[str | Text, ...]:
@@ -159,12 +209,13 @@ def _search(search: SearchResult, console: Console) -> None:
         f"The fastest of {search.considered:,} ways ({search.too_large:,} do not fit, {search.impossible:,} cannot be)",
     )
     names = _varying(search)
-    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "")
+    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "P(fits)", "")
     rows = (
         (
             *(choice.settings[name] for name in names), say.milliseconds(choice.step_us, 1),
             say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}",
-            "too close to call" if choice.too_close else "",
+            say.percent(choice.fits_probability),
+            "≈" if choice.too_close else "",
         )
         for choice in search.choices
     )  # fmt: skip

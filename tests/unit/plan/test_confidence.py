@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from plan_coverage import Ran, memory_need
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer, curve
@@ -20,13 +22,13 @@ from counterpoint.plan.confidence import (
     LADDER,
     LIKE_IT,
     MOST_OF_SOURCE,
+    AlikeRows,
     CalibrationRow,
     MeasuredErrors,
-    MemoryCalibrationRow,
+    MemoryNeed,
     conformal_quantile,
     encode_rows,
     job_features,
-    likeliest_need,
     measured_errors,
     read_rows,
     source_weights,
@@ -48,11 +50,17 @@ def job(**changes: Any) -> Job:
     return parse_job({name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}})
 
 
+@cache
+def like_it() -> dict[str, str]:
+    """The features of `job()`."""
+    return job_features(job())
+
+
 def rows(
     errors: Sequence[float], source: str = "one", features: dict[str, str] | None = None, series: str = "a"
 ) -> list[CalibrationRow]:
     """Rows of one source that are like `job()`."""
-    like = features or job_features(job())
+    like = features or like_it()
     return [
         CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error)
         for number, error in enumerate(errors)
@@ -86,8 +94,8 @@ def test_intervals_cover_what_they_say() -> None:
     inside = []
     for _ in range(1500):
         errors = random.gamma(2.0, 0.05, size=49) - 0.05
-        known = MeasuredErrors([row for i, error in enumerate(errors[:-1]) for row in rows([error], f"source {i}")])
-        low, high = known.alike(job_features(job())).ends(0.8)
+        known = [msgspec.structs.replace(one, source=f"source {i}") for i, one in enumerate(rows([*errors[:-1]], ""))]
+        low, high = AlikeRows((), known).ends(0.8)
         inside.append(low <= errors[-1] <= high)
     assert 0.79 <= fmean(inside) <= 0.85
 
@@ -95,7 +103,7 @@ def test_intervals_cover_what_they_say() -> None:
 def test_a_higher_level_is_never_narrower() -> None:
     random = np.random.default_rng(4)
     found = MeasuredErrors([row for name in "ab" for row in rows([float(e) for e in random.normal(size=60)], name)])
-    ends = [found.alike(job_features(job()), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
+    ends = [found.alike(like_it(), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
     lows, highs = zip(*ends, strict=True)
     assert (sorted(lows, reverse=True), sorted(highs)) == ([*lows], [*highs])
     assert ends[0][0] > ends[-1][0]
@@ -106,7 +114,7 @@ def test_no_source_drowns_the_others() -> None:
     """500 rows without an error beside 8 of 30 % count as 8: the interval reaches 30 %."""
     assert sum(source_weights(["one"] * 500 + ["two"] * 3)) == pytest.approx(MOST_OF_SOURCE + 3)
     known = MeasuredErrors(rows([0.0] * 500, "one") + rows([0.3] * 8, "two"))
-    assert known.alike(job_features(job())).ends(0.8)[1] == 0.3
+    assert known.alike(like_it()).ends(0.8)[1] == 0.3
 
 
 def test_one_source_bounds_no_interval() -> None:
@@ -227,36 +235,40 @@ def test_too_few_pairs_say_nothing_of_ratios() -> None:
     assert MeasuredErrors(rows([0.1], "one") + rows([0.2], "two")).comparisons is None
 
 
-def memory_rows(count: int, need: NormalDist, source: str, seed: int) -> list[MemoryCalibrationRow]:
+def ran_or_not(count: int, need: NormalDist, source: str, seed: int) -> list[Ran]:
     """Configurations that ran if they needed at most what there was."""
     needed = np.random.default_rng(seed).normal(need.mean, need.stdev, count)
     room = np.linspace(-1.0, 1.0, count)
-    return [
-        MemoryCalibrationRow(source=source, name=str(i), room=float(room[i]), ran=bool(needed[i] <= room[i]))
-        for i in range(count)
-    ]
+    return [Ran(source=source, room=float(room[i]), ran=bool(needed[i] <= room[i])) for i in range(count)]
 
 
 def test_the_need_of_memory_is_found_again() -> None:
-    """2,000 configurations that need 10 % more than predicted, give or take 20 %."""
-    found = likeliest_need(memory_rows(2000, NormalDist(0.1, 0.2), "one", 5))
+    """2,000 configurations that need 10 % more than predicted, give or take 20 %; 50 that all ran count for nothing."""
+    ran = [Ran(source="all ran", room=-0.5, ran=True)] * 50
+    found = memory_need([*ran_or_not(2000, NormalDist(0.1, 0.2), "both", 5), *ran])
+    assert found is not None
     assert found.mean == pytest.approx(0.1, abs=0.04)
-    assert found.stdev == pytest.approx(0.2, abs=0.04)
+    assert found.deviation == pytest.approx(0.2, abs=0.04)
+    assert (found.rows, found.sources) == (2000, ("both",))
+    assert memory_need(ran) is None
 
 
 def test_the_probability_of_fitting_says_where_it_is_from() -> None:
-    """Assumed without rows of both kinds: configurations that all ran say little. It falls with what is predicted."""
-    ran = [MemoryCalibrationRow(source="all ran", name=str(i), room=-0.5, ran=True) for i in range(50)]
-    both = memory_rows(200, NormalDist(0.1, 0.2), "both", 6)
-    assumed, known = MeasuredErrors(rows([0.1]), ran), MeasuredErrors(rows([0.1]), ran + both)
-    assert assumed.memory_source.endswith("assumed")
-    assert known.memory_source == "200 configurations of both that ran or had too little"
+    """It falls with what is predicted; without configurations that had too little the spread is assumed, and said."""
+    need = MemoryNeed(mean=0.1, deviation=0.2, rows=200, sources=("a paper",))
+    assumed, known = MeasuredErrors(rows([0.1])), MeasuredErrors(rows([0.1]), need)
+    assert assumed.memory_source == "a predicted memory 15% off (1 deviation), assumed"
+    assert known.memory_source == (
+        "200 configurations of a paper that ran or had too little: they needed +11% of what is predicted, "
+        "with a deviation of 20%"
+    )
     for each in (assumed, known):
         probabilities = [each.fits(predicted, 80.0) for predicted in (1.0, 40.0, 70.0, 80.0, 100.0, 400.0)]
         assert sorted(probabilities, reverse=True) == probabilities
         assert probabilities[0] > 0.99
         assert probabilities[-1] < 0.01
     assert assumed.fits(80.0, 80.0) == 0.5
+    assert known.fits(80.0, 80.0 * math.exp(0.1)) == pytest.approx(0.5)
 
 
 ROW: dict[str, Any] = {
@@ -271,7 +283,7 @@ ROW: dict[str, Any] = {
         (b"\xff\xfe", "malformed"),
         (b"[]", "Expected `object`, got `array`"),
         (b"[" * 100_000, "Expected `object`"),
-        (b'{"written_by": "x", "features": [], "steps": [], "memory": []}', "no steps"),
+        (b'{"written_by": "x", "features": [], "steps": [], "memory": null}', "no steps"),
         ([{**ROW, "error": None}], "Expected `float`, got `null`"),
         ([{**ROW, "error": 1e9}], "Expected `float` <= 3"),
         ([{**ROW, "error": "0.1"}], "Expected `float`, got `str`"),
@@ -282,16 +294,17 @@ ROW: dict[str, Any] = {
         ([{**ROW, "features": 1}], "features are not in the file"),
         ([{**ROW, "features": -1}], "Expected `int` >= 0"),
         (
-            b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": []}',
+            b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": null}',
             "other features than GPU, ranks",
         ),
+        (b'{"written_by": "x", "features": [], "steps": [], "memory": {"mean": 9}}', "`float` <= 3"),
         (b" " * (1 << 22) + b"{}", "larger than"),
     ],
 )
 def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
     """What is wrong, and which command writes the file."""
     path = tmp_path / "rows.json"
-    document = {"written_by": "x", "features": [dict.fromkeys(LADDER[0], "x")], "steps": content, "memory": []}
+    document = {"written_by": "x", "features": [dict.fromkeys(LADDER[0], "x")], "steps": content, "memory": None}
     path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
     with pytest.raises(Misconfigured) as raised:
         read_rows(path)
@@ -315,11 +328,11 @@ def test_a_data_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
 def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
     """One row a line."""
     path = tmp_path / "rows.json"
-    known = MeasuredErrors(rows([0.1, -0.2]), memory_rows(1, NormalDist(0.0, 0.1), "m", 7))
+    known = MeasuredErrors(rows([0.1, -0.2]), MemoryNeed(mean=0.1, deviation=0.2, rows=9, sources=("m",)))
     path.write_bytes(encode_rows(known, "a test"))
     again = read_rows(path)
     assert (again.rows, again.memory) == (known.rows, known.memory)
-    assert sum('"source"' in text for text in path.read_text().splitlines()) == 3
+    assert sum('"source"' in text for text in path.read_text().splitlines()) == 2
 
 
 def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:

@@ -19,6 +19,7 @@ from counterpoint.plan.job.fields import CheckedRecord
 from counterpoint.plan.job.job import Ranks, parse_job
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
+from counterpoint.plan.job.run import Run
 
 TABLES = tomllib.loads("""
 model = { layers = 4, hidden = 256, heads = 4, vocab = 1000, experts = { count = 4, per_token = 2, width = 512 } }
@@ -31,6 +32,7 @@ cluster.levels = [
 ]
 compression = { method = "topk" }
 ranks = { slow = 1.5 }
+run = { steps = 100, gpu_mtbf_hours = 1e5 }
 """)
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PLACES: dict[type[CheckedRecord], tuple[str | int, ...]] = {
@@ -43,6 +45,7 @@ PLACES: dict[type[CheckedRecord], tuple[str | int, ...]] = {
     Level: ("cluster", "levels", 1),
     Compression: ("compression",),
     Ranks: ("ranks",),
+    Run: ("run",),
 }
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 1 << 20000, 1e300, 5e-324]
 OTHERS: list[Any] = [True, "", "x", "\x1b[2J", "x" * 100_000, [], [[1]], {}, {"x": {"y": 1}}, date(2020, 1, 1)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
-from counterpoint.plan.network.nccl_choice import Candidate, nccl_choice, shared_gb_per_s
+from counterpoint.plan.network.group import Group, reach
+from counterpoint.plan.network.nccl_choice import Candidate, group_gb_per_s, nccl_choice, shared_gb_per_s
 from counterpoint.plan.network.protocols import Fit, Protocol, levels, network_of
 
 FIT = Fit(source="made up", gpu="H200", rows=1, held_out="nothing", gb_per_s={}, spans=())
@@ -90,3 +92,30 @@ def test_a_part_is_a_part(active: float) -> None:
     """`active` outside of 0 to 1 is refused."""
     with pytest.raises(Misconfigured, match="give the part of GPUs that send at once"):
         shared_gb_per_s([network_level("pod", 8, 50.0)], active)
+
+
+@pytest.mark.parametrize(
+    ("group", "lost", "part"),
+    [
+        (Group(ranks=32), 1, 7 / 8),  # all GPUs of each node: spread over the NICs that are left
+        (Group(ranks=32), 4, 4 / 8),
+        (Group(ranks=4, stride=8), 1, 1 / 2),  # one of each node: two of them share a NIC
+        (Group(ranks=4, stride=8), 4, 1 / 2),
+        (Group(ranks=4, stride=8), 5, 1 / 3),
+        (Group(ranks=8, stride=4), 2, 1 / 2),
+        (Group(ranks=4, stride=8), 0, 1.0),
+    ],
+)
+def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float) -> None:
+    """The group that has most to share counts; NVLink stays as it is."""
+    whole = levels("h100-ndr-400", 32)
+    broken = tuple(replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole)
+    at = reach(group, Cluster(gpu=find_gpu("H100"), levels=broken))
+    assert group_gb_per_s(at, broken) == (whole[0].gb_per_s, pytest.approx(part * whole[1].gb_per_s))
+
+
+def test_a_node_without_a_network_is_refused() -> None:
+    """Eight of eight."""
+    broken = tuple(replace(each, failed_nics=8) for each in levels("h100-ndr-400", 32))
+    with pytest.raises(Misconfigured, match="failed_nics = 8 of 8"):
+        Cluster(gpu=find_gpu("H100"), levels=broken)

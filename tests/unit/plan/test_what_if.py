@@ -49,13 +49,14 @@ def test_nodes_of_levels_that_are_written_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "factor"),
-    [("nic_gbit", "800", 2.0), ("nics", "4", 0.5), ("failed_nics", "2", 0.75)],
+    [("nic_gbit", "800", 2.0), ("nics", "4", 0.5), ("failed_nics", "2", 1.0)],
 )
 def test_the_network_between_nodes(name: str, value: str, factor: float) -> None:
     """400 Gb/s and 8 NICs are what this network has; NVLink stays as it was."""
     changed, before = job(name, value), parse_job(TABLES)
     assert rates(changed)[: len(rates(before))] == [factor * rate for rate in rates(before)]
     assert changed.cluster.levels[0] == before.cluster.levels[0]
+    assert changed.cluster.levels[1].failed_nics == (2 if name == "failed_nics" else 0)
 
 
 def test_a_changed_network_can_still_grow() -> None:

@@ -27,15 +27,26 @@ from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.records import Record
 
 LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
-CASTS = {  # to fp8, of an element: bytes for maximum, value and its transpose, scales; kernels
-    "delayed": (4.0, 1),  # scale of earlier steps, both layouts by one kernel (Transformer Engine's cast_transpose)
-    "tensorwise": (6.0, 3),  # maximum, scale, cast: Transformer Engine's current scaling, torchao's dynamic one
-    "blockwise": (4.0 + 2 * 4 / 128, 1),  # a float32 scale for 128 elements of a row
-    "mxfp8": (4.0 + 2 / 32, 1),  # a byte for 32 elements
-}
 FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
 EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
+
+
+class Cast(Record, frozen=True, kw_only=True):
+    """Describes how an operand is cast to fp8, to both layouts that products want."""
+
+    num_bytes: float  # of an element: maximum, value and its transpose, scales
+    kernels: int = 1
+    joins_norm: bool = True  # a norm writes its output so, which takes no bytes more than in bf16
+
+
+CASTS = {
+    "delayed": Cast(num_bytes=4.0),  # scale of earlier steps: Transformer Engine's cast_transpose
+    # maximum, scale, cast: Transformer Engine's current scaling, torchao's dynamic one
+    "tensorwise": Cast(num_bytes=6.0, kernels=3, joins_norm=False),
+    "blockwise": Cast(num_bytes=4.0 + 2 * 4 / 128, joins_norm=False),  # a float32 scale for 128 elements of a row
+    "mxfp8": Cast(num_bytes=4.0 + 2 / 32),  # a byte for 32 elements
+}
 
 
 class MatmulOp(Record, frozen=True, kw_only=True):
@@ -192,9 +203,28 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
 
 
 def _linear(
-    name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1, fp8: bool = True
+    name: str,
+    local: LocalShape,
+    *,
+    n: int,
+    k: int,
+    m: int | None = None,
+    batch: int = 1,
+    fp8: bool = True,
+    normed: bool = False,
 ) -> LayerWork:
-    """Return a product with a weight, and its two of backward; `fp8` says whether it is in fp8 where the job is."""
+    """Return a product with a weight, and its two of backward.
+
+    Args:
+        name: of the product.
+        local: tokens of the rank.
+        n: columns of the weight.
+        k: its rows.
+        m: rows of the input; None: all tokens.
+        batch: products of this shape.
+        fp8: whether it is in fp8 where the job is.
+        normed: whether a norm writes its input.
+    """
     rows, size = local.tokens if m is None else m, local.element_bytes
     fp8 = fp8 and bool(local.fp8)
 
@@ -203,12 +233,14 @@ def _linear(
             name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight, fp8=fp8
         )  # fmt: skip
 
-    def cast(elements: float) -> tuple[MemoryBoundOp, ...]:
-        each, kernels = CASTS[local.fp8] if fp8 else (0.0, 0)
-        return _traffic("cast to fp8", each * batch * elements, kernels) if fp8 and elements else ()
+    def cast(elements: float, *, of_norm: bool = False) -> tuple[MemoryBoundOp, ...]:
+        if not fp8 or not elements or (of_norm and CASTS[local.fp8].joins_norm):
+            return ()
+        return _traffic("cast to fp8", CASTS[local.fp8].num_bytes * batch * elements, CASTS[local.fp8].kernels)
 
+    weight = cast(local.weight_casts * n * k)
     return LayerWork(
-        forward=(*cast(rows * k), *cast(local.weight_casts * n * k), product("", rows, n, k)),
+        forward=(*cast(rows * k, of_norm=normed and local.fused), *weight, product("", rows, n, k)),
         backward=(*cast(rows * n), product(" dx", rows, k, n), product(" dW", k, n, rows, weight=True)),
     )
 
@@ -233,7 +265,7 @@ def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
     width, shared = model.head_width, max(model.key_heads // local.tp, 1)
     queries, keys, values = model.heads * width // local.tp, shared * width, shared * model.value_width
     if local.fused:
-        qkv = _linear("qkv", local, n=queries + keys + values, k=model.hidden)
+        qkv = _linear("qkv", local, n=queries + keys + values, k=model.hidden, normed=True)
     else:
         each = (("q", queries), ("k", keys), ("v", values))
         products = (_linear(name, local, n=columns, k=model.hidden) for name, columns in each)
@@ -361,9 +393,10 @@ def _first_matmuls(
     model: Model, local: LocalShape, width: int, m: int | None = None, batch: int = 1
 ) -> list[LayerWork]:
     if not model.gated:
-        return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch)]
+        return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch, normed=m is None)]
     if local.fused:
-        return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch)]
+        normed = m is None
+        return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch, normed=normed)]
     products = [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
     return [*products, _summed(model, local, 2, rows=None if m is None else m * batch)]
 

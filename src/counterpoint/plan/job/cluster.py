@@ -40,6 +40,7 @@ class Level(CheckedRecord, frozen=True, kw_only=True):
     latency_us: Micros  # of one hop at this level
     oversubscription: Factor = 1.0  # bandwidth of the links below over that of the links above; 1: non-blocking
     in_network_reduction: bool = False  # switches reduce (SHARP, NVLS)
+    failed_nics: Annotated[int, Meta(ge=0, le=1023)] = 0  # that one node has lost, of one NIC for each of its GPUs
 
 
 class Cluster(Record, frozen=True, kw_only=True):
@@ -52,6 +53,11 @@ class Cluster(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.levels:
             raise Misconfigured("cluster.levels is empty: give at least the level that joins the GPUs of a node")
+        lost = max(level.failed_nics for level in self.levels)
+        if lost >= self.gpus_per_node:
+            raise Misconfigured(
+                f"failed_nics = {lost} of {self.gpus_per_node}: a node without a network cannot take part; give fewer"
+            )
         for below, above in zip(self.levels, self.levels[1:], strict=False):
             if above.size <= below.size or above.size % below.size:
                 raise Misconfigured(

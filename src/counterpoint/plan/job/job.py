@@ -18,6 +18,9 @@
     mechanism = "zero_sm"
     [ranks]
     slow = 1.2
+    [run]                        # how long, what fails, what it costs: days and goodput
+    tokens = 15e12
+    gpu_mtbf_hours = 50000
 
 Everything that is left out has the default of its record: `Model`, `Training`, `Parallel`, `Cluster`. A field that no
 record has is an error that names it.
@@ -25,18 +28,20 @@ record has is an error that names it.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile, shipped_profile
 from counterpoint.pair.together import disturbance
-from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level, find_gpu
+from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import (
     CheckedRecord,
     Factor,
@@ -46,16 +51,17 @@ from counterpoint.plan.job.fields import (
     parse_record,
     shown,
 )
-from counterpoint.plan.job.model import Model, find_model
+from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
+from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import levels
 from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
-TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks")
 MAX_LINE = 2000  # characters
+TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
 MAX_DEPTH = 8  # of tables and arrays in each other
 
 Table = Mapping[str, Any]
@@ -81,6 +87,7 @@ class JobParts(Record, frozen=True, kw_only=True):
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
+    run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
     def whole(self) -> Job:
         """Return the job, or raise Misconfigured where its records do not go together."""
@@ -117,7 +124,12 @@ class Job(JobParts, frozen=True, kw_only=True):
 
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 256 KiB."""
-    name, text = printable(str(path), 200), read_text(path, limit=MAX_BYTES, advice=ADVICE)
+    return parse_tables(path, read_text(path, limit=MAX_BYTES, advice=ADVICE))
+
+
+def parse_tables(path: Path, text: str) -> dict[str, Any]:
+    """Return the tables of the text of a job's file; `path` is for messages."""
+    name = printable(str(path), 200)
     if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # a key of thousands of parts takes tomllib minutes
         raise Misconfigured(f"{name}: a line has more than {MAX_LINE:,} characters; {ADVICE}")
     try:
@@ -161,14 +173,27 @@ def parse_parts(tables: Table) -> JobParts:
         mechanism=parse_name("overlap.mechanism", overlap.get("mechanism", "nccl")),
         compression=None if compression is None else parse_record("compression", compression, Compression),
         ranks=parse_record("ranks", tables.get("ranks", {}), Ranks),
+        run=parse_record("run", tables["run"], Run) if "run" in tables else None,
     )
 
 
 def _model(table: Table) -> Model:
-    """Return the known model of this name if `name` is all that is given; next to widths it is only a label."""
-    if set(table) == {"name"}:
-        return find_model(parse_name("model.name", table["name"]))
+    """Return the known model of this name, with what else is given changed; next to `layers` a name is only a label."""
+    if "name" in table and "layers" not in table:
+        known = msgspec.to_builtins(find_model(parse_name("model.name", table["name"])))
+        table = _merged({name: value for name, value in known.items() if value is not None}, table)
     return parse_record("model", table, Model)
+
+
+def _merged(below: Table, above: Table) -> dict[str, Any]:
+    """Return the fields of two tables; of those in both, the upper one's, and tables merged in the same manner."""
+    merged = dict(below)
+    for name, value in above.items():
+        lower = below.get(name)
+        merged[name] = value
+        if isinstance(value, Mapping) and isinstance(lower, Mapping):
+            merged[name] = _merged(lower, value)
+    return merged
 
 
 def _cluster(table: Table, ranks: int) -> Cluster:
@@ -204,3 +229,57 @@ def parse_gpu(value: object) -> ClusterGpu:
     if isinstance(value, Mapping):
         return parse_record("cluster.gpu", value, ClusterGpu)
     return find_gpu(parse_name("cluster.gpu", value))
+
+
+def job_toml(job: Job) -> str:
+    """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
+    model = {"name": job.model.name} if known_models().get(job.model.name) == job.model else _changed_fields(job.model)
+    cluster: dict[str, Any] = {"gpu": _changed_fields(job.cluster.gpu)}
+    if GPUS.get(job.cluster.gpu.name) == job.cluster.gpu:
+        cluster["gpu"] = job.cluster.gpu.name
+    if job.cluster.network is not None:
+        cluster |= {"gpus": job.cluster.num_gpus, "network": job.cluster.network}
+    else:
+        cluster["levels"] = [_changed_fields(level) for level in job.cluster.levels]
+    tables = {
+        "model": model,
+        "training": _changed_fields(job.training),
+        "parallel": _changed_fields(job.parallel),
+        "cluster": cluster,
+        "overlap": {"mechanism": job.mechanism},
+        "compression": {} if job.compression is None else _changed_fields(job.compression),
+        "ranks": _changed_fields(job.ranks),
+    }
+    parts = [
+        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())])
+        for name, fields in tables.items()
+        if fields
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a record that do not have their default, those of records in it, too."""
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(record):
+        value = getattr(record, field.name)
+        if field.required or value != field.default:
+            found[field.name] = _changed_fields(value) if isinstance(value, msgspec.Struct) else value
+    return found
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML has it; strings as JSON has them, which TOML reads alike."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)

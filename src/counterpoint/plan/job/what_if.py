@@ -21,6 +21,7 @@ from counterpoint.plan.job.fields import parse_name, parse_record, read_value
 from counterpoint.plan.job.job import TABLES, Job, JobParts, parse_gpu, parse_parts
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
+from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import all_levels, levels
 
 MAX_VALUES = 1000
@@ -217,10 +218,12 @@ def _with_nics(job: JobParts, nics: int) -> JobParts:
 
 def _without_nics(job: JobParts, lost: int) -> JobParts:
     """Return the job with a node that has lost NICs: every collective across nodes waits for that node."""
-    nics = job.cluster.gpus_per_node
-    if lost >= nics:
-        raise Misconfigured(f"failed_nics = {lost} of {nics}: a node without a network cannot take part")
-    return _with_nics(job, nics - lost)
+    if lost >= job.cluster.gpus_per_node:
+        raise Misconfigured(
+            f"failed_nics = {lost} of {job.cluster.gpus_per_node}: a node without a network cannot take part"
+        )
+    whole = _whole_network(job)
+    return _with_levels(job, (replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole))
 
 
 def _oversubscribed(job: JobParts, factor: float) -> JobParts:
@@ -261,6 +264,18 @@ def _gpu_limit(unit: str, means: str, name: str) -> JobChange:
         return replace(job, cluster=replace(job.cluster, gpu=gpu))
 
     return JobChange(unit, means, (f"cluster.{name}", f"cluster.gpu.{name}"), change, float)
+
+
+def _run_field(unit: str, means: str, name: str) -> JobChange:
+    """Return the what-if that sets one field of the whole training; tokens replace steps, or begin the table."""
+
+    def change(job: JobParts, value: Any) -> JobParts:
+        table = {} if job.run is None else asdict(job.run)
+        if name == "tokens":
+            table["steps"] = None
+        return replace(job, run=parse_record("run", table | {name: value}, Run))
+
+    return JobChange(unit, means, (f"run.{name}",), change)
 
 
 WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
@@ -323,4 +338,11 @@ WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     ),
     "slow_rank": _field("a factor", "Let one rank compute slower.", "ranks", "slow"),
     "jitter": _field("a part of the step", "Change the standard deviation between ranks.", "ranks", "jitter"),
+    "tokens": _run_field("a number of tokens", "Train on so many tokens: days, GPU-hours, goodput.", "tokens"),
+    "price_per_gpu_hour": _run_field("a price", "Change what a GPU costs for an hour.", "price_per_gpu_hour"),
+    "gpu_mtbf_hours": _run_field("hours", "Change how long one GPU goes between two failures.", "gpu_mtbf_hours"),
+    "restart_minutes": _run_field("minutes", "Change how long a restart takes.", "restart_minutes"),
+    "checkpoint_minutes": _run_field(
+        "minutes, or optimal", "Change how much work is between two checkpoints.", "checkpoint_minutes"
+    ),
 }  # fmt: skip

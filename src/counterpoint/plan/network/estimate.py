@@ -13,7 +13,7 @@ from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.parallel import Parallel
 from counterpoint.plan.network.algorithms import ALGORITHMS, nccl_algorithms, schedule
 from counterpoint.plan.network.group import Axis, Group, axes, reach
-from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, nccl_choice, shared_gb_per_s
+from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, group_gb_per_s, nccl_choice
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
 
@@ -127,7 +127,7 @@ def estimate(
         nothing = "validated: one rank communicates nothing"
         return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
     levels = network.cluster.levels
-    links = Links(at, levels, shared_gb_per_s(levels, active))
+    links = Links(at, levels, group_gb_per_s(at, levels, active))
     found = candidates(operation, num_bytes, links, network)
     if algorithm and algorithm not in found:
         raise Misconfigured(
@@ -265,6 +265,13 @@ class MeshTimes:
     def find(self, axis: Axis, operation: str, num_bytes: float) -> CollectiveEstimate:
         """Return the estimate of one collective in the groups of this axis."""
         return self._times.find(operation, num_bytes, self.groups[axis], self._active.get(axis, 1.0))
+
+    def in_node(self, axis: Axis) -> int:
+        """Return how many ranks of each group of this axis are in one node; 1 where nodes have different numbers."""
+        cluster = self._times.network.cluster
+        at = reach(self.groups[axis], cluster)
+        members = at.members(1) if cluster.levels[0].kind != "network" else 1.0
+        return int(members) if members == int(members) else 1
 
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
         """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that is no axis."""

@@ -12,6 +12,10 @@ Bandwidth of one GPU at a level is min(1, 1 / (oversubscription · active)) of t
 GPUs that send up there at once: all groups of an axis (1, the usual case) or only some stages. Traffic to higher levels
 takes the links below, too, so no level is faster than a network below it. Not modelled: flows that hash onto the same
 uplink while another is idle; the efficiency of `network` has their mean in it.
+
+Where a node has lost NICs, all wait for it. A group of all its GPUs spreads over the NICs that are left, as NCCL's
+channels do: (GPUs - lost) / GPUs of the bandwidth. A group of some of its GPUs has their NICs, and whoever has lost one
+shares that of another GPU: 1 / ceil(GPUs / NICs left). So says NCCL's search for paths; it was not measured.
 """
 
 from __future__ import annotations
@@ -102,6 +106,16 @@ def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float
             share = below = min(share, below)
         shares.append(share)
     return tuple(shares)
+
+
+def group_gb_per_s(at: Reach, levels: Sequence[Level], active: float = 1.0) -> tuple[float, ...]:
+    """Return GB/s of one GPU of a group at each level: `shared_gb_per_s`, less what NICs that failed take."""
+    node, rates = levels[0].size, []
+    for level, rate in zip(levels, shared_gb_per_s(levels, active), strict=True):
+        left = node - level.failed_nics
+        spread = at.members(1) >= node if len(levels) > 1 else False
+        rates.append(rate if level.kind != "network" else rate * left / node if spread else rate / -(-node // left))
+    return tuple(rates)
 
 
 def candidates(operation: str, num_bytes: float, links: Links, network: Network) -> dict[str, tuple[Candidate, ...]]:

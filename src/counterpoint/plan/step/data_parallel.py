@@ -28,12 +28,14 @@ every figure that uses this.
 | powersgd | all_reduce of r (rows + columns) elements for each matrix, vectors whole | arXiv 1905.13727, alg. 1 and 2 |
 | topk | all_gather of k N values and as many 32-bit indices from each rank | arXiv 1712.01887 |
 | randomk | all_reduce of k N values: the ranks draw the same indices from a shared seed | arXiv 1809.07599 |
-| quantized | all_to_all and all_gather of N · bits / 8 and a 32-bit scale per block | arXiv 2306.10209 (qgZ) |
+| quantized | all_to_all of N · bits / 8 and scales in a node, of its sums between nodes (qgZ) | arXiv 2306.10209 |
+| | all_gather of what was reduced: replicas need whole gradients | |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Disturbance
@@ -64,10 +66,18 @@ class CommTime(Record, frozen=True, kw_only=True):
     exposed_us: float = 0.0  # the part that compute does not hide, and the time by which it slows compute down
 
 
+class Sent(NamedTuple):
+    """Describes one collective of compressed gradients."""
+
+    operation: str  # PyTorch's name
+    num_bytes: float  # of the full array
+    among: Literal["all", "node", "nodes"] = "all"  # ranks of the group; those in one node; one of each node
+
+
 class CompressedExchange(Record, frozen=True, kw_only=True):
     """Describes the compressed exchange that replaces one all_reduce of the gradients."""
 
-    sent: tuple[tuple[str, float], ...]  # one after another: PyTorch's name, bytes of the full array
+    sent: tuple[Sent, ...]  # one after another
     encode_us: float  # before the collectives
     decode_us: float  # after the collectives
 
@@ -207,13 +217,23 @@ def _compressed(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
     for axis, _, parameters in _sharded_axes(job, count):
         shapes = [(rows, columns)] * max(round(parameters / rows / columns), 1)  # all matrices are about as flat
         small = compress(
-            job.compression, shapes, ranks=prices.groups[axis].ranks,
+            job.compression, shapes, ranks=prices.groups[axis].ranks, in_node=prices.in_node(axis),
             element_bytes=job.training.grad_bytes, gpu=job.cluster.gpu, precision=job.training.precision,
         )  # fmt: skip
         if prices.groups[axis].ranks > 1:
             us += small.encode_us + small.decode_us
-            us += sum(prices.find(axis, name, num_bytes).us for name, num_bytes in small.sent)
+            us += sum(_sent_us(prices, axis, each) for each in small.sent)
     return CommTime(alone_us=us, exposed_us=us)
+
+
+def _sent_us(prices: MeshTimes, axis: Axis, sent: Sent) -> float:
+    """Return the µs of one collective of compressed gradients in the groups of an axis."""
+    group, in_node = prices.groups[axis], prices.in_node(axis)
+    if sent.among == "node":
+        return prices.between(in_node, group.stride, sent.operation, sent.num_bytes)
+    if sent.among == "nodes":
+        return prices.between(group.ranks // in_node, group.stride * in_node, sent.operation, sent.num_bytes)
+    return prices.find(axis, sent.operation, sent.num_bytes).us
 
 
 def _check_whole(job: Job) -> None:
@@ -238,7 +258,14 @@ def _averaged(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
 
 
 def compress(
-    how: Compression, shapes: Shapes, *, ranks: int, element_bytes: int, gpu: ClusterGpu, precision: str = "bf16"
+    how: Compression,
+    shapes: Shapes,
+    *,
+    ranks: int,
+    in_node: int = 1,
+    element_bytes: int,
+    gpu: ClusterGpu,
+    precision: str = "bf16",
 ) -> CompressedExchange:
     """Return what one rank sends of compressed gradients, and the time to encode and decode them.
 
@@ -249,12 +276,13 @@ def compress(
         how: the method.
         shapes: (rows, columns) of every gradient on this rank; a vector is (N, 1).
         ranks: number of ranks that reduce together.
+        in_node: how many of them are in one node.
         element_bytes: of a gradient element.
         gpu: the GPU, for its memory bandwidth and peak.
         precision: of powersgd's products.
     """
     whole = float(_elements(shapes) * element_bytes)
-    sent, encoding, decoding = _compressed_bytes(how, shapes, ranks, element_bytes)
+    sent, encoding, decoding = _compressed_bytes(how, shapes, (ranks, in_node), element_bytes)
     if how.error_feedback:
         encoding += 2 * whole
     flops = _powersgd_flops(how.rank, shapes) if how.method == "powersgd" else (0.0, 0.0)
@@ -266,26 +294,29 @@ def compress(
 
 
 def _compressed_bytes(
-    how: Compression, shapes: Shapes, ranks: int, element_bytes: int
-) -> tuple[list[tuple[str, float]], float, float]:
+    how: Compression, shapes: Shapes, group: tuple[int, int], element_bytes: int
+) -> tuple[list[Sent], float, float]:
     """Return the collectives, and the bytes that encoding and decoding read and write."""
-    elements = _elements(shapes)
+    elements, (ranks, in_node) = _elements(shapes), group
     whole = float(elements * element_bytes)
     match how.method:
         case "powersgd":
             return _powersgd(how, shapes, element_bytes)
         case "topk":
             kept = how.keep * elements
-            sent = [("all_gather", ranks * kept * (element_bytes + INDEX_BYTES))]
+            sent = [Sent("all_gather", ranks * kept * (element_bytes + INDEX_BYTES))]
             encoding, decoding = SELECT_PASSES * whole, whole + ranks * kept * element_bytes
         case "randomk":
             kept_bytes = how.keep * whole
-            sent, encoding, decoding = [("all_reduce", kept_bytes)], 2 * kept_bytes, whole + kept_bytes
+            sent, encoding, decoding = [Sent("all_reduce", kept_bytes)], 2 * kept_bytes, whole + kept_bytes
         case "quantized":
             small = elements * how.bits / 8 + elements / how.block * SCALE_BYTES
-            sent = [("all_to_all", small), ("all_gather", small)]
-            encoding = whole + small + 2 * small + whole / ranks  # quantize; reduce what came, quantize the own shard
-            decoding = small + whole
+            sent, between = [Sent("all_to_all", small), Sent("all_gather", small)], 0.0
+            if 1 < in_node < ranks:
+                inside = [Sent("all_to_all", small, "node"), Sent("all_to_all", small / in_node, "nodes")]
+                sent, between = [*inside, sent[1]], 2 * (whole + small) / in_node  # sums of a node: quantized, too
+            # quantize; reduce what came, quantize the own shard
+            encoding, decoding = whole + small + 2 * small + whole / ranks + between, small + whole
     return sent, encoding, decoding
 
 
@@ -293,14 +324,14 @@ def _elements(shapes: Shapes) -> int:
     return sum(rows * columns for rows, columns in shapes)
 
 
-def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[list[tuple[str, float]], float, float]:
+def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[list[Sent], float, float]:
     """Return `_compressed_bytes` of powersgd: all_reduce of P, then Q; what would not get smaller goes whole with P."""
     low, whole = _divided(how.rank, shapes)
     p = sum(rows for rows, _ in low) * how.rank * element_bytes
     q = sum(columns for _, columns in low) * how.rank * element_bytes
     rest = sum(rows * columns for rows, columns in whole) * element_bytes
     matrices = float(sum(rows * columns for rows, columns in low) * element_bytes)
-    sent = [("all_reduce", float(p + rest)), ("all_reduce", float(q))]
+    sent = [Sent("all_reduce", float(p + rest)), Sent("all_reduce", float(q))]
     return sent, 2 * matrices + 3 * p + q, matrices + p + q  # M Q; orthogonalise; M^T P; then P Q^T
 
 

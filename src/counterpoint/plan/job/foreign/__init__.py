@@ -1,0 +1,9 @@
+"""Read jobs that were written for other software, as the tables of a job's file; nothing in them is run.
+
+read_job_file.py  which format a file has, and what flags must add to it
+reading.py        values one by one, with account of what was read, assumed and left out
+huggingface.py    config.json of Hugging Face: the model
+arguments.py      the arguments of Megatron-LM in a script, in YAML, or in the list that a training run prints
+megatron.py       what they mean
+torchtitan.py     a job of torchtitan as TOML
+"""
