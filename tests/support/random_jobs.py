@@ -6,10 +6,11 @@ from random import Random
 from typing import Any
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.job.cluster import GPUS
 from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.step.step import predict_step
 
-GPUS = {"A100": ["a100-hdr-200"], "H100": ["h100-ndr-400", "h100-roce-400"], "H200": ["h200-ndr-400"]}
+NETWORKS = ("a100-hdr-200", "h100-ndr-400", "h100-roce-400", "h200-ndr-400")
 
 
 def random_job(seed: int) -> Job:
@@ -42,28 +43,43 @@ def random_tables(draw: Random) -> dict[str, Any]:
 
 
 def _model(draw: Random) -> dict[str, Any]:
-    heads = draw.choice([4, 8, 16, 32, 64])
+    heads = draw.choice([4, 8, 12, 16, 32, 40, 64])
     model: dict[str, Any] = {
         "layers": draw.choice([2, 4, 8, 12, 24, 48]),
         "heads": heads,
-        "hidden": heads * draw.choice([64, 96, 128]),
+        "hidden": heads * draw.choice([8, 56, 64, 96, 128]),
         "vocab": draw.choice([1000, 32000, 50257, 128256]),
     }
     options = {
         "kv_heads": draw.choice([1, heads // 4, heads]),
-        "ffn": model["hidden"] * draw.choice([1, 3, 8]),
+        "ffn": draw.choice([model["hidden"], 3 * model["hidden"], 8 * model["hidden"], 1000, 11008]),
         "gated": draw.random() < 0.6,
         "tied": draw.random() < 0.3,
         "dropout": draw.random() < 0.3,
         "causal": draw.random() < 0.8,
         "head_dim": draw.choice([32, 80, 256]),
+        "qk_norm": draw.random() < 0.3,
+        "bias": draw.choice(["none", "qkv", "all"]),
+        "norms": draw.choice([2, 4]),
     }
     model |= {name: value for name, value in options.items() if draw.random() < 0.6}
+    if model.get("causal", True) and draw.random() < 0.1:
+        model |= {"window": draw.choice([128, 4096]), "full_every": draw.choice([1, 2])}
+    if draw.random() < 0.1:
+        model = {name: value for name, value in model.items() if name not in ("kv_heads", "head_dim")}
+        model["mla"] = {
+            "q_lora_rank": 512,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        }
+        model["mtp"] = draw.choice([0, 1])
     if draw.random() < 0.3:
         model["experts"] = {
             "count": draw.choice([4, 8, 64]),
             "per_token": draw.choice([1, 2, 4]),
-            "width": draw.choice([256, 1408, 8192]),
+            "width": draw.choice([100, 256, 1408, 8192]),
             "shared": draw.choice([0, 0, 1]),
             "every": draw.choice([1, 1, 2]),
             "imbalance": draw.choice([1.0, 1.0, 1.3]),
@@ -93,7 +109,7 @@ def _parallel(draw: Random) -> dict[str, Any]:
 def _training(draw: Random, dp: int, pp: int) -> dict[str, Any]:
     micro = draw.choice([1, 1, 2, 4])
     return {
-        "sequence": draw.choice([128, 1024, 2048, 8192]),
+        "sequence": draw.choice([128, 1000, 1024, 2048, 8192, 131072]),
         "micro_batch": micro,
         "global_batch": dp * micro * pp * draw.choice([1, 2, 8, 40]),
         "precision": draw.choice(["bf16", "bf16", "fp16", "fp32", "fp8"]),
@@ -103,13 +119,18 @@ def _training(draw: Random, dp: int, pp: int) -> dict[str, Any]:
         "flash_attention": draw.random() < 0.7,
         "fused_kernels": draw.random() < 0.6,
         "fused_accumulation": draw.random() < 0.6,
+        "fused_norms": draw.random() < 0.6,
+        "cuda_graphs": draw.random() < 0.3,
+        "fp8_scaling": draw.choice(["delayed", "tensorwise", "blockwise", "mxfp8"]),
+        "fp8_attention": draw.random() < 0.3,
+        "flash_version": draw.choice([1, 2, 3]),
     }
 
 
 def _cluster(draw: Random, ranks: int) -> dict[str, Any]:
-    gpu = draw.choice(sorted(GPUS))
+    gpu = draw.choice(["A100", "H100", "H200", *GPUS])
     if draw.random() < 0.7:
-        return {"gpu": gpu, "network": draw.choice(GPUS[gpu])}
+        return {"gpu": gpu, "network": draw.choice(NETWORKS)}
     node = draw.choice([4, 8])
     levels = [
         {"name": "node", "kind": draw.choice(["nvlink", "pcie"]), "size": node, "gb_per_s": 50.0, "latency_us": 1}

@@ -95,13 +95,12 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         return self.total_us - self.forward.host_us - self.backward.host_us
 
     def with_host(self) -> MicroBatchTime:
-        """Return this time with what the host adds, in the direction in which it falls behind."""
-        late_us = max(sum(self.launch_us) - self.gpu_us, 0.0)
-        behind = [
-            max(us - way.total_us, 0.0) for us, way in zip(self.launch_us, (self.forward, self.backward), strict=True)
-        ]
-        forward, backward = (TimeByPart(host_us=late_us * us / sum(behind) if late_us else 0.0) for us in behind)
-        return msgspec.structs.replace(self, forward=self.forward.plus(forward), backward=self.backward.plus(backward))
+        """Return this time with what the host adds; it counts in backward, where the host that ran ahead is caught up.
+
+        In shares that follow the GPU's times, a slower kernel could move them to where they hide more communication.
+        """
+        late = TimeByPart(host_us=max(sum(self.launch_us) - self.gpu_us, 0.0))
+        return msgspec.structs.replace(self, backward=self.backward.plus(late))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
         """Return the sum of this time and `times` times the other."""

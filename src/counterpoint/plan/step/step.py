@@ -101,7 +101,8 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     parts = asdict(spent)
     path_us = max(pipeline_us(job.parallel.schedule, times, micro), spent.total_us)
     parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
-    ends = _ends(job, rates, mesh, stages[0], part_times)
+    exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # once a step: the first, which ends last
+    ends = _ends(job, rates, mesh, exchanging, part_times)
     parts["gradients_us"] = ends.exposed_us
     parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
     busy_us = spent.compute_us + parts["optimizer_us"]
@@ -199,7 +200,7 @@ def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], sen
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
-    """Return the time of what replicas exchange once a step; that of the first stage counts, which ends last."""
+    """Return the time of what replicas of this stage exchange once a step, or with zero 2 after every micro-batch."""
     found = CommTime()
     apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
     if job.parallel.zero < 3 or apart:
