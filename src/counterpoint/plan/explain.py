@@ -149,7 +149,8 @@ def _interval(job: Job, found: PredictedStep) -> list[str]:
     same = {name: "the same" if name in interval.alike else "may differ" for name in features}
     return [
         f"interval = {_ms(interval.low_us)} to {_ms(interval.high_us)}: {interval.level:.0%} of such steps",
-        f"  {interval.rows} measured steps were off by {low:+.1%} at P10 and {high:+.1%} at P90; 0 is always within",
+        f"  {interval.rows} measured steps: {interval.errors_within:.0%} were off by {low:+.1%} to {high:+.1%}; "
+        "0 is always within",
         f"  {MOST_OF_SOURCE:g} of a source count at most; one step more, which may be anything, counts as well",
         f"  sources: {'; '.join(interval.sources)}; no constant was fitted to these steps",
         *(f"  {said:10} {name}: {features[name]}" for name, said in same.items()),
