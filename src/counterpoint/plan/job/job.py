@@ -163,7 +163,9 @@ def parse_tables(path: Path, text: str) -> dict[str, Any]:
 def _resolve(tables: dict[str, Any], folder: Path) -> None:
     """Let files that a job's file names be those next to it."""
     cluster = tables.get("cluster")
-    for name in ("machine", "network") if isinstance(cluster, dict) else ():
+    if not isinstance(cluster, dict):
+        return
+    for name in ("machine", "network"):
         value = cluster.get(name)
         if isinstance(value, str) and value.endswith(SUFFIX):
             cluster[name] = str(folder / value)
@@ -262,8 +264,9 @@ def job_toml(job: Job) -> str:
     if known_models().get(job.model.name) == job.model:
         tables["model"] = {"name": job.model.name}
     tables["cluster"] = _cluster_fields(job.cluster)
-    if "mechanism" in tables:
-        tables["overlap"] = {"mechanism": tables.pop("mechanism")}
+    overlap = {name: tables.pop(name) for name in ("mechanism",) if name in tables} | tables.pop("mechanisms", {})
+    if overlap:
+        tables["overlap"] = overlap
     parts = [
         "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
         for name in TABLES
