@@ -177,7 +177,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             element_bytes=training.element_bytes,
             fp8=training.fp8_scaling if training.precision == "fp8" else "",
             fp8_attention=training.precision == "fp8" and training.fp8_attention,
-            weight_casts=1.0 if parallel.zero == 3 else 1 / training.micro_batches(parallel),
+            weight_casts=_weight_casts(parallel, training),
         )
 
     @property
@@ -189,6 +189,13 @@ class LocalShape(Record, frozen=True, kw_only=True):
     def tokens_between(self) -> int:
         """Return the tokens that norms, dropouts and additions process on this rank."""
         return self.tokens // self.tp if self.sequence else self.tokens
+
+
+def _weight_casts(parallel: Parallel, training: Training) -> float:
+    """Return how often a micro-batch casts its weights: when they were gathered in bf16, else once a step."""
+    if parallel.zero < 3:
+        return 1 / training.micro_batches(parallel)
+    return 0.0 if training.fp8_gather else 1.0
 
 
 def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:

@@ -69,7 +69,13 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
     fp8_scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
+    fp8_gather: bool = (
+        False  # with precision = "fp8" and zero = 3, parameters of layers are cast before they are gathered
+    )
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention's core (arXiv 2205.05198)
+    # with recompute = "full", a layer is computed again up to the last input that backward needs, not to its end: what
+    # torch's checkpoint does since 2.1 without use_reentrant; Megatron-LM's does not
+    early_stop: bool = False
     optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"  # decides on the bytes of its states and on its traffic
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
@@ -94,6 +100,11 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     def element_bytes(self) -> int:
         """Return the bytes of a parameter or activation in the precision of matrix products."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of a layer's parameter while it is gathered with zero 3."""
+        return 1 if self.precision == "fp8" and self.fp8_gather else self.element_bytes
 
     def micro_batches(self, parallel: Parallel) -> int:
         """Return the micro-batches of one step on each replica; Misconfigured if the batch cannot be divided so."""

@@ -4,7 +4,7 @@ forward   = compute + every exchange                            activations are 
             those in pieces beside a product count what the product takes longer (`pieces.py`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
-recomputed: selective: attention's core; full: forward again, with its exchanges
+recomputed: selective: attention's core; full: forward again, with its exchanges, up to the last product or its input
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
 host      + what the host takes longer to launch all kernels and collectives of a micro-batch than the GPU to run them:
             it runs ahead of the GPU, from forward into backward, so only its total counts; none with CUDA graphs
@@ -40,6 +40,7 @@ from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
 from counterpoint.plan.step.pieces import DTYPES, pieces_us
 from counterpoint.records import Record
 
+LAST_PRODUCT = "ffn out"  # of a dense layer: backward needs its input, and nothing behind it
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 
@@ -159,11 +160,13 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)
     forward = _compute(work.forward, rates)
-    again = {"none": (), "selective": work.core, "full": work.forward}[training.recompute]
+    stops = training.early_stop and experts is None  # what combines experts needs their products again
+    whole = tuple(op for op in work.forward if not (stops and op.name == LAST_PRODUCT))
+    again = {"none": (), "selective": work.core, "full": whole}[training.recompute]
     backward = (*work.backward, *_accumulation(job, experts))
     back = _compute(backward, rates)
     sent = [exchange for exchange in exchanges if not exchange.backward]
-    repeated = sent if training.recompute == "full" else []
+    repeated = [_without_last(e) if stops else e for e in sent] if training.recompute == "full" else []
     weight_us = _weight_us(work.backward, rates)
     late = _exposed(job, rates, prices, [e for e in exchanges if e.backward], weight_us)
     for name, us in _exposed(job, rates, prices, repeated, 0.0).items():
@@ -182,6 +185,12 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
         kernels=sum(operation.kernels for operation in (*work.forward, *backward, *again)),
         comm_us=comm_us,
     )
+
+
+def _without_last(exchange: Exchange) -> Exchange:
+    """Return an exchange without that of the last product, which is not repeated where recomputation stops early."""
+    last = exchange.axis == "tp" and exchange.operation in ("reduce_scatter", "all_reduce") and exchange.product is None
+    return msgspec.structs.replace(exchange, count=exchange.count - 1) if last else exchange
 
 
 def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], LayerWork]) -> MicroBatchTime:
@@ -283,8 +292,9 @@ def _sharding_time(
     layers = part_parameters(job.model, job.parallel, alike)
     ends = part_parameters(job.model, job.parallel, StagePart(layers=0, embedding=part.embedding, head=part.head))
     layer = ParameterCount(shared=layers.shared / count, experts=layers.experts / count)
-    sent, copies = layer_collectives(job, prices, layer), layer_copies_us(job, rates, layers)
-    end_sent, end_copies = layer_collectives(job, prices, ends), layer_copies_us(job, rates, ends)
+    each, end = job.training.gathered_bytes, job.training.element_bytes
+    sent, copies = layer_collectives(job, prices, layer, each), layer_copies_us(job, rates, layers, each)
+    end_sent, end_copies = layer_collectives(job, prices, ends, end), layer_copies_us(job, rates, ends, end)
     found, comm_us = [], 0.0
     for turn, compute in enumerate((alone.forward, alone.backward)):
         comms = [(name, us * (part.layers + part.mtp)) for name, us in sent[turn]]
