@@ -224,3 +224,13 @@ def test_an_eager_norm_is_many_kernels() -> None:
 
     assert norms(fused) == [(4, 2), (10, 4)]
     assert norms(eager) == [(26, 14), (52, 28)]
+
+
+@pytest.mark.parametrize(("ep", "sorts"), [(1, 1), (4, 2)])
+def test_tokens_are_sorted_before_they_are_sent_and_after(ep: int, sorts: int) -> None:
+    """Each sort reads and writes every visit, there and back; the scores are passed over twelve times forward."""
+    work = layer_work(LLAMA, share(ep=ep), EXPERTS)
+    visits = 2 * 2048 * 2
+    moved = {op.name: op.num_bytes for op in work.forward if isinstance(op, MemoryBoundOp)}
+    assert moved["dispatch"] == moved["combine"] == sorts * 2 * 2 * visits * 4096
+    assert moved["routing"] == 12 * 4 * 2 * 2048 * 8

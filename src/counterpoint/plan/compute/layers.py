@@ -27,6 +27,7 @@ from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.records import Record
 
 LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
+ROUTER_PASSES = 12  # over the float32 scores of all experts: softmax, choice, balance, counts, places
 FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
 EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
@@ -424,14 +425,24 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     visits = local.tokens * experts.per_token
     rows = max(round(visits * experts.imbalance / per_rank), 1)
     width = max(experts.width // local.tp, 1)
-    moved = 2.0 * local.element_bytes * visits * model.hidden
+    sorts = 2 if local.ep > 1 else 1  # before tokens are sent, and by expert after they have come
+    moved = sorts * 2.0 * local.element_bytes * visits * model.hidden
+    scores = 4.0 * ROUTER_PASSES * local.tokens * experts.count
     works = [
         _linear("router", local, n=experts.count, k=model.hidden, fp8=False),
-        LayerWork(forward=_traffic("dispatch", moved, 2), backward=_traffic("dispatch backward", moved, 2)),
+        LayerWork(
+            forward=_traffic("routing", scores, ROUTER_PASSES),
+            backward=_traffic("routing backward", scores / 2, ROUTER_PASSES // 2),
+        ),
+        LayerWork(
+            forward=_traffic("dispatch", moved, 2 * sorts), backward=_traffic("dispatch backward", moved, 2 * sorts)
+        ),
         *_first_matmuls(model, local, width, m=rows, batch=per_rank),
         _activation(model, local, float(rows) * per_rank * width),
         _linear("ffn out", local, n=model.hidden, k=width, m=rows, batch=per_rank),
-        LayerWork(forward=_traffic("combine", moved, 2), backward=_traffic("combine backward", moved, 2)),
+        LayerWork(
+            forward=_traffic("combine", moved, 2 * sorts), backward=_traffic("combine backward", moved, 2 * sorts)
+        ),
     ]
     if experts.shared:
         shared = max(experts.shared * experts.width // local.tp, 1)

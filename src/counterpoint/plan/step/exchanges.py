@@ -14,11 +14,15 @@ Backward, the gradient of a block's input is on its way while dW is made (`Paral
 is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
+In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them.
+
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
 """
 
 from __future__ import annotations
+
+from msgspec.structs import replace
 
 from counterpoint.plan.compute.layers import LocalShape
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
@@ -58,9 +62,22 @@ def layer_exchanges(
     """
     local = LocalShape.of(parallel, training)
     return (
-        *(_tensor(model, parallel, local, experts) if parallel.tp > 1 else ()),
+        *(_in_fp8(_tensor(model, parallel, local, experts), local, experts) if parallel.tp > 1 else ()),
         *(_context(model, parallel, training, local) if parallel.cp > 1 else ()),
         *(_experts(model, experts, local) if experts is not None and parallel.ep > 1 else ()),
+    )
+
+
+def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
+    """Return exchanges with what fp8 products gather in one byte: each rank casts its part first.
+
+    Sums are in bf16, and so is what a router reads.
+    """
+    if not local.fp8 or experts is not None:
+        return exchanges
+    return tuple(
+        replace(each, num_bytes=each.num_bytes // local.element_bytes) if each.operation == "all_gather" else each
+        for each in exchanges
     )
 
 
