@@ -67,7 +67,7 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     micro_batch: Width = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
     # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
-    fp8_scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    fp8_scaling: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "delayed"
     fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
     fp8_gather: bool = (
         False  # with precision = "fp8" and zero = 3, parameters of layers are cast before they are gathered

@@ -14,7 +14,8 @@ Backward, the gradient of a block's input is on its way while dW is made (`Paral
 is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
-In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them.
+In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them; with scales of
+rows, which differ by direction, of two.
 
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
@@ -73,7 +74,7 @@ def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts
 
     Sums are in bf16, and so is what a router reads.
     """
-    if not local.fp8 or experts is not None:
+    if local.fp8 in ("", "rowwise") or experts is not None:
         return exchanges
     return tuple(
         replace(each, num_bytes=each.num_bytes // local.element_bytes) if each.operation == "all_gather" else each
