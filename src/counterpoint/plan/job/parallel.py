@@ -66,12 +66,10 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     global_batch: Count  # samples of one step over all ranks
     micro_batch: Width = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
-    # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
+    # with precision = "fp8", whose maxima scale what is cast: the tensor's of earlier steps, its own, of rows or blocks
     fp8_scaling: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "delayed"
     fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
-    fp8_gather: bool = (
-        False  # with precision = "fp8" and zero = 3, parameters of layers are cast before they are gathered
-    )
+    fp8_gather: bool = False  # with precision = "fp8" and zero = 3, layers are cast before they are gathered
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention's core (arXiv 2205.05198)
     # with recompute = "full", a layer is computed again up to the last input that backward needs, not to its end: what
     # torch's checkpoint does since 2.1 without use_reentrant; Megatron-LM's does not
