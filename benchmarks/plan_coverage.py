@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean, median
 
 import numpy as np
 
-from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed, source_weights
+from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed
 
 COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
 
@@ -100,7 +100,8 @@ class Ran:
 def memory_need(rows: Sequence[Ran]) -> MemoryNeed | None:
     """The normal distribution of ln(needed / predicted) memory that explains best which rows ran: a probit regression.
 
-    Only of sources that report both, as configurations that all ran say little; None without any.
+    Only of sources that report both, as configurations that all ran say little; None without any. Each configuration
+    counts once, as one source has only those that were close to the limit.
     """
     outcomes = {(row.source, row.ran) for row in rows}
     both = sorted({source for source, ran in outcomes if ran and (source, False) in outcomes})
@@ -108,11 +109,10 @@ def memory_need(rows: Sequence[Ran]) -> MemoryNeed | None:
     if not kept:
         return None
     room, ran = np.array([row.room for row in kept]), np.array([row.ran for row in kept])
-    weights = source_weights([row.source for row in kept])
 
     def surprise(need: NormalDist) -> float:
         fits = np.array([need.cdf(each) for each in room])
-        return -float(weights @ np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)))
+        return -float(np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)).sum())
 
     grid = (NormalDist(mean / 50, spread / 50) for mean in range(-25, 26) for spread in range(1, 31))
     best = min(grid, key=surprise)

@@ -34,6 +34,7 @@ from counterpoint.plan.confidence import (
     source_weights,
     step_interval,
 )
+from counterpoint.plan.job.cluster import find_gpu
 from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.step.step import predict_step
 
@@ -43,6 +44,10 @@ TABLES: dict[str, dict[str, Any]] = {
     "parallel": {"dp": 64, "tp": 2, "zero": 1},
     "cluster": {"gpu": "H100", "network": "h100-ndr-400"},
 }
+
+
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PROFILE = Path(__file__).parents[3] / "src" / "counterpoint" / "machine" / "profiles" / "h200.json"
 
 
 def job(**changes: Any) -> Job:
@@ -192,13 +197,27 @@ def test_other_ranks_widen_the_interval_by_the_slowest() -> None:
         ("axes", {"parallel": {"tp": 1, "dp": 128}}),
         ("kernels", {"training": {"fused_kernels": False}}),
         ("kernels", {"training": {"flash_attention": False}}),
+        ("kernels", {"training": {"flash_version": 2}}),
+        ("kernels", {"training": {"fused_norms": False}}),
+        ("kernels", {"training": {"cuda_graphs": True}}),
+        ("kernels", {"training": {"precision": "fp8", "fp8_scaling": "mxfp8"}}),
+        ("kernels", {"training": {"precision": "fp8", "fp8_attention": True}}),
         ("collectives", {"overlap": {"mechanism": "zero_sm"}}),
+        ("collectives", {"overlap": {"tp": "zero_sm"}}),
         ("collectives", {"parallel": {"overlap_tp": False}}),
+        ("collectives", {"parallel": {"pieces_tp": True}}),
         ("other", {"training": {"local_steps": 4}}),
         ("other", {"training": {"asynchronous": True}}),
         ("other", {"compression": {"method": "powersgd"}, "parallel": {"zero": 0}}),
         ("other", {"ranks": {"slow": 1.5}}),
         ("other", {"ranks": {"jitter": 0.1}}),
+        ("other", {"model": {"window": 1024}}),
+        ("other", {"model": {"mtp": 1}}),
+        ("other", {"model": {"mla": LATENT}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "power_watts": 500.0}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "clock_ghz": 1.2}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "memory_gb_per_s": 2400.0}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "machine": str(PROFILE)}}}),
     ],
 )
 def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
