@@ -189,7 +189,7 @@ class _Request:
         from msgspec.structs import replace
 
         from counterpoint.plan.answer import answer, curve
-        from counterpoint.plan.search import search as fastest
+        from counterpoint.plan.search.search import search as fastest
 
         found = answer(self.job, asked=self.changes, detailed=detailed)
         curves = list(found.curves)

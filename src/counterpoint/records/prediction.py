@@ -118,7 +118,7 @@ class Sensitivity(Record, frozen=True, kw_only=True):
 class Choice(Record, frozen=True, kw_only=True):
     """Describes one way to divide the job; `settings` maps fields of the job's file to values."""
 
-    settings: dict[str, int | str]
+    settings: dict[str, int | str | bool | tuple[int | str, ...] | None]
     step_us: float
     low_us: float | None = None  # ends of the step's interval
     high_us: float | None = None
@@ -126,11 +126,16 @@ class Choice(Record, frozen=True, kw_only=True):
     memory_gib: float
     fits_probability: float | None = None
     too_close: bool = False  # to the fastest choice: comparisons are not that sure
+    tokens_per_s: float | None = None
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
-    """Lists ways to divide a job, fastest first; `considered` = priced + too_large + impossible."""
+    """Lists ways to divide a job over `gpus` GPUs, fastest first.
 
+    `considered` = priced + too_large + impossible + those that are proved to be slower than the last one listed.
+    """
+
+    gpus: int = 0
     considered: int
     priced: int
     too_large: int

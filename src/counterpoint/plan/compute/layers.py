@@ -20,10 +20,11 @@ each in two layouts, since fp8 products want both operands with k in a row.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeAlias
 
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
-from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.job.parallel import Parallel, RecomputeModule, Training
 from counterpoint.records import Record
 
 LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
@@ -135,11 +136,25 @@ Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
-    """Lists the operations of a layer, embedding or head; `core`, part of `forward`, is recomputed selectively."""
+    """Lists the operations of a layer, embedding or head; the others are parts of `forward` that can be recomputed."""
 
     forward: tuple[Operation, ...] = ()
-    core: tuple[Operation, ...] = ()
+    core: tuple[Operation, ...] = ()  # of attention: scores, softmax, values
+    norms: tuple[Operation, ...] = ()
+    activation: tuple[Operation, ...] = ()  # of the feed-forward block
+    ffn: tuple[Operation, ...] = ()  # the feed-forward block, with `activation`
     backward: tuple[Operation, ...] = ()
+
+    def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
+        """Return the operations of these modules, in a layer with experts (`routed`) or a dense one."""
+        found = self.core if "core_attn" in modules else ()
+        if "layernorm" in modules:
+            found += self.norms
+        if ("moe" if routed else "mlp") in modules:
+            found += self.ffn
+        elif routed and "moe_act" in modules:
+            found += self.activation
+        return found
 
 
 class LocalShape(Record, frozen=True, kw_only=True):
@@ -198,6 +213,9 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
     return LayerWork(
         forward=attention.forward + ffn.forward + between.forward,
         core=attention.core,
+        norms=between.norms,
+        activation=ffn.activation,
+        ffn=ffn.forward,
         backward=attention.backward + ffn.backward + between.backward,
     )
 
@@ -249,6 +267,7 @@ def _join(*works: LayerWork) -> LayerWork:
     return LayerWork(
         forward=tuple(op for work in works for op in work.forward),
         core=tuple(op for work in works for op in work.core),
+        activation=tuple(op for work in works for op in work.activation),
         backward=tuple(op for work in works for op in work.backward),
     )
 
@@ -370,12 +389,13 @@ def _activation(model: Model, local: LocalShape, elements: float) -> LayerWork:
     """Return the kernels of SwiGLU or GeLU: fused one each way; eager SwiGLU: silu, mul; backward silu and two muls."""
     size = local.element_bytes
     if not model.gated:
-        return LayerWork(
-            forward=_traffic("gelu", 2 * size * elements), backward=_traffic("gelu backward", 4 * size * elements)
-        )
+        gelu = _traffic("gelu", 2 * size * elements)
+        return LayerWork(forward=gelu, activation=gelu, backward=_traffic("gelu backward", 4 * size * elements))
     forward, backward = (3, 5) if local.fused else (5, 9)
+    swiglu = _traffic("swiglu", forward * size * elements, 1 if local.fused else 2)
     return LayerWork(
-        forward=_traffic("swiglu", forward * size * elements, 1 if local.fused else 2),
+        forward=swiglu,
+        activation=swiglu,
         backward=_traffic("swiglu backward", backward * size * elements, 1 if local.fused else 3),
     )
 
@@ -445,6 +465,7 @@ def _between(model: Model, local: LocalShape) -> LayerWork:
     undo = 2 * size * elements + mask + 2 * size * elements if model.dropout else 0.0  # the mask, and the bias' sum
     return LayerWork(
         forward=(*norms.forward, *_traffic("residual add", 2 * add, 2)),
+        norms=norms.forward,
         backward=(
             *norms.backward,
             *_traffic("residual add backward", 2 * (3 * size * elements + undo), 4 if model.dropout else 2),

@@ -19,6 +19,7 @@ Ranks count tp first, then cp, dp, pp. Every axis is then a set of equal groups 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
 from typing import Literal, NamedTuple, get_args
@@ -56,8 +57,9 @@ class Group(Record, frozen=True, kw_only=True):
         return mesh.swapaxes(1, 2).reshape(-1, self.ranks)
 
 
-def axes(parallel: Parallel) -> dict[Axis, Group]:
-    """Return the group of each axis; axes that are not used have one rank."""
+@lru_cache(maxsize=4096)
+def axes(parallel: Parallel) -> Mapping[Axis, Group]:
+    """Return the group of each axis, not to be changed; axes that are not used have one rank."""
     tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
     shard = parallel.shard or dp
     return {

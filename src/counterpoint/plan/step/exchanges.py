@@ -36,6 +36,7 @@ class Exchange(Record, frozen=True, kw_only=True):
     operation: Operation  # PyTorch's name
     num_bytes: int  # of the full array; of one rank's input for all_to_all and send_recv
     count: int = 1  # how many
+    ffn: int = 0  # so many of them belong to the feed-forward block
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
@@ -72,12 +73,12 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
         return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)
     if not parallel.sequence:
         return (
-            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2),
+            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, ffn=1),
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
         )
     return (
-        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2),
-        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2, ffn=1),
+        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, ffn=1),
         Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=4, backward=True),
         Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
     )
@@ -109,7 +110,7 @@ def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Expe
     out = model.heads * model.value_width // local.tp
     attention, feed_forward = (queries + keys + values, out), ((2 if model.gated else 1) * width, width)
     found: list[Exchange] = []
-    for (columns, depth), is_cut in ((attention, True), (feed_forward, experts is None)):
+    for ffn, ((columns, depth), is_cut) in enumerate(((attention, True), (feed_forward, experts is None))):
         first, last, gradient = (columns, model.hidden), (model.hidden, depth), (depth, model.hidden)
         kinds: tuple[tuple[Operation, tuple[int, int] | None, bool, bool], ...] = (
             ("all_gather", first, False, False),
@@ -122,7 +123,7 @@ def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Expe
             found.append(
                 Exchange(
                     axis="tp", operation=operation, num_bytes=whole, backward=backward, during_dw=during_dw,
-                    product=product if is_cut else None,
+                    product=product if is_cut else None, ffn=ffn,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -143,7 +144,7 @@ def _experts(model: Model, experts: Experts, local: LocalShape) -> tuple[Exchang
     sent = local.tokens_between * experts.per_token * model.hidden * local.element_bytes
     num_bytes = round(sent * experts.imbalance)
     return (
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2),
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, ffn=2),
         Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, backward=True),
     )
 
