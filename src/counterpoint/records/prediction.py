@@ -136,11 +136,12 @@ class SearchResult(Record, frozen=True, kw_only=True):
     """
 
     gpus: int = 0
-    considered: int
-    priced: int
-    too_large: int
-    impossible: int
-    choices: tuple[Choice, ...]
+    considered: int = 0
+    priced: int = 0
+    too_large: int = 0
+    impossible: int = 0
+    why_not: str | None = None  # where there are no choices
+    choices: tuple[Choice, ...] = ()
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
@@ -196,6 +197,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     model_tflops: float | None = None
     mfu: float | None
     memory: dict[str, float]
+    stage_memory_gib: tuple[float, ...] = ()  # total of each pipeline stage
     memory_available_gib: float | None = None
     fits: bool | None = None
     fits_probability: float | None = None
@@ -210,6 +212,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     curves: tuple[Curve, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     search: SearchResult | None = None
+    searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None
     run: TrainingRun | None = None
     asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed

@@ -48,8 +48,8 @@ BEST = 5
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    """Small jobs on small clusters of nodes of 2, whose memory is often what decides."""
+def jobs(draw: st.DrawFn) -> tuple[Job, int]:
+    """Small jobs on small clusters of nodes of 2, whose memory is often what decides, and a number of GPUs."""
     experts = Experts(count=2, per_token=1, width=512, every=draw(st.integers(1, 2)))
     model = Model(
         layers=draw(st.integers(2, 7)), hidden=1024, heads=8, kv_heads=4, vocab=draw(st.sampled_from((1000, 64000))),

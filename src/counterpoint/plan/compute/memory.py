@@ -25,7 +25,7 @@ reserved     CUDA context, NCCL's buffers, what the allocator cannot use: RESERV
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 from msgspec.structs import replace
@@ -165,7 +165,7 @@ def _gathered(job: Job, stage: StagePart) -> float:
     return 2.0 * heaviest.total * (min(whole, stage.layers) + 1)
 
 
-def _activations(job: Job, parts: Sequence[StagePart]) -> tuple[float, float]:
+def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
     """Return the bytes that the layers of a stage keep of one micro-batch, and those of what is whole again at work."""
     model, training = job.model, job.training
     local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules

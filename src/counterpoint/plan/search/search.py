@@ -15,7 +15,7 @@ Of the ways that differ in recomputation only, the fastest that fits is listed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from counterpoint.plan.compute.memory import least_gib, least_totals, stage_tota
 from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.confidence import fits_in_memory, step_interval, too_close
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.parallel import deal_layers
+from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.job.what_if import with_gpus
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
@@ -59,6 +59,20 @@ from counterpoint.plan.step.step import (
 from counterpoint.records.prediction import Choice, SearchResult
 
 ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
+UNDIVIDED: dict[str, Any] = {
+    **dict.fromkeys(("dp", "tp", "cp", "pp", "ep", "virtual"), 1),
+    "schedule": "1f1b",
+    "shard": None,
+    "stage_layers": None,
+    "ends_count": False,
+    "pieces_tp": False,
+}
+UNRECOMPUTED: dict[str, Any] = {
+    "recompute": "none",
+    "recompute_modules": CORE_ONLY,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
 ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
 
 
@@ -117,15 +131,61 @@ def search(
     Raises:
         Misconfigured: nothing fits, or a fixed value cannot be.
     """
-    if gpus is not None and gpus != job.cluster.num_gpus:
-        job = replace(job, parallel=replace(job.parallel, **UNDIVIDED), cluster=with_gpus(job.cluster, gpus))
+    if best < 1:
+        raise Misconfigured(f"{best} ways: give 1 or more")
     ranks = job.parallel.world_size
     gpus = gpus or (ranks if ranks > 1 else job.cluster.num_gpus)
-    return _Search(job, gpus, check_fixed(fixed or {}), best, progress).result()
+    return _Search(_on_gpus(job, gpus), gpus, check_fixed(fixed or {}), best, progress).result()
 
 
-UNDIVIDED = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "virtual": 1, "schedule": "1f1b", "shard": None,
-             "stage_layers": None, "pieces_tp": False}  # fmt: skip
+def search_each(
+    job: Job,
+    counts: Sequence[int | None],
+    *,
+    best: int = 10,
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    progress: Progress | None = None,
+) -> tuple[SearchResult, ...]:
+    """Return the result of `search` for each number of GPUs; where there is none it has the reason and no choices.
+
+    Args:
+        job: as `search` takes it.
+        counts: numbers of GPUs; None: as `search` takes it.
+        best: as `search` takes it.
+        fixed: as `search` takes it.
+        progress: as `search` takes it.
+
+    Raises:
+        Misconfigured: there is no result for any number of GPUs; the reason is that of the first.
+    """
+    found = []
+    for gpus in counts:
+        try:
+            found.append(search(job, best=best, fixed=fixed, gpus=gpus, progress=progress))
+        except Misconfigured as error:
+            found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
+    if not any(each.choices for each in found):
+        raise Misconfigured(found[0].why_not or "")
+    return tuple(found)
+
+
+def chosen_job(job: Job, result: SearchResult) -> Job:
+    """Return the job with the settings of the fastest choice, on as many GPUs."""
+    tables: dict[str, dict[str, object]] = {"parallel": dict(UNDIVIDED), "training": dict(UNRECOMPUTED)}
+    for field, value in result.choices[0].settings.items():
+        if value is not None:
+            table, _, name = field.partition(".")
+            tables[table][name] = value
+    parallel, training = replace(job.parallel, **tables["parallel"]), replace(job.training, **tables["training"])
+    return replace(job, parallel=parallel, training=training, cluster=_on_gpus(job, result.gpus).cluster)
+
+
+def _on_gpus(job: Job, gpus: int) -> Job:
+    """Return the job, not divided, on a cluster of so many GPUs."""
+    alone = replace(job.parallel, **UNDIVIDED)
+    if gpus == job.cluster.num_gpus or gpus == job.parallel.world_size:
+        return replace(job, parallel=alone)
+    return replace(job, parallel=alone, cluster=with_gpus(job.cluster, gpus))
 
 
 class _Search:
@@ -168,6 +228,11 @@ class _Search:
             if self.progress is not None:
                 self.progress(done, total, self.fastest)
         if not choices:
+            if self.smallest == float("inf"):
+                raise Misconfigured(
+                    f"no way to divide the job over {self.gpus:,} GPUs: give a batch, GPUs or fixed values that divide "
+                    "one another"
+                )
             gib = f"at least {self.smallest:.1f} of {self.job.cluster.gpu.memory_gib:g} GiB"
             ways = f"none of {self.considered:,} ways to divide the job over {self.gpus:,} GPUs fits"
             raise Misconfigured(f"{ways}: the smallest takes {gib}; {ADVICE}")
@@ -299,8 +364,11 @@ def _choice(node: _Answer, fastest_us: float) -> Choice:
     job, step = node.job, node.step
     interval = step_interval(job, step)
     settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
+    settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
+    if job.training.recompute != "selective":
+        settings["training.recompute_modules"] = None
     return Choice(
-        settings=settings | {"parallel.ends_count": job.parallel.ends_count},
+        settings=settings,
         step_us=step.step_us,
         low_us=interval.low_us,
         high_us=interval.high_us,

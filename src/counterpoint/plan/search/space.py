@@ -19,7 +19,7 @@ A value that is fixed is taken even where the list does not have it, such as tp 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple, get_type_hints
@@ -28,9 +28,10 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.fields import parse_record, read_value
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.model import positive
-from counterpoint.plan.job.parallel import CORE_ONLY, Parallel, RecomputeModule, Training
+from counterpoint.plan.job.parallel import CORE_ONLY, MAX_PARTS, Parallel, RecomputeModule, Training
+from counterpoint.records import Record
 
 MAX_MICRO_BATCH = 64
 LAYOUTS = ("equal", "ends", "balanced")
@@ -83,6 +84,20 @@ class Recomputation(NamedTuple):
     num_layers: int | None = None
 
 
+def read_fixed(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return what `AXIS=VALUE,VALUE` says, by axis; a value in brackets, such as stage_layers=[7,8,8,7], is one."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise Misconfigured(f"--fix {printable(text, 120)}: give AXIS=VALUE or AXIS=VALUE,VALUE, as in tp=4,8")
+        if name in found:
+            raise Misconfigured(f"--fix {printable(name, 80)} comes twice: give all its values at once")
+        parts = [value] if value.startswith("[") else value.split(",")
+        found[name] = tuple(read_value(part.strip()) for part in parts)
+    return found
+
+
 def check_fixed(given: Mapping[str, tuple[Any, ...]]) -> Fixed:
     """Return fixed values by axis; Misconfigured for an unknown axis or a value that its field cannot have."""
     found: dict[str, tuple[Any, ...]] = {}
@@ -106,19 +121,11 @@ def _checked(axis: str, value: object) -> Any:
                 f"stage_layers = {printable(value)}: give {', '.join(LAYOUTS)}, or the layers of every part"
             )
         return value
-    kind = Parallel if AXES[axis].startswith("parallel") else Training
-    try:
-        found = msgspec.convert(value, _hints(kind)[axis])
-    except msgspec.ValidationError as error:
-        raise Misconfigured(f"{AXES[axis]} = {printable(str(value))}: {printable(str(error))}") from None
-    if isinstance(found, int) and axis != "zero":
-        positive(AXES[axis], found)
-    return found
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    table, kind = ("parallel", Parallel) if AXES[axis].startswith("parallel") else ("training", Training)
+    only: type[Any] = msgspec.defstruct(
+        kind.__name__, [(axis, get_type_hints(kind, include_extras=True)[axis])], bases=(Record,)
+    )
+    return getattr(parse_record(table, {axis: value}, only), axis)
 
 
 def divisions(job: Job, gpus: int, fixed: Fixed) -> Iterator[Division]:
@@ -128,7 +135,7 @@ def divisions(job: Job, gpus: int, fixed: Fixed) -> Iterator[Division]:
     every = divisors(gpus)
     tps = fixed.get("tp", tuple(n for n in every if n <= node))
     cps = fixed.get("cp", tuple(n for n in every if job.training.sequence % n == 0))
-    pps = fixed.get("pp", tuple(n for n in every if n <= job.model.layers))
+    pps = fixed.get("pp", tuple(n for n in every if n <= min(job.model.layers, MAX_PARTS)))
     for tp, cp, pp in product(tps, cps, pps):
         if gpus % (tp * cp * pp):
             continue
