@@ -269,8 +269,7 @@ def job_toml(job: Job) -> str:
         tables["overlap"] = overlap
     parts = [
         "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
-        for name in TABLES
-        if name in tables
+        for name in sorted(tables, key=TABLES.index)
     ]
     return "\n\n".join(parts) + "\n"
 
