@@ -462,6 +462,7 @@ def test_a_job_written_as_toml_is_the_same_job(path: Path, written: Any) -> None
     for changes in ({}, nic, {"slow_rank": "1.5", "power_watts": "500"}, dict([gpu.split("=", 1)])):
         found = build_job(read_tables(path), changes)
         assert parse_job(read_tables(written(job_toml(found)))) == found
+        assert ('gpu = "H' in job_toml(found)) == (found.cluster.gpu.name != "X")
 
 
 def test_every_table_of_a_job_is_written(written: Any) -> None:
