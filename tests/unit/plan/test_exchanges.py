@@ -107,3 +107,14 @@ def test_pieces_stay_between_ideal_and_serial(compute: float, comm: float, piece
     """max <= T <= sum, however many pieces."""
     found = overlapped_in_pieces_us(compute, [("all_reduce", comm)], pieces, disturbance(name, H200), persistent=True)
     assert max(compute, comm) * (1 - 1e-9) <= found <= (compute + comm) * (1 + 1e-9)
+
+
+def test_whole_experts_need_nothing_of_tp() -> None:
+    """Only attention's block gathers and scatters; with shared experts, which tp cuts, both do."""
+    plain = Experts(count=8, per_token=2, width=14336)
+    shared = Experts(count=8, per_token=2, width=14336, shared=1)
+    counts = [
+        sum(each.count for each in exchanges(experts, tp=4, dp=8, ep=8, **how) if each.axis == "tp")
+        for experts, how in ((plain, {}), (plain, {"expert_tp": 1}), (shared, {"expert_tp": 1}))
+    ]
+    assert counts == [10, 5, 10]

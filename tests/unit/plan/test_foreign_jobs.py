@@ -308,6 +308,19 @@ def test_arguments_that_cannot_be_planned_are_named(text: str, said: str) -> Non
     assert said in str(raised.value)
 
 
+def test_whole_experts_are_read() -> None:
+    """Experts that tp does not cut, in arguments of Megatron-LM and, as its default, in jobs of torchtitan."""
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --sequence-parallel"
+    text = f"{small} --tensor-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size"
+    assert read_megatron(f"{text} 1").tables["parallel"]["expert_tp"] == 1
+    assert "expert_tp" not in read_megatron(f"{text} 4").tables["parallel"]
+    with pytest.raises(Misconfigured, match=r"--expert-tensor-parallel-size = 2 .*allowed are 1 and 4"):
+        read_megatron(f"{text} 2")
+    degrees = {"tensor_parallel_degree": 4, "expert_parallel_degree": 8, "data_parallel_shard_degree": 2}
+    tables = {"model": {"name": "qwen3", "flavor": "30B-A3B"}, "parallelism": degrees}
+    assert read_torchtitan(tables).tables["parallel"]["expert_tp"] == 1
+
+
 def test_fp8_is_scaled_as_the_file_says() -> None:
     """By a recipe of Transformer Engine or a converter of torchtitan; CUDA graphs are a choice, too."""
     small = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --bf16"

@@ -165,6 +165,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
     keys: int  # tokens that they attend to
     tp: int = 1  # ranks that share the matrices
     ep: int = 1  # ranks that share the experts of a layer
+    experts_whole: bool = False  # tp does not cut them: each of its ranks sends its own tokens to experts
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
     flash_version: int = 3
@@ -184,6 +185,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             keys=training.sequence,
             tp=parallel.tp,
             ep=parallel.ep,
+            experts_whole=parallel.experts_cut < parallel.tp,
             sequence=parallel.sequence,
             flash=training.flash_attention,
             flash_version=training.flash_version,
@@ -434,12 +436,13 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
     """
     per_rank = max(experts.count // local.ep, 1)
-    visits = local.tokens * experts.per_token
+    tokens, cut = (local.tokens_between, 1) if local.experts_whole else (local.tokens, local.tp)
+    visits = tokens * experts.per_token
     rows = max(round(visits * experts.imbalance / per_rank), 1)
-    width = max(experts.width // local.tp, 1)
+    width = max(experts.width // cut, 1)
     moved = 2.0 * local.element_bytes * visits * model.hidden
     works = [
-        _linear("router", local, n=experts.count, k=model.hidden, fp8=False),
+        _linear("router", local, n=experts.count, k=model.hidden, m=tokens, fp8=False),
         LayerWork(forward=_traffic("dispatch", moved, 2), backward=_traffic("dispatch backward", moved, 2)),
         *_first_matmuls(model, local, width, m=rows, batch=per_rank),
         _activation(model, local, float(rows) * per_rank * width),

@@ -160,7 +160,9 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 def _gathered(job: Job, stage: StagePart) -> float:
     """Return the bytes of the layers whose parameters and gradients are unsharded at once with zero 3."""
     model, parallel = job.model, job.parallel
-    heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(parallel.tp, parallel.ep)
+    heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(
+        parallel.tp, parallel.ep, parallel.experts_cut
+    )
     whole = 1 + parallel.prefetch if parallel.reshard_after_forward else stage.layers
     return 2.0 * heaviest.total * (min(whole, stage.layers) + 1)
 

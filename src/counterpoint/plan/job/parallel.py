@@ -32,6 +32,8 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of micro-batches over stages
     cp: Degree = 1  # ranks that share a sequence
     ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
+    # 1: experts are not cut, and ep takes ranks of tp, too; None: tp cuts them as it cuts every matrix
+    expert_tp: Literal[1] | None = None
     zero: Literal[0, 1, 2, 3] = 0  # sharded over dp: 1: optimizer states, 2: gradients, too, 3: parameters, too (FSDP)
     shard: Degree | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
     reshard_after_forward: bool = True  # with zero 3, parameters are gathered again in backward
@@ -66,6 +68,11 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
                 f"parallel.stage_layers = {list(layers)}: give pp · virtual = {self.pp * self.virtual} numbers, "
                 "each 0 or more"
             )
+
+    @property
+    def experts_cut(self) -> int:
+        """Return the ranks that share the matrices of an expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def world_size(self) -> int:
@@ -172,7 +179,13 @@ def check_division(model: Model, parallel: Parallel, training: Training) -> None
         raise Misconfigured("parallel.pieces_tp with model.mla: its latents are not gathered in pieces; leave it out")
     _check_layers(model, parallel)
     divides("parallel.cp", parallel.cp, "training.sequence", training.sequence)
-    divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp", parallel.dp * parallel.cp)
+    if parallel.expert_tp is not None and parallel.tp > 1 and not parallel.sequence:
+        raise Misconfigured(f"parallel.expert_tp = 1 with tp = {parallel.tp}, sequence = false: give sequence = true")
+    if parallel.experts_cut == parallel.tp:
+        divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp", parallel.dp * parallel.cp)
+    else:
+        ranks = parallel.dp * parallel.cp * parallel.tp
+        divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp · parallel.tp", ranks)
     if parallel.shard is not None:
         divides("parallel.shard", parallel.shard, "parallel.dp", parallel.dp)
     if parallel.ep > 1:
@@ -252,7 +265,8 @@ def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
 def part_parameters(model: Model, parallel: Parallel, part: StagePart) -> ParameterCount:
     """Return the parameters of one rank that runs this part, before zero shards them."""
     dense, sparse = (
-        layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep) for experts in (None, model.experts)
+        layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut)
+        for experts in (None, model.experts)
     )
     shared = (part.layers - part.routed) * dense.shared + part.routed * sparse.shared
     shared += part.mtp * (sparse.shared + mtp_parameters(model))

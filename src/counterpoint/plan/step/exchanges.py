@@ -14,6 +14,9 @@ Backward, the gradient of a block's input is on its way while dW is made (`Paral
 is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
+With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole experts: their block needs nothing of tp,
+unless there are shared experts, which tp cuts.
+
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
 """
@@ -67,20 +70,23 @@ def layer_exchanges(
 
 def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
+    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # that need other ranks'
     if parallel.pieces_tp:
-        return _tensor_in_pieces(model, local, whole, experts)
+        return _tensor_in_pieces(model, local, whole, experts)[: 5 * blocks]
     if parallel.sequence and model.mla is not None:
-        return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)
+        return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)[: 5 * blocks]
     if not parallel.sequence:
         return (
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, ffn=1),
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
         )
     return (
-        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2, ffn=1),
-        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, ffn=1),
-        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=4, backward=True),
-        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=blocks, ffn=blocks - 1),
+        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=blocks, ffn=blocks - 1),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2 * blocks, backward=True),
+        Exchange(
+            axis="tp", operation="reduce_scatter", num_bytes=whole, count=blocks, backward=True, during_dw=during_dw
+        ),
     )
 
 
@@ -90,10 +96,10 @@ def _tensor_of_latents(
     """Return the exchanges of a layer with latent attention, whose input stays in parts: its latents are gathered."""
     width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
     found: list[Exchange] = []
-    for entering in (local.tokens * width * local.element_bytes, whole):
+    for ffn, entering in enumerate((local.tokens * width * local.element_bytes, whole)):
         found += [
-            Exchange(axis="tp", operation="all_gather", num_bytes=entering),
-            Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole),
+            Exchange(axis="tp", operation="all_gather", num_bytes=entering, ffn=ffn),
+            Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, ffn=ffn),
             Exchange(axis="tp", operation="all_gather", num_bytes=whole, backward=True),
             Exchange(axis="tp", operation="all_gather", num_bytes=entering, backward=True),
             Exchange(axis="tp", operation="reduce_scatter", num_bytes=entering, backward=True, during_dw=during_dw),

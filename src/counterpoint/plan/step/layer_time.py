@@ -329,7 +329,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
-    elements = layer_parameters(job.model, experts).of_rank(parallel.tp, parallel.ep).total
+    elements = layer_parameters(job.model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut).total
     return (MemoryBoundOp(name="gradients added up", num_bytes=elements * (2 + 2 * training.grad_bytes)),)
 
 
