@@ -120,3 +120,14 @@ def test_products_in_fp8_gather_one_byte(experts: Experts | None) -> None:
     parts = [small.num_bytes / whole.num_bytes for small, whole in zip(fp8, bf16, strict=True)]
     gathers = [each.operation == "all_gather" for each in bf16]
     assert parts == [0.5 if gathered and experts is None else 1.0 for gathered in gathers]
+
+
+def test_whole_experts_need_nothing_of_tp() -> None:
+    """Only attention's block gathers and scatters; with shared experts, which tp cuts, both do."""
+    plain = Experts(count=8, per_token=2, width=14336)
+    shared = Experts(count=8, per_token=2, width=14336, shared=1)
+    counts = [
+        sum(each.count for each in exchanges(experts, tp=4, dp=8, ep=8, **how) if each.axis == "tp")
+        for experts, how in ((plain, {}), (plain, {"expert_tp": 1}), (shared, {"expert_tp": 1}))
+    ]
+    assert counts == [10, 5, 10]

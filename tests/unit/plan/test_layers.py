@@ -236,3 +236,15 @@ def test_tokens_are_sorted_before_they_are_sent_and_after(ep: int, sorts: int) -
     moved = {op.name: op.num_bytes for op in work.forward if isinstance(op, MemoryBoundOp)}
     assert moved["dispatch"] == moved["combine"] == sorts * 2 * 2 * visits * 4096
     assert moved["routing"] == 12 * 4 * 2 * 2048 * 8
+
+
+def test_experts_do_the_same_arithmetic_cut_or_whole() -> None:
+    """With 8 ranks of tp: an eighth of every expert for all tokens, or whole experts for an eighth of the tokens."""
+    for ep in (1, 8):
+        cut, whole = (
+            [op for op in layer_work(LLAMA, share(tp=8, ep=ep, experts_whole=not cut), EXPERTS).forward
+             if isinstance(op, MatmulOp) and op.name in ("gate and up", "ffn out")]
+            for cut in (True, False)
+        )  # fmt: skip
+        assert sum(op.flops for op in cut) == sum(op.flops for op in whole)
+        assert [op.m for op in cut] == [8 * op.m for op in whole]
