@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from plan_coverage import Ran, memory_need
+from plan_coverage import COLUMNS, Ran, left_out, line, memory_need
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer, curve
@@ -370,6 +370,16 @@ def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
     interval = known.interval(dict.fromkeys(LADDER[0], "nobody's"), 100.0)
     assert (interval.alike, interval.rows) == ((), len(known.rows))
     assert interval.low_us < interval.high_us < math.inf
+
+
+def test_a_source_is_predicted_without_its_own_rows() -> None:
+    """Two sources around 0 and one that is far off: none of its rows is covered, all others are."""
+    around = [0.001 * (each - 4) for each in range(9)]
+    found = left_out(rows(around, "one") + rows(around, "two") + rows([0.5] * 9, "three"), lambda row: row.source)
+    places = {(each.row.source, each.place) for each in found}
+    assert places == {("one", 0), ("two", 0), ("three", 1)}
+    counted = dict(zip(COLUMNS, line("", found), strict=True))
+    assert [counted[name] for name in ("rows", "sources", "covered", "above", "below")] == ["27", "3", "67%", "9", "0"]
 
 
 def test_a_prediction_says_how_sure_it_is() -> None:
