@@ -233,6 +233,16 @@ def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any])
     assert f"{feature}: {other[feature]}, not {base[feature]}" in said
 
 
+def test_the_closest_have_the_same_gpu_where_any_have() -> None:
+    """Rather than fewer other differences."""
+    like = like_it()
+    other_gpu, far = {**like, "GPU": "A100"}, {**like, "ranks": "1", "experts": "experts"}
+    known = MeasuredErrors(rows([0.1] * 3, "one", other_gpu) + rows([0.2] * 3, "two", far))
+    assert known.validated(like).startswith(
+        "not validated: ranks: 65 to 512, not 1; experts: dense, not experts; closest"
+    )
+
+
 def test_too_few_rows_validate_nothing() -> None:
     """Two, though alike in all features; both precisions of two bytes are alike."""
     known = MeasuredErrors(rows([0.1] * (LIKE_IT - 1)))
@@ -288,7 +298,7 @@ def test_the_probability_of_fitting_says_where_it_is_from() -> None:
     assumed, known = MeasuredErrors(rows([0.1])), MeasuredErrors(rows([0.1]), need)
     assert assumed.memory_source == "a predicted memory 15% off (1 deviation), assumed"
     assert known.memory_source == (
-        "200 configurations of a paper that ran or had too little: they needed +11% of what is predicted, "
+        "200 configurations of a paper that ran or had too little: they needed 11% more than predicted, "
         "with a deviation of 20%"
     )
     for each in (assumed, known):
