@@ -62,8 +62,13 @@ def line(name: str, found: Sequence[Covered]) -> list[str]:
     ]  # fmt: skip
 
 
+def gpu_of(row: CalibrationRow) -> str:
+    """GPU and precision."""
+    return f"{row.features['GPU']}, {row.features['precision']}"
+
+
 def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
-    """Lines by class, by source, and in total, of each source left out; then of each GPU left out.
+    """Lines by class, source and GPU, and in total, of each source left out; one of each GPU left out.
 
     The last line is of public rows: those of sources that are not `own`.
     """
@@ -73,6 +78,8 @@ def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
     lines = [line(name, [each for each in found if each.alike == name]) for name in names]
     sources = dict.fromkeys(row.source for row in rows)
     lines += [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
+    kinds = sorted({gpu_of(each.row) for each in found})
+    lines += [line(f"GPU: {kind}", [each for each in found if gpu_of(each.row) == kind]) for kind in kinds]
     lines.append(line("all, each GPU left out", gpus))
     lines.append(line("all, each source left out", found))
     lines.append(line("public, each source left out", [each for each in found if each.row.source != own]))

@@ -281,8 +281,9 @@ class MeasuredErrors:
     def validated(self, features: Mapping[str, str]) -> str:
         """Return one line: the error on rows alike in all features, or "not validated" and how the closest differ."""
         values = _key(0, features)[1]
-        closest = min(
-            (key for key in self._classes if key[0] == 0), key=lambda key: sum(map(str.__ne__, key[1], values))
+        closest = min(  # of all that have the same GPU, where there are any
+            (key for key in self._classes if key[0] == 0),
+            key=lambda key: (key[1][0] != values[0], sum(map(str.__ne__, key[1], values))),
         )
         rows = AlikeRows(LADDER[0], self._classes[closest])
         measured = f"{len(rows.errors)} measured step{'' if len(rows.errors) == 1 else 's'} of {_listed(rows.sources)}"
@@ -295,7 +296,7 @@ class MeasuredErrors:
             return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
         if len(rows.errors) < LIKE_IT:
             return f"not validated: only {measured} like it: {rows.mean_and_worst}"
-        return f"validated: {rows.mean_and_worst} on {measured}, alike in {_listed(LADDER[0])}"
+        return f"validated: {rows.mean_and_worst} on {measured}, alike in all {len(LADDER[0])} features (--explain interval)"
 
     @cached_property
     def comparisons(self) -> RatioError | None:
@@ -324,10 +325,10 @@ class MeasuredErrors:
         """Return what `fits` rests on, for people."""
         if self.memory is None:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
-        need = self.memory
+        need, more = self.memory, math.expm1(self.memory.mean)
         return (
             f"{need.rows} configurations of {_listed(need.sources)} that ran or had too little: they needed "
-            f"{math.expm1(need.mean):+.0%} of what is predicted, with a deviation of {need.deviation:.0%}"
+            f"{abs(more):.0%} {'less' if more < 0 else 'more'} than predicted, with a deviation of {need.deviation:.0%}"
         )
 
 
