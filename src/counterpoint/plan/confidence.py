@@ -296,7 +296,8 @@ class MeasuredErrors:
             return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
         if len(rows.errors) < LIKE_IT:
             return f"not validated: only {measured} like it: {rows.mean_and_worst}"
-        return f"validated: {rows.mean_and_worst} on {measured}, alike in all {len(LADDER[0])} features (--explain interval)"
+        alike = f"alike in all {len(LADDER[0])} features (--explain interval)"
+        return f"validated: {rows.mean_and_worst} on {measured}, {alike}"
 
     @cached_property
     def comparisons(self) -> RatioError | None:
