@@ -88,7 +88,7 @@ def every_way(job: Job, gpus: int, given_fixed: dict[str, tuple[Any, ...]]) -> I
     fixed = check_fixed(given_fixed)
     for division in divisions(job, gpus, fixed):
         try:
-            base = divided(job, division)
+            base = divided(job, division, pieces_tp=job.parallel.pieces_tp)
         except Misconfigured:
             continue
         for pipeline, sharding in product(list(pipelines(job, division, fixed)), list(shardings(job, division, fixed))):

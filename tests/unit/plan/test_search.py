@@ -75,3 +75,13 @@ def test_each_number_of_gpus_has_its_result() -> None:
     lines = search_csv(found).splitlines()
     assert lines[0].startswith("gpus,parallel.dp,parallel.tp")
     assert [line.split(",")[0] for line in lines[1:]] == ["8", "8", "16", "16"]
+
+
+def test_what_is_no_axis_stays_as_it_is() -> None:
+    """Tensor parallelism in pieces, wherever there is tensor parallelism."""
+    tables = TABLES | {"parallel": {"tp": 2, "dp": 4, "pieces_tp": True, "bucket_bytes": 1 << 28}}
+    job = parse_job(tables)
+    found = search(job, best=1, fixed=read_fixed(["tp=2", "pp=1", "cp=1"]))
+    chosen = chosen_job(job, found)
+    assert (chosen.parallel.pieces_tp, chosen.parallel.bucket_bytes) == (True, 1 << 28)
+    assert not chosen_job(job, search(job, best=1, fixed=read_fixed(["tp=1"]))).parallel.pieces_tp

@@ -135,7 +135,7 @@ def search(
         raise Misconfigured(f"{best} ways: give 1 or more")
     ranks = job.parallel.world_size
     gpus = gpus or (ranks if ranks > 1 else job.cluster.num_gpus)
-    return _Search(_on_gpus(job, gpus), gpus, check_fixed(fixed or {}), best, progress).result()
+    return _Search(job, gpus, check_fixed(fixed or {}), best, progress).result()
 
 
 def search_each(
@@ -192,9 +192,10 @@ class _Search:
     """Holds the open nodes of one search, and counts what it has seen."""
 
     def __init__(self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None) -> None:
-        self.job, self.gpus, self.fixed, self.best, self.progress = job, gpus, fixed, best, progress
+        self.pieces_tp, self.job = job.parallel.pieces_tp, _on_gpus(job, gpus)
+        self.gpus, self.fixed, self.best, self.progress = gpus, fixed, best, progress
         self.rates = GpuRates.of(job.cluster.gpu, job.training.precision)
-        self.prices = CollectiveTimes(network_of(job.cluster))
+        self.prices = CollectiveTimes(network_of(self.job.cluster))
         self.again = recomputations(job, fixed)
         self.layers: dict[object, LayerTimes] = {}
         self.open: list[tuple[float, int, _Node]] = []
@@ -252,7 +253,7 @@ class _Search:
         for division in divisions(self.job, self.gpus, self.fixed):
             self.considered += (ways := self._ways(division))
             try:
-                job = divided(self.job, division)
+                job = divided(self.job, division, pieces_tp=self.pieces_tp)
                 least = least_gib(job)
                 if least > job.cluster.gpu.memory_gib:
                     self.too_large, self.smallest = self.too_large + ways, min(self.smallest, least)

@@ -218,8 +218,13 @@ def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
     return [each for each in found if not {"moe", "moe_act"} <= set(each)]
 
 
-def divided(job: Job, division: Division) -> Job:
+def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
     """Return the job so divided, with stages as even as they can be and nothing sharded or computed again.
+
+    Args:
+        job: the job.
+        division: its degrees.
+        pieces_tp: where there is tensor parallelism, it is in pieces.
 
     Raises:
         Misconfigured: the model or the batch cannot be divided so.
@@ -230,7 +235,7 @@ def divided(job: Job, division: Division) -> Job:
     parallel = replace(
         job.parallel, **degrees, virtual=1, schedule="1f1b", zero=0, shard=None, ends_count=False,
         stage_layers=tuple(each + (stage >= division.pp - more) for stage in range(division.pp)),
-        pieces_tp=job.parallel.pieces_tp and division.tp > 1,
+        pieces_tp=pieces_tp and division.tp > 1,
     )  # fmt: skip
     training = replace(_recomputing(job.training, Recomputation()), micro_batch=division.micro_batch)
     return replace(job, parallel=parallel, training=training)
