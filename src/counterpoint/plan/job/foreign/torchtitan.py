@@ -11,6 +11,7 @@ from typing import Any
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.foreign.reading import ForeignJob, Reading
+from counterpoint.plan.job.model import find_model
 
 WHAT = "a job of torchtitan"
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "vocab": 2048, "gated": True}
@@ -45,6 +46,8 @@ NEUTRAL = re.compile(
     |compile\.backend|.*\.filter_fqns|.*\.emulate|.*early_stop|.*preserve_rng_state|.*determinism_check""",
     re.VERBOSE,
 )
+# 'op' keeps every second matrix product and attention: of Llama's layer, 36 % of the products are computed again
+OP_SHARE = 0.36
 DEGREES = ("parallelism", "experimental", "training")  # tables in which degrees have been
 
 
@@ -72,7 +75,7 @@ def read_torchtitan(tables: Mapping[str, Any]) -> ForeignJob:
         "micro_batch": one if pp > 1 else samples,
         "fused_kernels": _compiles(reading),
         **_precision(reading),
-        **_recomputation(reading),
+        **_recomputation(reading, model, parallel),
     }
     if batch is not None:
         training["global_batch"] = batch
@@ -194,13 +197,23 @@ def _precision(reading: Reading) -> dict[str, str]:
     return {"precision": "fp32" if param == "float32" else "bf16"}
 
 
-def _recomputation(reading: Reading) -> dict[str, Any]:
+def _recomputation(reading: Reading, model: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    """Return what is computed again: selective is every so many layers, or some operations of each layer."""
     mode = reading.word("activation_checkpoint.mode", allowed=("none", "selective", "full", "memory_budget"))
     option = str(reading.take("activation_checkpoint.selective_ac_option") or "2")
     if mode == "memory_budget":
         raise reading.wrong(("activation_checkpoint.mode",), mode, "allowed are none, selective, full")
-    if mode in (None, "selective"):
-        reading.say(
-            f"assumed: selective recomputation by {printable(option, 20)!r} is planned as that of attention's core"
-        )
-    return {"recompute": mode or "selective"}
+    if mode not in (None, "selective"):
+        return {"recompute": mode}
+    layers = model["layers"] if "layers" in model else find_model(model["name"]).layers
+    each = max(layers // parallel["pp"] // parallel.get("virtual", 1), 1)
+    if option.isdecimal() and int(option[:6]) > 0:
+        count = each // int(option[:6])
+    elif option == "op":
+        count = round(OP_SHARE * each)
+        reading.say(f"assumed: recomputation of single operations ('op') is that of {count} of {each} layers")
+    else:
+        raise reading.wrong(("activation_checkpoint.selective_ac_option",), option, "give op, or a number of layers")
+    if not count:
+        return {"recompute": "none"}
+    return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": count}
