@@ -360,6 +360,8 @@ def test_fp8_is_scaled_as_the_file_says() -> None:
     for converter, scaling in (("quantize.linear.float8", "tensorwise"), ("quantize.linear.mx", "mxfp8")):
         tables = {"model": {"flavor": "8B", "converters": [converter]}, "training": {"seq_len": 128}}
         assert read_torchtitan(tables).tables["training"]["fp8_scaling"] == scaling
+    rows = {"model": {"flavor": "8B", "converters": ["float8"]}, "float8": {"recipe_name": "rowwise"}}
+    assert read_torchtitan(rows).tables["training"]["fp8_scaling"] == "rowwise"
 
 
 def test_every_branch_of_a_script_counts() -> None:

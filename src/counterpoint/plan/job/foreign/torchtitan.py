@@ -48,6 +48,7 @@ NEUTRAL = re.compile(
 )
 # 'op' keeps every second matrix product and attention: of Llama's layer, 36 % of the products are computed again
 OP_SHARE = 0.36
+FLOAT8_SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
 DEGREES = ("parallelism", "experimental", "training")  # tables in which degrees have been
 
 
@@ -187,8 +188,9 @@ def _precision(reading: Reading) -> dict[str, str]:
     named = " ".join(str(each) for each in converters) if isinstance(converters, list) else ""
     old = reading.take("training.fp8_linear")
     param = reading.word("training.mixed_precision_param", allowed=("bfloat16", "float32"))
+    recipe = reading.word("quantize.linear.float8.recipe_name", "float8.recipe_name", allowed=tuple(FLOAT8_SCALINGS))
     if reading.truth("float8.enable_float8_linear") or bool(old) or "float8" in named:
-        return {"precision": "fp8", "fp8_scaling": "tensorwise"}
+        return {"precision": "fp8", "fp8_scaling": FLOAT8_SCALINGS[recipe or "tensorwise"]}
     if re.search(r"\bmx\b", named):
         return {"precision": "fp8", "fp8_scaling": "mxfp8"}
     for name in reading.values:
