@@ -293,7 +293,11 @@ def test_deepseek_in_arguments_of_megatron() -> None:
         ("--num-layers two --hidden-size 8 --num-attention-heads 2", "--num-layers = 'two'"),
         ("--num-layers -2 --hidden-size 8 --num-attention-heads 2", "--num-layers = -2"),
         ("--num-layers 2 --hybrid-layer-pattern M*", "--hybrid-layer-pattern in arguments of Megatron-LM: Mamba"),
-        ("--num-layers 2 --decoder-first-pipeline-num-layers 1", "uneven stages"),
+        (
+            "--num-layers 9 --hidden-size 8 --num-attention-heads 2 --pipeline-model-parallel-size 4 "
+            "--decoder-first-pipeline-num-layers 1",
+            "give numbers that leave as many layers for every other stage",
+        ),
         (
             "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --num-experts 4 --moe-layer-freq [0]*1+[1]*9",
             "--moe-layer-freq = '[0]*1+[1]*9'",
@@ -306,6 +310,32 @@ def test_arguments_that_cannot_be_planned_are_named(text: str, said: str) -> Non
     with pytest.raises(Misconfigured) as raised:
         read_megatron(text)
     assert said in str(raised.value)
+
+
+def test_recomputation_is_what_the_file_says() -> None:
+    """Modules, units of layers, some of the layers, every second one; uneven stages."""
+    small = "--num-layers 10 --hidden-size 64 --num-attention-heads 4 --bf16"
+
+    def training(more: str) -> dict[str, Any]:
+        found = read_megatron(f"{small} {more}").tables["training"]
+        return {name: value for name, value in found.items() if name.startswith("recompute")}
+
+    full = "--recompute-granularity full"
+    assert training(f"{full} --recompute-method uniform --recompute-num-layers 1") == {"recompute": "full"}
+    assert training(f"{full} --recompute-method block --recompute-num-layers 3") == {
+        "recompute": "full", "recompute_method": "block", "recompute_num_layers": 3,
+    }  # fmt: skip
+    assert training("--recompute-activations") == {"recompute": "selective"}
+    some = "--recompute-granularity selective --recompute-modules mlp moe mla_up_proj layernorm"
+    assert training(some) == {"recompute": "selective", "recompute_modules": ["layernorm", "mlp", "moe"]}
+    assert any("mla_up_proj is kept" in note for note in read_megatron(f"{small} {some}").notes)
+    stages = (
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    )
+    assert read_megatron(f"{small} {stages}").tables["parallel"]["stage_layers"] == [1, 4, 4, 1]
+    for option, count in (("2", 16), ("op", 12), ("40", None)):
+        tables = {"model": {"flavor": "8B"}, "activation_checkpoint": {"selective_ac_option": option}}
+        assert read_torchtitan(tables).tables["training"].get("recompute_num_layers") == count
 
 
 def test_whole_experts_are_read() -> None:
@@ -330,6 +360,8 @@ def test_fp8_is_scaled_as_the_file_says() -> None:
     for converter, scaling in (("quantize.linear.float8", "tensorwise"), ("quantize.linear.mx", "mxfp8")):
         tables = {"model": {"flavor": "8B", "converters": [converter]}, "training": {"seq_len": 128}}
         assert read_torchtitan(tables).tables["training"]["fp8_scaling"] == scaling
+    rows = {"model": {"flavor": "8B", "converters": ["float8"]}, "float8": {"recipe_name": "rowwise"}}
+    assert read_torchtitan(rows).tables["training"]["fp8_scaling"] == "rowwise"
 
 
 def test_every_branch_of_a_script_counts() -> None:

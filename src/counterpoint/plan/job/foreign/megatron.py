@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.foreign.arguments import SEVERAL, find_arguments
 from counterpoint.plan.job.foreign.reading import ForeignJob, Reading
+from counterpoint.plan.job.parallel import RecomputeModule
 
 WHAT = "arguments of Megatron-LM"
 NEUTRAL = re.compile(
@@ -30,7 +31,6 @@ REFUSED = {  # arguments that change what a step computes so much that leaving t
     "hybrid-layer-pattern": "Mamba", "hybrid-override-pattern": "Mamba", "is-hybrid-model": "Mamba",
     "linear-attention-freq": "linear attention", "heterogeneous-layers-config-path": "layers that differ",
     "encoder-num-layers": "an encoder", "pipeline-model-parallel-layout": "stages that were dealt by hand",
-    "decoder-first-pipeline-num-layers": "uneven stages", "decoder-last-pipeline-num-layers": "uneven stages",
 }  # fmt: skip
 
 
@@ -263,11 +263,21 @@ def _recomputation(reading: Reading) -> dict[str, Any]:
         kind = "full"
     if kind is None and _is(reading, "recompute-activations"):
         kind = "selective"
-    if kind == "full" and method == "block":
-        reading.say(f"assumed: all layers are computed again, not {number} of each part (--recompute-method block)")
-    if kind == "selective" and modules not in (None, "core_attn"):
-        reading.say(f"assumed: attention's core is computed again, not {printable(str(modules), 80)}")
+    if kind == "selective":
+        return _selective(reading, (modules or "core_attn").replace(",", " ").split())
+    if kind == "full" and method in ("block", "uniform") and (number or 1) > (method == "uniform"):
+        return {"recompute": "full", "recompute_method": method, "recompute_num_layers": number or 1}
     return {"recompute": kind or "none"}
+
+
+def _selective(reading: Reading, modules: list[str]) -> dict[str, Any]:
+    """Return what selective recomputation computes again; a module that the planner does not have is kept."""
+    known = [module for module in get_args(RecomputeModule) if module in modules]
+    if other := [module for module in modules if module not in known]:
+        reading.say(f"assumed: of --recompute-modules, {printable(' '.join(other), 80)} is kept, not computed again")
+    if not known:
+        return {"recompute": "none"}
+    return {"recompute": "selective"} | ({"recompute_modules": known} if known != ["core_attn"] else {})
 
 
 def _flash(reading: Reading) -> bool:
@@ -305,6 +315,8 @@ def _parallel(reading: Reading, layers: int, tp: int) -> dict[str, Any]:
             ("--num-layers-per-virtual-pipeline-stage",), each, f"give a divisor of {layers} layers / {pp} stages"
         )
     virtual = layers // pp // each if each is not None else parts or 1
+    if stages := _uneven(reading, layers, pp, virtual):
+        found["stage_layers"] = stages
     no_overlap = _is(reading, "no-overlap-p2p-communication")
     if virtual > 1:
         found |= {"virtual": virtual, "schedule": "interleaved"}
@@ -315,6 +327,21 @@ def _parallel(reading: Reading, layers: int, tp: int) -> dict[str, Any]:
         if not all(ends):
             reading.say("assumed: embedding and loss both count as a layer, though the file says so of one")
     return found
+
+
+def _uneven(reading: Reading, layers: int, pp: int, virtual: int) -> list[int]:
+    """Return the layers of each stage where the first or the last has its own number, as many for all others."""
+    ends = [_whole(reading, f"decoder-{end}-pipeline-num-layers", least=0) for end in ("first", "last")]
+    if ends == [None, None]:
+        return []
+    others, left = pp - sum(end is not None for end in ends), layers - sum(end or 0 for end in ends)
+    if virtual > 1 or others < 1 or left < 0 or left % others:
+        raise Misconfigured(
+            f"--decoder-first-, -last-pipeline-num-layers = {ends}, {layers} layers, {pp} stages of {virtual} parts: "
+            "give numbers that leave as many layers for every other stage, of one part; or a job with stage_layers"
+        )
+    first, last = ends
+    return [*([] if first is None else [first]), *[left // others] * others, *([] if last is None else [last])]
 
 
 def _zero(reading: Reading) -> int:

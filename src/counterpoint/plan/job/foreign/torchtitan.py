@@ -11,6 +11,7 @@ from typing import Any
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.foreign.reading import ForeignJob, Reading
+from counterpoint.plan.job.model import find_model
 
 WHAT = "a job of torchtitan"
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "vocab": 2048, "gated": True}
@@ -45,6 +46,9 @@ NEUTRAL = re.compile(
     |compile\.backend|.*\.filter_fqns|.*\.emulate|.*early_stop|.*preserve_rng_state|.*determinism_check""",
     re.VERBOSE,
 )
+# 'op' keeps every second matrix product and attention: of Llama's layer, 36 % of the products are computed again
+OP_SHARE = 0.36
+FLOAT8_SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
 DEGREES = ("parallelism", "experimental", "training")  # tables in which degrees have been
 
 
@@ -72,7 +76,7 @@ def read_torchtitan(tables: Mapping[str, Any]) -> ForeignJob:
         "micro_batch": one if pp > 1 else samples,
         "fused_kernels": _compiles(reading),
         **_precision(reading),
-        **_recomputation(reading),
+        **_recomputation(reading, model, parallel),
     }
     if batch is not None:
         training["global_batch"] = batch
@@ -184,8 +188,9 @@ def _precision(reading: Reading) -> dict[str, str]:
     named = " ".join(str(each) for each in converters) if isinstance(converters, list) else ""
     old = reading.take("training.fp8_linear")
     param = reading.word("training.mixed_precision_param", allowed=("bfloat16", "float32"))
+    recipe = reading.word("quantize.linear.float8.recipe_name", "float8.recipe_name", allowed=tuple(FLOAT8_SCALINGS))
     if reading.truth("float8.enable_float8_linear") or bool(old) or "float8" in named:
-        return {"precision": "fp8", "fp8_scaling": "tensorwise"}
+        return {"precision": "fp8", "fp8_scaling": FLOAT8_SCALINGS[recipe or "tensorwise"]}
     if re.search(r"\bmx\b", named):
         return {"precision": "fp8", "fp8_scaling": "mxfp8"}
     for name in reading.values:
@@ -194,13 +199,23 @@ def _precision(reading: Reading) -> dict[str, str]:
     return {"precision": "fp32" if param == "float32" else "bf16"}
 
 
-def _recomputation(reading: Reading) -> dict[str, Any]:
+def _recomputation(reading: Reading, model: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    """Return what is computed again: selective is every so many layers, or some operations of each layer."""
     mode = reading.word("activation_checkpoint.mode", allowed=("none", "selective", "full", "memory_budget"))
     option = str(reading.take("activation_checkpoint.selective_ac_option") or "2")
     if mode == "memory_budget":
         raise reading.wrong(("activation_checkpoint.mode",), mode, "allowed are none, selective, full")
-    if mode in (None, "selective"):
-        reading.say(
-            f"assumed: selective recomputation by {printable(option, 20)!r} is planned as that of attention's core"
-        )
-    return {"recompute": mode or "selective"}
+    if mode not in (None, "selective"):
+        return {"recompute": mode}
+    layers = model["layers"] if "layers" in model else find_model(model["name"]).layers
+    each = max(layers // parallel["pp"] // parallel.get("virtual", 1), 1)
+    if option.isdecimal() and int(option[:6]) > 0:
+        count = each // int(option[:6])
+    elif option == "op":
+        count = round(OP_SHARE * each)
+        reading.say(f"assumed: recomputation of single operations ('op') is that of {count} of {each} layers")
+    else:
+        raise reading.wrong(("activation_checkpoint.selective_ac_option",), option, "give op, or a number of layers")
+    if not count:
+        return {"recompute": "none"}
+    return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": count}
