@@ -75,6 +75,29 @@ def test_a_search_for_each_number_of_gpus_is_a_table() -> None:
     assert "The fastest way for each number of GPUs" in done.stdout
 
 
+def test_days_cost_and_goodput_of_the_whole_training() -> None:
+    """Below the step, with each loss by itself."""
+    done = run(EXAMPLE, "--tokens", "1e12", "--price-per-gpu-hour", "2", "--gpu-mtbf-hours", "20000")
+    for said in ("The whole training", "GPU-hours", "goodput", "checkpoints", "lost work", "restarts"):
+        assert said in done.stdout
+
+
+def test_a_network_is_fitted_and_written(tmp_path: Path) -> None:
+    """What nccl-tests printed in, a file that a job can name out."""
+    times = [round(20 + size / 150e3, 1) for size in (1 << power for power in range(16, 30))]
+    rows = [
+        f"  {1 << power}  1  float  none  -1  {us}  {(1 << power) / us / 1e3:.2f}  {(1 << power) / us / 2e3:.2f}  0"
+        for power, us in zip(range(16, 30), times, strict=True)
+    ]
+    devices = [f"#  Rank {rank} Group  0 Pid 1 on host device {rank} [0x07] NVIDIA H200" for rank in (0, 1)]
+    (tmp_path / "all_gather_perf.txt").write_text("\n".join([*devices, *rows]))
+    done = run("--fit", tmp_path / "all_gather_perf.txt", "--write-network", tmp_path / "mine.json")
+    assert done.returncode == 0, done.stderr
+    assert "all_gather" in done.stdout
+    assert "error, mean" in done.stdout
+    assert run(EXAMPLE, "--network", tmp_path / "mine.json").returncode == 0
+
+
 def test_explain_prints_the_formula() -> None:
     """With the numbers in it."""
     assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout
@@ -88,6 +111,12 @@ def test_explain_prints_the_formula() -> None:
         (["--search", "--gpus", "8,16", "--winner", "w.toml"], "--winner with several numbers of --gpus"),
         (["--search", "--fix", "colour=2"], "colour is no axis of a search"),
         (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
+        (["--machine", "none.json"], "cluster.machine = none.json: No such file or directory"),
+        (["--machine", ""], 'machine = "": give the file of a profile'),
+        (["--tokens", "9e18"], "run.tokens = 9e+18: give a number from 1 to 10,000,000,000,000,000"),
+        (["--price-per-gpu-hour", "2"], "run.tokens and run.steps: neither given"),
+        (["--fit", "nccl.txt"], "--fit with a job: it fits a network and plans nothing"),
+        (["--ranks", "8"], "--ranks and --write-network are about --fit"),
         (["--set", "parallel.tp"], "--set parallel.tp: give FIELD=VALUE"),
         (["--sweep", "nodes="], "--sweep nodes=: give FIELD=VALUE"),
         (["--json", ""], "--json without a name"),

@@ -16,6 +16,8 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from counterpoint.plan.job.job import Job
     from counterpoint.records.prediction import Prediction, SearchResult
 
@@ -105,19 +107,33 @@ def plan(
     write_job: Annotated[
         Path | None, typer.Option(help="Write the job, as it is after all changes, as TOML to go on from.")
     ] = None,
+    fit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[OPERATION=]FILE", help="Fit your own network to what nccl-tests printed; no job."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Say the ranks of --fit where its files do not.")] = None,
+    write_network: Annotated[
+        Path | None, typer.Option(help="Write the network of --fit as JSON, for [cluster] network of a job.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page: timeline, scaling curves, sensitivities.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
     """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
-    if explain is not None:
-        others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
-        for name in others:
-            if others[name] is not None:
-                raise Misconfigured(f"--explain prints a formula and nothing else: give it, or {name}, not both")
+    others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
+    _check_explain(explain, [name for name in others if others[name] is not None])
     json_path = json_file(json)
     check_outputs(html, json_path, csv, winner)
     looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner))
     _check_placement(topology, topology_name, hosts, launch_files)
+    if fit:
+        given = {
+            "a job": job, "--from-trace": from_trace, "--recorded-on": recorded_on, "--set": set_, "--sweep": sweep,
+            "--search": search or None, "--explain": explain, "--topology": topology, "--html": html,
+            "--write-job": write_job,
+        }  # fmt: skip
+        _fit(fit, ranks, asked, [name for name in given if given[name] is not None], write_network, json)
+        return
+    _check_fit(ranks, write_network)
     if from_trace is not None:
         given = {
             "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
@@ -139,6 +155,47 @@ def plan(
         if topology is not None:
             found = request.placed(found, topology, topology_name, hosts, launch_files)
     _write(found, html, json, json_path)
+
+
+def _check_explain(explain: str | None, also: list[str]) -> None:
+    if explain is not None and also:
+        raise Misconfigured(f"--explain prints a formula and nothing else: give it, or {also[0]}, not both")
+
+
+def _check_fit(ranks: int | None, path: Path | None) -> None:
+    """Raise Misconfigured for options of --fit that come without it."""
+    if ranks is not None or path is not None:
+        raise Misconfigured("--ranks and --write-network are about --fit: give what nccl-tests printed, too")
+
+
+def _fit(
+    files: list[str], ranks: int | None, asked: Mapping[str, str], also: list[str], path: Path | None, json: str | None
+) -> None:
+    """Fit a network, print how far it is off, and write it."""
+    if also or asked.keys() - {"gpu", "network"}:
+        other = (also or [f"--{name.replace('_', '-')}" for name in asked if name not in ("gpu", "network")])[0]
+        raise Misconfigured(f"--fit with {other}: it fits a network and plans nothing; name the network in a job then")
+    check_outputs(path)
+    if path is not None and path.suffix != ".json":
+        raise Misconfigured(f"--write-network {printable(str(path), 200)}: give a name that ends with .json")
+    from counterpoint.plan.network.own import fit_network
+    from counterpoint.rendering.plan_terminal import render_network_fit
+
+    found = fit_network(files, network=asked.get("network"), gpu=asked.get("gpu"), ranks=ranks)
+    if path is not None:
+        write_json(found.network, path)
+    if json is not None:
+        write_json(found, json_file(json))
+    if json != "-":
+        render_network_fit(found.errors, found.host_bound, str(path) if path else None, _console())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    console.width = max(console.width, MIN_WIDTH)
+    return console
 
 
 def _check_placement(topology: Path | None, name: str | None, hosts: str | None, launch_files: Path | None) -> None:
@@ -299,12 +356,9 @@ def _write(found: Prediction, html: Path | None, json: str | None, json_path: Pa
         write_json(found, json_path)
     if json == "-":
         return
-    from rich.console import Console
-
     from counterpoint.rendering.plan_terminal import render_prediction
 
-    console = Console(soft_wrap=False)
-    console.width = max(console.width, MIN_WIDTH)
+    console = _console()
     render_prediction(found, console)
     if html is not None:
         console.print(f"wrote {html}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 answer.py      the records that `counterpoint plan` prints: step, curves, sensitivities, placement
 explain.py     the formula behind each number
 search.py      the fastest way to divide a job
+goodput.py     days, GPU-hours, cost and losses of the whole training
 from_trace.py  a measured step on other machines
 job/, compute/, network/, step/, placement/: see the docstring of each
 

@@ -174,6 +174,17 @@ class PlacementResult(Record, frozen=True, kw_only=True):
     steps: tuple[str, ...]
 
 
+class FitError(Record, frozen=True, kw_only=True):
+    """Holds how far a fit is off on sizes that it had not seen: |predicted / measured - 1|."""
+
+    operation: str
+    ranks: int
+    sizes: int
+    mean: float
+    worst: float
+    nccl_mean: float  # of NCCL's own model, on the same sizes
+
+
 class Prediction(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `counterpoint plan`.
 

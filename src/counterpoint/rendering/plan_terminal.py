@@ -11,6 +11,7 @@ from rich.text import Text
 from counterpoint.records.prediction import (
     Choice,
     Curve,
+    FitError,
     PlacementResult,
     Point,
     Prediction,
@@ -109,6 +110,23 @@ def render_prediction(found: Prediction, console: Console) -> None:
         _placement(found.placement, console)
     for note in found.notes:
         console.print(say.text(f"· {note}", say.QUIET), soft_wrap=True)
+
+
+def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | None, console: Console) -> None:
+    """Print how far a fitted network is off on sizes that it had not seen, and where it is."""
+    console.print(say.text("Each third of the sizes predicted from the others, by operation and ranks", "bold"))
+    rows = (
+        (
+            each.operation, str(each.ranks), str(each.sizes), say.percent(each.mean, digits=1),
+            say.percent(each.worst, digits=1), say.percent(each.nccl_mean, digits=1),
+        )
+        for each in errors
+    )  # fmt: skip
+    _table(console, ("", "ranks", "sizes", "error, mean", "worst", "NCCL's own model, mean"), rows)
+    if host_bound:
+        console.print(say.text(f"{host_bound} rows are left out: one process took as long to launch on all its GPUs"))
+    use = f'wrote {path}: network = "{path}" in [cluster] of a job' if path else "--write-network mine.json keeps it"
+    console.print(say.text(use), soft_wrap=True)
 
 
 def _parts(found: Prediction, console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import shipped_profile
 from counterpoint.plan.answer import answer
-from counterpoint.plan.job.job import OVERLAPPED, parse_job, read_tables
+from counterpoint.plan.job.job import OVERLAPPED, job_toml, parse_job, read_tables
 from counterpoint.plan.job.what_if import build_job, swept
 from counterpoint.plan.step.step import predict_step
 
@@ -44,6 +45,7 @@ def test_ones_own_figures_count(tmp_path: Path) -> None:
     found = answer(build_job(TABLES, {"machine": path}))
     assert found.step_us > us({}) * 1.1
     assert "GPU: my own cluster" in found.notes
+    assert f"with figures of {path}, not those whose errors are stated" in found.notes
 
 
 def test_ones_own_mechanism_can_be_asked_for(tmp_path: Path) -> None:
@@ -65,6 +67,13 @@ def test_a_jobs_file_names_a_profile_next_to_it(tmp_path: Path) -> None:
     assert parse_job(tables).profile.efficiency.source == "my own cluster"
     with pytest.raises(Misconfigured, match="is a profile of H100, and this GPU is A100"):
         build_job(tables, {"cluster.gpu": "A100"})
+
+
+def test_a_written_job_has_its_machine_and_mechanisms(tmp_path: Path) -> None:
+    """`--write-job`, read again."""
+    path = str(profile(tmp_path / "mine.json"))
+    job = build_job(TABLES, {"machine": path, "overlap.dp": "my_library"})
+    assert parse_job(tomllib.loads(job_toml(job))) == job
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"gpu": "H100", "efficiency": {"matmul": NaN}}', "\0\1\2"])

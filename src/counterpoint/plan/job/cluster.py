@@ -71,6 +71,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     gpu: ClusterGpu  # of every rank
     levels: tuple[Level, ...]  # inside out; the last holds all GPUs
     network: str | None = None  # name of the network that the levels are from; None: they were written out, or changed
+    fits: str = ""  # file of a network of one's own whose fitted protocols count, also where levels were changed
 
     def __post_init__(self) -> None:
         if not self.levels:

@@ -13,7 +13,7 @@
     gpu = "H100"                 # or a table [cluster.gpu]
     power_watts = 600            # of each GPU, and clock_ghz; left out: those of the data sheet
     gpus = 64                    # the last level is cut to it; left out: as many as ranks
-    network = "h100-roce-400"    # or tables [[cluster.levels]]
+    network = "h100-roce-400"    # or the file of plan --fit, or tables [[cluster.levels]] (and fits, such a file)
     machine = "mine.json"        # a profile of one's own GPUs (docs/reference/profile.md); left out: the shipped one
     [overlap]
     mechanism = "zero_sm"
@@ -56,14 +56,13 @@ from counterpoint.plan.job.fields import (
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.job.run import Run
-from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.network.protocols import SUFFIX, levels, own_file, read_network
 from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
 OVERLAPPED = ("dp", "tp")  # axes whose collectives run beside compute; experts' and contexts' are waited for
-SUFFIX = ".json"  # of a network and a profile that a file holds
 OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
 MAX_LINE = 2000  # characters
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
@@ -166,10 +165,10 @@ def _resolve(tables: dict[str, Any], folder: Path) -> None:
     cluster = tables.get("cluster")
     if not isinstance(cluster, dict):
         return
-    for name in ("machine", "network"):
+    for name in ("machine", "network", "fits"):
         value = cluster.get(name)
         if isinstance(value, str) and value.endswith(SUFFIX):
-            cluster[name] = str(folder / value)
+            cluster[name] = str((folder / value).absolute())
 
 
 def _is_deeper(value: object, depth: int) -> bool:
@@ -226,7 +225,7 @@ def _merged(below: Table, above: Table) -> dict[str, Any]:
 
 def _cluster(table: Table, ranks: int) -> Cluster:
     """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
-    check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "machine", "network", "levels"))
+    check_known("cluster", table, ("gpu", "gpus", *OF_GPUS, "network", "levels", "fits"))
     count = table.get("gpus", ranks)
     if ("network" in table) == ("levels" in table):
         raise Misconfigured("cluster: give either network, a name, or levels, inside out")
@@ -239,12 +238,17 @@ def _cluster(table: Table, ranks: int) -> Cluster:
     if limits:
         gpu = parse_record("cluster.gpu", asdict(gpu) | limits, ClusterGpu)
     if "network" in table:
+        if "fits" in table:
+            raise Misconfigured("cluster.fits with cluster.network: it is for levels; name its file as network instead")
         network = parse_name("cluster.network", table["network"])
-        return Cluster(gpu=gpu, levels=levels(network, count), network=network)
+        return Cluster(gpu=gpu, levels=levels(network, count), network=network, fits=own_file(network))
     if not isinstance(table["levels"], list):
         raise Misconfigured(f"cluster.levels = {shown(table['levels'])}: give tables [[cluster.levels]]")
     found = (parse_record(f"cluster.levels[{index}]", each, Level) for index, each in enumerate(table["levels"]))
-    written = Cluster(gpu=gpu, levels=tuple(found))
+    fits = parse_name("cluster.fits", table.get("fits", ""))
+    if fits:
+        read_network(fits)
+    written = Cluster(gpu=gpu, levels=tuple(found), fits=fits)
     if "gpus" in table and count != written.num_gpus:
         raise Misconfigured(
             f"cluster.gpus = {shown(count)} with levels whose last holds {written.num_gpus} GPUs: leave it out"
@@ -283,8 +287,10 @@ def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
     if known is not None and gpu == _changed_fields(known) | limits:
         found = {"gpu": known.name, **limits}
     if cluster.network is None:
-        return found | {"levels": [_changed_fields(level) for level in cluster.levels]}
-    found |= {"gpus": cluster.num_gpus, "network": cluster.network}
+        found |= {"fits": cluster.fits} if cluster.fits else {}
+        found |= {"levels": [_changed_fields(level) for level in cluster.levels]}
+    else:
+        found |= {"gpus": cluster.num_gpus, "network": cluster.network}
     return found | {  # the file may be written anywhere
         name: str(Path(value).absolute())
         for name, value in found.items()

@@ -22,7 +22,7 @@ from counterpoint.plan.job.job import TABLES, Job, JobParts, parse_gpu, parse_pa
 from counterpoint.plan.job.model import divides, positive
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.job.run import Run
-from counterpoint.plan.network.protocols import all_levels, levels
+from counterpoint.plan.network.protocols import all_levels, levels, own_file
 
 MAX_VALUES = 1000
 LINKS = ("cluster.gpus", "cluster.levels", "cluster.network")
@@ -187,7 +187,7 @@ def _on_network(job: JobParts, value: object) -> JobParts:
     whole, gpus = all_levels(name)[-1], job.cluster.num_gpus
     if whole.kind != "network":  # it cannot grow; whether that is too small shows when all is applied
         gpus = min(gpus, whole.size)
-    return replace(job, cluster=replace(job.cluster, levels=levels(name, gpus), network=name))
+    return replace(job, cluster=replace(job.cluster, levels=levels(name, gpus), network=name, fits=own_file(name)))
 
 
 def _whole_network(job: JobParts) -> tuple[Level, ...]:
@@ -257,6 +257,8 @@ def _field(unit: str, means: str, table: str, name: str) -> JobChange:
 
 
 def _on_machine(job: JobParts, value: object) -> JobParts:
+    if not value:
+        raise Misconfigured('machine = "": give the file of a profile')
     gpu = replace(job.cluster.gpu, machine=parse_name("cluster.machine", value))
     return replace(job, cluster=replace(job.cluster, gpu=gpu))
 

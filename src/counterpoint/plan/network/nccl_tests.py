@@ -186,7 +186,7 @@ def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> i
             f"{where} lists {len(listed)} ranks up to {max(listed)}, not {count}: give the right number"
         )
     if not 2 <= count < MAX_RANKS:
-        raise Misconfigured(f"{where}: ranks = {count}: give 2 or more; one rank communicates nothing")
+        raise Misconfigured(f"{where}: ranks = {count}: give 2 to {MAX_RANKS - 1}; one rank communicates nothing")
     return count
 
 

@@ -32,11 +32,17 @@ import msgspec
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster, Level
 from counterpoint.plan.job.model import positive
+from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 Kind = Literal["nvlink", "pcie", "network"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+
+SUFFIX = ".json"  # of a network in a file
+MAX_BYTES = 1 << 20
+LARGEST = 1e7  # of a figure in a file
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
@@ -116,6 +122,20 @@ class Protocol(Record, frozen=True, kw_only=True):
                 f"protocol {self.name!r}: own_gb_per_s = {self.own_gb_per_s}: give a rate above 0, or none"
             )
 
+    def check_figures(self) -> None:
+        """Raise Misconfigured where a figure, as a file may have it, cannot have been measured."""
+        figures = {
+            "base_us": (self.base_us,), "hop_us": self.hop_us.values(), "efficiency": self.efficiency.values(),
+            "ceiling_gb_per_s": self.ceiling_gb_per_s.values(), "own_gb_per_s": (self.own_gb_per_s or 1.0,),
+            "join": (self.join,), "fill": (self.fill + 1.0,), "believed": (self.believed,),
+            "fit.gb_per_s": self.fit.gb_per_s.values() if self.fit else (),
+        }  # fmt: skip
+        for name, values in figures.items():
+            if wrong := [value for value in values if not 0 < value < LARGEST]:
+                raise Misconfigured(
+                    f"protocol {self.name!r}: {name} = {wrong[0]}: give a number above 0, below {LARGEST:g}"
+                )
+
     def serves(self, operation: str, algorithm: str, kind: str) -> bool:
         """Return whether the protocol serves an operation by an algorithm ("": by any) over links of this kind."""
         return (
@@ -190,6 +210,16 @@ class Network(Record, frozen=True, kw_only=True):
         return tuple((protocol, own.get(protocol.name, protocol)) for protocol in chosen)
 
 
+class OwnNetwork(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds the file of a network that a user has fitted (`own.py`)."""
+
+    schema: Literal["counterpoint.network/1"] = "counterpoint.network/1"
+    source: str
+    gpu: str  # on which it was measured
+    levels: tuple[Level, ...]  # inside out, at their full size
+    protocols: tuple[Protocol, ...]
+
+
 class FittedProtocols(Record, frozen=True, kw_only=True):
     """Holds one file of fits/: the protocols fitted to one machine."""
 
@@ -222,17 +252,48 @@ def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
 
 def all_levels(name: str) -> tuple[Level, ...]:
     """Return all levels of a named network at their full size; raise Misconfigured where there is none of that name."""
+    if name.endswith(SUFFIX):
+        return read_network(name).levels
     networks = _networks()
     if name not in networks:
-        raise Misconfigured(f"cluster.network = {printable(name)!r}: choose from: {', '.join(networks)}")
+        raise Misconfigured(
+            f"cluster.network = {printable(name)!r}: choose from: {', '.join(networks)}, or a file of --fit, *{SUFFIX}"
+        )
     return msgspec.convert(networks[name]["levels"], tuple[Level, ...])
 
 
 def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
-    """Return a cluster with NCCL's protocols, and with fitted ones where its GPU was measured."""
+    """Return a cluster with NCCL's protocols, and with fitted ones: one's own, else those of its GPU."""
+    own = read_network(cluster.fits).protocols if cluster.fits else ()
     fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
-    protocols = (*nccl_protocols(), *(protocol for each in fitted for protocol in each.protocols))
-    return Network(name=name, cluster=cluster, protocols=protocols, nccl=nccl)
+    shipped = (protocol for each in fitted for protocol in each.protocols if not _is_replaced(protocol, own))
+    return Network(name=name, cluster=cluster, protocols=(*nccl_protocols(), *shipped, *own), nccl=nccl)
+
+
+def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
+    """Return whether one's own protocols serve what a shipped one does."""
+    return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
+
+
+def own_file(network: str) -> str:
+    """Return the file that a network's name is; "" for a name."""
+    return network if network.endswith(SUFFIX) else ""
+
+
+@cache
+def read_network(path: str) -> OwnNetwork:
+    """Return the network in a file; Misconfigured if it is none."""
+    name, advice = printable(path, 200), "give a file that counterpoint plan --fit has written"
+    text = read_text(Path(path), limit=MAX_BYTES, advice=advice)
+    try:
+        found = msgspec.json.decode(text, type=OwnNetwork)
+        for protocol in found.protocols:
+            protocol.check_figures()
+        if not found.levels or not all(each.fit for each in found.protocols):
+            raise Misconfigured("a network has levels, and its protocols a fit each")
+    except (msgspec.DecodeError, Misconfigured, RecursionError) as error:
+        raise Misconfigured(f"{name} is no network: {printable(str(error), 200)}; {advice}") from None
+    return found
 
 
 @cache

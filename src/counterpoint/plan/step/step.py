@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import asdict
 
+from counterpoint.errors import printable
 from counterpoint.plan.compute.memory import Memory, memory, sharded_parameters
 from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.job.job import OVERLAPPED, Job
@@ -252,7 +253,9 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
     ways = dict.fromkeys(job.disturbance_of(axis).source for axis in OVERLAPPED)
     figures = (f"GPU: {rates.efficiency.source}", *(f"overlap: {source}" for source in ways))
     assumed = job.profile.note(("mechanisms", "efficiency"))
-    return (*figures, *([f"figures {assumed}"] if assumed else []), *((NOTE,) if loses else ()))
+    own = [each for each in (job.cluster.gpu.machine, job.cluster.fits) if each]
+    unlike = [f"with figures of {printable(', '.join(own), 200)}, not those whose errors are stated"] if own else []
+    return (*figures, *([f"figures {assumed}"] if assumed else []), *unlike, *((NOTE,) if loses else ()))
 
 
 def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
