@@ -83,14 +83,15 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
 
 
 def overlapped_in_pieces_us(
-    compute_us: float, comms: Sequence[CollectiveTime], pieces: int, mechanism: Disturbance, *, persistent: bool
+    compute_us: float, comms: Sequence[CollectiveTime], pieces: float, mechanism: Disturbance, *, persistent: bool
 ) -> float:
     """Return the time of compute and collectives in equal pieces; those of a piece overlap compute of its neighbour.
 
     Args:
         compute_us: compute alone, of all pieces.
         comms: collectives of all pieces.
-        pieces: number of buckets or layers.
+        pieces: number of layers, or of buckets, the last of which is a part of one: in whole ones, time would fall
+            where more bytes begin another bucket.
         mechanism: how much collectives and compute slow each other down.
         persistent: whether matmuls hold their SMs to their end.
 
@@ -189,7 +190,7 @@ def replica_exchange(
         return _compressed(job, prices, count)
 
     def in_buckets_us(axis: Axis, operation: str, num_bytes: float) -> float:
-        buckets = max(round(num_bytes / job.parallel.bucket_bytes), 1)
+        buckets = max(num_bytes / job.parallel.bucket_bytes, 1.0)
         return buckets * prices.find(axis, operation, num_bytes / buckets).us
 
     gathered, gradients = _collectives(job, prices, count, in_buckets_us)
@@ -201,7 +202,7 @@ def replica_exchange(
     if not job.parallel.overlap_dp:
         return CommTime(alone_us=alone_us, exposed_us=alone_us)
     mechanism, persistent = job.disturbance, rates.efficiency.persistent
-    pieces = max(round(count.total * job.training.grad_bytes / job.parallel.bucket_bytes), 1)
+    pieces = max(count.total * job.training.grad_bytes / job.parallel.bucket_bytes, 1.0)
     behind = overlapped_in_pieces_us(backward_us, gradients, pieces, mechanism, persistent=persistent) - backward_us
     ahead = overlapped_in_pieces_us(forward_us, gathered, pieces, mechanism, persistent=persistent) - forward_us
     return CommTime(alone_us=alone_us, exposed_us=times * behind + ahead)

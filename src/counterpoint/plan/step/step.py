@@ -167,35 +167,32 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
 
 
 def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], send_us: float, micro: int) -> StageTimes:
-    """Return the times of all parts; without overlap sender and receiver wait, so a send becomes part of both.
+    """Return the times of all parts on the GPUs, or the hosts' times to launch them where those end later.
 
-    Of a launch-bound backward nobody can say which part is that of dW, which zero_bubble puts off: its pipeline is
-    that of the GPUs alone or that of the hosts alone, whichever ends later.
+    Without overlap sender and receiver wait, so a send becomes part of both. What a host adds to its GPU's time cannot
+    be divided among slots: in whichever shares, some slot gets shorter where a kernel gets longer.
     """
     waits = 0.0 if job.parallel.overlap_pp else send_us
+    apart = job.parallel.schedule == "zero_bubble"
 
     def of_parts(us: Callable[[MicroBatchTime], float]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(us(part_times[part]) for part in stage) for stage in stages)
 
-    if job.parallel.schedule != "zero_bubble":
-        return StageTimes(
-            forward=of_parts(lambda time: time.forward.total_us + waits),
-            backward=of_parts(lambda time: time.backward.total_us + waits),
-            send_us=send_us - waits,
-        )
     gpus = StageTimes(
-        forward=of_parts(lambda time: time.forward.total_us - time.forward.host_us + waits),
+        forward=of_parts(lambda time: time.forward.total_us + waits),
         backward=of_parts(lambda time: time.backward.total_us - time.backward.host_us + waits),
-        weight=of_parts(lambda time: time.weight_us),
+        weight=of_parts(lambda time: time.weight_us) if apart else (),
         send_us=send_us - waits,
     )
+    if not any(time.backward.host_us for time in part_times.values()):
+        return gpus
     hosts = StageTimes(
         forward=of_parts(lambda time: time.launch_us[0]),
         backward=of_parts(lambda time: time.launch_us[1]),
-        weight=of_parts(lambda time: time.weight_launch_us),
+        weight=of_parts(lambda time: time.weight_launch_us) if apart else (),
         send_us=send_us,
     )
-    return max(gpus, hosts, key=lambda times: pipeline_us("zero_bubble", times, micro))
+    return max(gpus, hosts, key=lambda times: pipeline_us(job.parallel.schedule, times, micro))
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
