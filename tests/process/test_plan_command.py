@@ -41,6 +41,21 @@ def test_a_sweep_and_a_search_are_tables() -> None:
     assert "The fastest of" in done.stdout
 
 
+def test_a_config_of_hugging_face_becomes_a_job(tmp_path: Path) -> None:
+    """With flags; what was read is said, and the job is written as TOML that plans the same."""
+    config, written = tmp_path / "config.json", tmp_path / "job.toml"
+    config.write_text(
+        '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, '
+        '"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "rope_theta": 1}'
+    )
+    missing = run(config)
+    assert (missing.returncode, "add --set training.sequence=TOKENS" in missing.stderr) == (2, True)
+    flags = ("--set", "training.sequence=4096", "--global-batch", "64", "--gpu", "H100", "--network", "h100-ndr-400")
+    first = run(config, *flags, "--nodes", "2", "--write-job", written)
+    assert "neither time nor memory: model_type, rope_theta" in first.stdout
+    assert run(written).stdout.splitlines()[0] == first.stdout.splitlines()[0]
+
+
 def test_explain_prints_the_formula() -> None:
     """With the numbers in it."""
     assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout

@@ -86,6 +86,7 @@ def usual() -> Prediction:
         fits_source="200 configurations of papers",
         interval=StepInterval(
             level=0.8,
+            errors_within=0.8,
             low_us=9.6e3,
             high_us=1.12e4,
             alike=("GPU", "precision"),

@@ -89,7 +89,8 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
     ),
     GpuSheet(
         name="H800", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=200.0,
-        memory_gib=80.0, memory_gb_per_s=3350.0, source="as NVIDIA H100, SXM5, with 400 GB/s of NVLink",
+        memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
+        source="as NVIDIA H100, SXM5, with 400 GB/s of NVLink",
     ),
     GpuSheet(
         name="H20", bf16_tflops=148.0, tf32_tflops=74.0, fp8_tflops=296.0, sm=_sms(78, HOPPER), link_gb_per_s=450.0,
@@ -107,24 +108,26 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
     ),
     GpuSheet(
         name="A800", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=200.0,
-        memory_gib=80.0, memory_gb_per_s=2039.0, source="NVIDIA A800 data sheet, SXM4 80 GB",
+        memory_gib=80.0, memory_gb_per_s=2039.0, clock_ghz=1.41, watts=400.0,
+        source="NVIDIA A800 data sheet, SXM4 80 GB",
     ),
     GpuSheet(name="A40", bf16_tflops=149.7, sm=SMALL),
     GpuSheet(name="A10", bf16_tflops=125.0, sm=_sms(72, SMALL)),
     GpuSheet(
         name="L40S", bf16_tflops=362.0, tf32_tflops=183.0, fp8_tflops=733.0, sm=ADA,
-        memory_gib=45.0, memory_gb_per_s=864.0, source="NVIDIA L40S data sheet; 48 GB less those of ECC",
+        memory_gib=45.0, memory_gb_per_s=864.0, clock_ghz=2.52, watts=350.0,
+        source="NVIDIA L40S data sheet; 48 GB less those of ECC",
     ),
     GpuSheet(name="L40", bf16_tflops=181.0, sm=ADA),
     GpuSheet(name="L4", bf16_tflops=121.0, sm=_sms(58, ADA)),
     GpuSheet(name="V100", bf16_tflops=125.0, sm=VOLTA, link_gb_per_s=150.0),
     GpuSheet(
         name="MI325X", bf16_tflops=1307.4, tf32_tflops=653.7, fp8_tflops=2614.9, sm=CDNA, link_gb_per_s=448.0,
-        memory_gib=256.0, memory_gb_per_s=6000.0, source="AMD Instinct MI325X data sheet",
+        memory_gib=256.0, memory_gb_per_s=6000.0, clock_ghz=2.1, watts=1000.0, source="AMD Instinct MI325X data sheet",
     ),
     GpuSheet(
         name="MI300X", bf16_tflops=1307.4, tf32_tflops=653.7, fp8_tflops=2614.9, sm=CDNA, link_gb_per_s=448.0,
-        memory_gib=192.0, memory_gb_per_s=5300.0, source="AMD Instinct MI300X data sheet",
+        memory_gib=192.0, memory_gb_per_s=5300.0, clock_ghz=2.1, watts=750.0, source="AMD Instinct MI300X data sheet",
     ),
     GpuSheet(name="MI250", bf16_tflops=191.5, sm=_sms(104, CDNA)),
 )  # fmt: skip

@@ -183,9 +183,9 @@ def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
         "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
         "latency of the network, none": _with_levels(job, lambda level: {"latency_us": 0.0}),
     }
-    others["overlap without disturbance"] = replace(job, mechanism="ideal")
-    if job.mechanism != "zero_sm":
-        others["zero-SM collectives"] = replace(job, mechanism="zero_sm")
+    others["overlap without disturbance"] = replace(job, mechanism="ideal", mechanisms={})
+    if {job.mechanism, *job.mechanisms.values()} != {"zero_sm"}:
+        others["zero-SM collectives"] = replace(job, mechanism="zero_sm", mechanisms={})
     found = [
         Sensitivity(name=name, step_us=us, change=us / now - 1)
         for name, us in ((name, predict_step(other).step_us) for name, other in others.items())

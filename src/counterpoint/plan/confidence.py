@@ -4,7 +4,8 @@ A row is a published or measured step with its features and its error, ln(measur
 constant was fitted are left out. `benchmarks/plan_published.py --calibrate` writes them to `measured_steps.json`.
 
 class       the rows that equal the job in the features of one rung of LADDER, from all features down to none. The first
-            rung is taken whose rows are of two sources and bound the interval; what it holds equal is printed
+            rung is taken whose rows are of two sources and bound the interval; what it holds equal is printed. On the
+            last rung are all rows, none like the job: the interval then has UNLIKE_LEVEL of their errors within
 weights     a source with n rows in the class counts as min(n, MOST_OF_SOURCE) of them, so that none drowns the others
 interval    split conformal prediction: an end is the quantile of the errors and of one more, which may be anything. Of
             n rows of equal weight that is the ceil(q · (n + 1))-th smallest, and a new row of the class that is
@@ -39,6 +40,7 @@ from counterpoint.records import Record
 from counterpoint.records.prediction import RatioError, StepInterval
 
 LEVEL = 0.8  # probability of an interval: P10 to P90
+UNLIKE_LEVEL = 0.95  # of all rows' errors where none is like the job: such a step is off by more than those measured
 MOST_OF_SOURCE = 8.0  # rows that a source counts as, at most
 LIKE_IT = 3  # rows that are alike in all features for "validated"
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
@@ -53,7 +55,6 @@ ALIKE = ("GPU", "ranks", "network", "tokens", "precision", "recomputation", "sha
 LADDER: tuple[tuple[str, ...], ...] = (
     (*ALIKE, "axes", "kernels", "collectives", "other"),
     ALIKE,
-    ("GPU", "network", "tokens", "precision", "recomputation", "sharding", "experts"),
     ("GPU", "network", "precision", "sharding", "experts"),
     ("GPU", "precision", "experts"),
     ("GPU", "experts"),
@@ -174,11 +175,15 @@ class AlikeRows:
 
     def ends(self, level: float) -> tuple[float, float]:
         """Return ln(measured / predicted) at both ends of the interval; infinite where rows are too few."""
-        tail = (1.0 + level) / 2.0
+        tail = (1.0 + self.within(level)) / 2.0
         return (
             -conformal_quantile(-self.errors, self._weights, tail),
             conformal_quantile(self.errors, self._weights, tail),
         )
+
+    def within(self, level: float) -> float:
+        """Return which part of the errors an interval has between its ends: more where no row is like the job."""
+        return level if self.equal else max(level, UNLIKE_LEVEL)
 
     @property
     def mean_and_worst(self) -> str:
@@ -227,6 +232,7 @@ class MeasuredErrors:
         wider = 0.0 if "ranks" in rows.equal else slowest_us
         return StepInterval(
             level=LEVEL,
+            errors_within=rows.within(LEVEL),
             low_us=step_us * math.exp(min(low, 0.0)),
             high_us=step_us * math.exp(max(high, 0.0)) + wider,
             alike=rows.equal,

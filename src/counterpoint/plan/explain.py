@@ -13,7 +13,7 @@ from counterpoint.plan.answer import AXES, PARTS
 from counterpoint.plan.compute.layers import LocalShape, layer_work
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.confidence import MOST_OF_SOURCE, fits_in_memory, job_features, measured_errors, step_interval
-from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.network.estimate import CollectiveTimes
 from counterpoint.plan.network.group import Axis, axes
@@ -56,15 +56,18 @@ def _exposed(job: Job, found: PredictedStep) -> list[str]:
         f"exposed_comm = {terms} = {_ms(found.exposed_comm_us)}",
         *_overlap(job),
         *(line for name in EXPOSED if found.parts[f"{name}_us"] for line in _collectives(job, name)),
-        f"  {job.mechanism}: {job.disturbance.source}",
+        *(f"  {job.mechanism_of(axis)}, {axis}: {job.disturbance_of(axis).source}" for axis in OVERLAPPED),
     ]
 
 
 def _overlap(job: Job) -> list[str]:
-    mechanism = job.disturbance
+    kept = [(axis, job.mechanism_of(axis), job.disturbance_of(axis)) for axis in OVERLAPPED]
     return [
-        f"  while both run, by {job.mechanism}: compute keeps {mechanism.compute_kept:.0%} of its speed, "
-        f"communication {mechanism.comm_kept:.0%}",
+        *(
+            f"  while both run, {axis} by {name}: compute keeps {mechanism.compute_kept:.0%} of its speed, "
+            f"communication {mechanism.comm_kept:.0%}"
+            for axis, name, mechanism in kept
+        ),
         "  c / comm_kept <= g / compute_kept: T = g + (1 - compute_kept) · c / comm_kept (pair/together.py)",
     ]
 
@@ -146,7 +149,8 @@ def _interval(job: Job, found: PredictedStep) -> list[str]:
     same = {name: "the same" if name in interval.alike else "may differ" for name in features}
     return [
         f"interval = {_ms(interval.low_us)} to {_ms(interval.high_us)}: {interval.level:.0%} of such steps",
-        f"  {interval.rows} measured steps were off by {low:+.1%} at P10 and {high:+.1%} at P90; 0 is always within",
+        f"  {interval.rows} measured steps: {interval.errors_within:.0%} were off by {low:+.1%} to {high:+.1%}; "
+        "0 is always within",
         f"  {MOST_OF_SOURCE:g} of a source count at most; one step more, which may be anything, counts as well",
         f"  sources: {'; '.join(interval.sources)}; no constant was fitted to these steps",
         *(f"  {said:10} {name}: {features[name]}" for name, said in same.items()),

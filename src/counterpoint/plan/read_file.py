@@ -24,15 +24,21 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
     name = printable(str(path), 200)
     try:
         mode = path.stat().st_mode
-        if not (S_ISREG(mode) or S_ISDIR(mode) or str(path).startswith(DESCRIPTORS)):
-            raise Misconfigured(f"{name}: a device, a socket or a named pipe; {advice}")
-        with path.open("rb") as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise Misconfigured(f"{name}: {error.strerror}; {advice}") from None
+        readable = S_ISREG(mode) or S_ISDIR(mode) or str(path).startswith(DESCRIPTORS)
+        content = _head(path, limit) if readable else b""
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Misconfigured(f"{name}: {why}; {advice}") from None
+    if not readable:
+        raise Misconfigured(f"{name}: a device, a socket or a named pipe; {advice}")
     if len(content) > limit:
         raise Misconfigured(f"{name}: larger than {limit:,} bytes; {advice}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Misconfigured(f"{name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+
+
+def _head(path: Path, limit: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(limit + 1)

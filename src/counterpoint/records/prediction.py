@@ -37,6 +37,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
     """
 
     level: float
+    errors_within: float  # part of the measured errors between the ends; above `level` where no step is like the job
     low_us: float
     high_us: float
     alike: tuple[str, ...]

@@ -48,7 +48,11 @@ def confidence_lines(found: Prediction) -> list[str]:
     lines = [f"error of the model: {found.validated}"]
     if found.interval is not None:
         each = found.interval
-        alike = f"with the same {', '.join(each.alike)}" if each.alike else "of any kind: none like it is enough"
+        alike = (
+            f"with the same {', '.join(each.alike)}"
+            if each.alike
+            else f"of any kind, {say.percent(each.errors_within)} of them within: none are like it"
+        )
         other = f"; {', '.join(each.differ)} may differ" if each.alike and each.differ else ""
         wider = f"; {say.milliseconds(each.slowest_us, 1)} ms of it for the slowest rank" if each.slowest_us else ""
         lines.append(

@@ -95,7 +95,7 @@ def test_intervals_cover_what_they_say() -> None:
     for _ in range(1500):
         errors = random.gamma(2.0, 0.05, size=49) - 0.05
         known = [msgspec.structs.replace(one, source=f"source {i}") for i, one in enumerate(rows([*errors[:-1]], ""))]
-        low, high = AlikeRows((), known).ends(0.8)
+        low, high = AlikeRows(LADDER[0], known).ends(0.8)
         inside.append(low <= errors[-1] <= high)
     assert 0.79 <= fmean(inside) <= 0.85
 
@@ -139,12 +139,22 @@ def test_the_first_rung_with_enough_rows_is_taken(rung: int) -> None:
     close = {name: value if name in LADDER[rung] else "else" for name, value in like.items()}
     closer = {name: value if name in LADDER[max(rung - 1, 0)] else "else" for name, value in like.items()}
     far = dict.fromkeys(like, "other")
-    enough = rows([0.01] * 9, "one", close) + rows([0.02] * 9, "two", close)
+    enough = [row for source in "abcde" for row in rows([0.01] * 9, source, close)]
     too_few = rows([0.2] * 2, "one", closer) + rows([0.2] * 2, "two", closer) if rung else []
     found = MeasuredErrors(enough + too_few + (rows([0.5] * 99, "three", far) if rung < len(LADDER) - 1 else []))
     interval = found.interval(like, 100.0)
     assert (interval.alike, interval.rows) == (LADDER[rung], len(enough) + len(too_few))
     assert {*interval.alike} | {*interval.differ} == {*like}
+
+
+def test_an_interval_of_rows_that_are_unlike_is_wide() -> None:
+    """95 of 100 errors within, where 80 would be between ends less far apart."""
+    errors = np.random.default_rng(8).normal(0.0, 0.1, size=(8, 8))
+    other = dict.fromkeys(like_it(), "other")
+    everything = [row for source, own in enumerate(errors) for row in rows([*map(float, own)], str(source), other)]
+    like, unlike = (MeasuredErrors(everything).interval(each, 1.0) for each in (other, like_it()))
+    assert (like.errors_within, unlike.errors_within, like.level, unlike.level) == (0.8, 0.95, 0.8, 0.8)
+    assert unlike.low_us < like.low_us < 1.0 < like.high_us < unlike.high_us
 
 
 def test_the_prediction_is_within_its_interval() -> None:

@@ -111,7 +111,7 @@ def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float)
     whole = levels("h100-ndr-400", 32)
     broken = tuple(replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole)
     at = reach(group, Cluster(gpu=find_gpu("H100"), levels=broken))
-    assert group_gb_per_s(at, broken) == (whole[0].gb_per_s, pytest.approx(part * whole[1].gb_per_s))
+    assert group_gb_per_s(at, broken) == pytest.approx((whole[0].gb_per_s, part * whole[1].gb_per_s))
 
 
 def test_a_node_without_a_network_is_refused() -> None:

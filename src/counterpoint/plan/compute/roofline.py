@@ -17,7 +17,7 @@ from functools import lru_cache
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.matmul import matmul_math_us
-from counterpoint.machine.profile import Efficiency, shipped_profile
+from counterpoint.machine.profile import Efficiency
 from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
@@ -56,7 +56,7 @@ class GpuRates(Record, frozen=True, kw_only=True):
             raise Misconfigured(
                 f"training.precision = {precision!r}: {gpu.name} computes in {listed}; give one of them"
             )
-        known = efficiency or shipped_profile(gpu.name).efficiency
+        known = efficiency or gpu.profile.efficiency
         clock = 1.0 if burst else clock_kept(gpu, known)
         return cls(
             gpu=gpu.name,

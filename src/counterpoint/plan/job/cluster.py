@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import GPUS as SHEETS
+from counterpoint.machine.profile import MAX_BYTES, Profile, own_profile, shipped_profile
 from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Micros, Name, Rate, Text
+from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 
@@ -26,6 +30,24 @@ class ClusterGpu(CheckedRecord, frozen=True, kw_only=True):
     source: Text = ""  # of the figures
     clock_ghz: Rate | None = None  # at which its SMs are locked; None: as high as power allows
     power_watts: Rate | None = None  # its power limit; None: that of the data sheet
+    machine: Text = ""  # file of a profile of one's own (docs/reference/profile.md); "": the one that is shipped
+
+    @property
+    def profile(self) -> Profile:
+        """Return what was measured on this GPU: one's own profile, or the one that is shipped."""
+        return plan_profile(self.name, self.machine)
+
+
+@cache
+def plan_profile(gpu: str, machine: str) -> Profile:
+    """Return the profile of a GPU in the file `machine`, or the shipped one; Misconfigured if it is no such file."""
+    if not machine:
+        return shipped_profile(gpu)
+    try:
+        read_text(Path(machine), limit=MAX_BYTES, advice="give a profile as JSON (docs/reference/profile.md)")
+        return own_profile(gpu, machine) or shipped_profile(gpu)
+    except Misconfigured as error:
+        raise Misconfigured(f"cluster.machine = {error}") from None
 
 
 class Level(CheckedRecord, frozen=True, kw_only=True):

@@ -14,8 +14,10 @@
     power_watts = 600            # of each GPU, and clock_ghz; left out: those of the data sheet
     gpus = 64                    # the last level is cut to it; left out: as many as ranks
     network = "h100-roce-400"    # or tables [[cluster.levels]]
+    machine = "mine.json"        # a profile of one's own GPUs (docs/reference/profile.md); left out: the shipped one
     [overlap]
     mechanism = "zero_sm"
+    dp = "nccl"                  # of one axis, dp or tp, if it has another mechanism
     [ranks]
     slow = 1.2
     [run]                        # how long, what fails, what it costs: days and goodput
@@ -36,10 +38,10 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.profile import Disturbance, Profile, shipped_profile
+from counterpoint.machine.profile import Disturbance, Profile
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import (
@@ -60,6 +62,8 @@ from counterpoint.records import Record
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
+OVERLAPPED = ("dp", "tp")  # axes whose collectives run beside compute; experts' and contexts' are waited for
+SUFFIX = ".json"  # of a network and a profile that a file holds
 MAX_LINE = 2000  # characters
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
 MAX_DEPTH = 8  # of tables and arrays in each other
@@ -85,6 +89,7 @@ class JobParts(Record, frozen=True, kw_only=True):
     parallel: Parallel  # degrees of parallelism
     cluster: Cluster  # its machines; it has as many GPUs as the job has ranks, or more
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
+    mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # of axes in OVERLAPPED that have another one
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
     run: Run | None = None  # the training that the step is one of; None: only the step is asked for
@@ -98,7 +103,8 @@ class Job(JobParts, frozen=True, kw_only=True):
     """Describes one training job, which `predict_step` predicts: records that go together."""
 
     def __post_init__(self) -> None:
-        disturbance(self.mechanism, self.profile)  # raises if there is no such mechanism
+        for name in (self.mechanism, *self.mechanisms.values()):
+            disturbance(name, self.profile)  # raises if there is no such mechanism
         check_division(self.model, self.parallel, self.training)
         if self.parallel.pieces_tp and self.parallel.tp > self.cluster.gpus_per_node:
             raise Misconfigured(
@@ -114,12 +120,20 @@ class Job(JobParts, frozen=True, kw_only=True):
     @property
     def profile(self) -> Profile:
         """Return the profile of the job's GPUs: what was measured on them."""
-        return shipped_profile(self.cluster.gpu.name)
+        return self.cluster.gpu.profile
 
     @property
     def disturbance(self) -> Disturbance:
         """Return how much compute and collectives by the job's mechanism slow each other down."""
         return disturbance(self.mechanism, self.profile)
+
+    def mechanism_of(self, axis: str) -> str:
+        """Return the mechanism of the collectives of one axis."""
+        return self.mechanisms.get(axis, self.mechanism)
+
+    def disturbance_of(self, axis: str) -> Disturbance:
+        """Return how much compute and the collectives of one axis slow each other down."""
+        return disturbance(self.mechanism_of(axis), self.profile)
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -142,7 +156,19 @@ def parse_tables(path: Path, text: str) -> dict[str, Any]:
         raise Misconfigured(f"{name}: a number has thousands of digits; {ADVICE}") from None
     if _is_deeper(tables, MAX_DEPTH):
         raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}")
+    _resolve(tables, path.parent)
     return tables
+
+
+def _resolve(tables: dict[str, Any], folder: Path) -> None:
+    """Let files that a job's file names be those next to it."""
+    cluster = tables.get("cluster")
+    if not isinstance(cluster, dict):
+        return
+    for name in ("machine", "network"):
+        value = cluster.get(name)
+        if isinstance(value, str) and value.endswith(SUFFIX):
+            cluster[name] = str(folder / value)
 
 
 def _is_deeper(value: object, depth: int) -> bool:
@@ -163,7 +189,7 @@ def parse_parts(tables: Table) -> JobParts:
             raise Misconfigured(f"there is no table [{name}]; give it")
     parallel = parse_record("parallel", tables.get("parallel", {}), Parallel)
     overlap = check_table("overlap", tables.get("overlap", {}))
-    check_known("overlap", overlap, ("mechanism",))
+    check_known("overlap", overlap, ("mechanism", *OVERLAPPED))
     compression = tables.get("compression")
     return JobParts(
         model=_model(check_table("model", tables["model"])),
@@ -171,6 +197,7 @@ def parse_parts(tables: Table) -> JobParts:
         parallel=parallel,
         cluster=_cluster(check_table("cluster", tables["cluster"]), parallel.world_size),
         mechanism=parse_name("overlap.mechanism", overlap.get("mechanism", "nccl")),
+        mechanisms={axis: parse_name(f"overlap.{axis}", overlap[axis]) for axis in OVERLAPPED if axis in overlap},
         compression=None if compression is None else parse_record("compression", compression, Compression),
         ranks=parse_record("ranks", tables.get("ranks", {}), Ranks),
         run=parse_record("run", tables["run"], Run) if "run" in tables else None,
@@ -198,7 +225,7 @@ def _merged(below: Table, above: Table) -> dict[str, Any]:
 
 def _cluster(table: Table, ranks: int) -> Cluster:
     """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
-    check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "network", "levels"))
+    check_known("cluster", table, ("gpu", "gpus", "clock_ghz", "power_watts", "machine", "network", "levels"))
     count = table.get("gpus", ranks)
     if ("network" in table) == ("levels" in table):
         raise Misconfigured("cluster: give either network, a name, or levels, inside out")
@@ -207,7 +234,7 @@ def _cluster(table: Table, ranks: int) -> Cluster:
     if "gpu" not in table:
         raise Misconfigured("cluster.gpu is missing: give the name of a GPU, or a table of its figures")
     gpu = parse_gpu(table["gpu"])
-    limits = {name: table[name] for name in ("clock_ghz", "power_watts") if name in table}
+    limits = {name: table[name] for name in ("clock_ghz", "power_watts", "machine") if name in table}
     if limits:
         gpu = parse_record("cluster.gpu", asdict(gpu) | limits, ClusterGpu)
     if "network" in table:
@@ -233,29 +260,32 @@ def parse_gpu(value: object) -> ClusterGpu:
 
 def job_toml(job: Job) -> str:
     """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
-    model = {"name": job.model.name} if known_models().get(job.model.name) == job.model else _changed_fields(job.model)
-    cluster: dict[str, Any] = {"gpu": _changed_fields(job.cluster.gpu)}
-    if GPUS.get(job.cluster.gpu.name) == job.cluster.gpu:
-        cluster["gpu"] = job.cluster.gpu.name
-    if job.cluster.network is not None:
-        cluster |= {"gpus": job.cluster.num_gpus, "network": job.cluster.network}
-    else:
-        cluster["levels"] = [_changed_fields(level) for level in job.cluster.levels]
-    tables = {
-        "model": model,
-        "training": _changed_fields(job.training),
-        "parallel": _changed_fields(job.parallel),
-        "cluster": cluster,
-        "overlap": {"mechanism": job.mechanism},
-        "compression": {} if job.compression is None else _changed_fields(job.compression),
-        "ranks": _changed_fields(job.ranks),
-    }
+    tables = _changed_fields(job)
+    if known_models().get(job.model.name) == job.model:
+        tables["model"] = {"name": job.model.name}
+    tables["cluster"] = _cluster_fields(job.cluster)
+    overlap = {name: tables.pop(name) for name in ("mechanism",) if name in tables} | tables.pop("mechanisms", {})
+    if overlap:
+        tables["overlap"] = overlap
     parts = [
-        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())])
-        for name, fields in tables.items()
-        if fields
+        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
+        for name in TABLES
+        if name in tables
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
+    """Return the table of a cluster, GPU and network by name where these say all of it."""
+    gpu, found = _changed_fields(cluster.gpu), dict[str, Any]()
+    limits: dict[str, Any] = {name: gpu[name] for name in ("clock_ghz", "power_watts") if name in gpu}
+    if GPUS.get(cluster.gpu.name) == replace(cluster.gpu, clock_ghz=None, power_watts=None):
+        found |= {"gpu": cluster.gpu.name, **limits}
+    else:
+        found["gpu"] = gpu
+    if cluster.network is not None:
+        return found | {"gpus": cluster.num_gpus, "network": cluster.network}
+    return found | {"levels": [_changed_fields(level) for level in cluster.levels]}
 
 
 def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:

@@ -256,6 +256,11 @@ def _field(unit: str, means: str, table: str, name: str) -> JobChange:
     return JobChange(unit, means, (f"{table}.{name}",), lambda job, value: _with_fields(job, table, **{name: value}))
 
 
+def _on_machine(job: JobParts, value: object) -> JobParts:
+    gpu = replace(job.cluster.gpu, machine=parse_name("cluster.machine", value))
+    return replace(job, cluster=replace(job.cluster, gpu=gpu))
+
+
 def _gpu_limit(unit: str, means: str, name: str) -> JobChange:
     """Return the what-if that sets the clock or the power of the job's GPUs."""
 
@@ -282,6 +287,10 @@ WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
     "gpu": JobChange(
         "the name of a GPU", "Train on another GPU; the network stays.", ("cluster.gpu",),
         lambda job, value: replace(job, cluster=replace(job.cluster, gpu=parse_gpu(value))),
+    ),
+    "machine": JobChange(
+        "the file of a profile", "Take the figures of a profile of your own: efficiency, mechanisms.",
+        ("cluster.machine", "cluster.gpu.machine"), _on_machine,
     ),
     "clock_ghz": _gpu_limit("GHz", "Lock the clock of the GPUs.", "clock_ghz"),
     "power_watts": _gpu_limit("W of one GPU", "Limit the power of the GPUs.", "power_watts"),
@@ -327,8 +336,8 @@ WHAT_IFS: dict[str, JobChange] = {  # in the order in which several are applied
         _compressed, str,
     ),
     "mechanism": JobChange(
-        "the name of a mechanism", "Change how collectives overlap with compute.", ("overlap.mechanism",),
-        lambda job, value: replace(job, mechanism=parse_name("overlap.mechanism", value)),
+        "the name of a mechanism", "Change how collectives overlap with compute.", ("overlap",),
+        lambda job, value: replace(job, mechanism=parse_name("overlap.mechanism", value), mechanisms={}),
     ),
     "local_steps": _field(
         "a number of steps", "Let replicas exchange only after so many steps (local SGD).", "training", "local_steps"

@@ -16,6 +16,7 @@ from pathlib import Path
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.network.protocols import OPERATIONS
+from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
 
 MAX_BYTES = 64 << 20
@@ -84,15 +85,7 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
         Misconfigured: with the file's name, if it cannot be read or is none of nccl-tests.
     """
     name = printable(str(path), 200)
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise Misconfigured(f"{name}: {why}; give what nccl-tests printed") from None
-    if len(content) > MAX_BYTES:
-        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; what nccl-tests prints has some kilobytes")
-    text = content.decode("utf-8", errors="replace")
+    text = read_text(path, limit=MAX_BYTES, advice="give what nccl-tests printed")
     if operation is None and not _PROGRAM.search(text):
         named = _PROGRAM.search(path.name)
         operation = PROGRAMS[named.group()] if named else None

@@ -130,7 +130,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount) -> tuple[f
     shard = count.total / (job.parallel.dp * job.parallel.cp)
     gather = [MemoryBoundOp(name="cast", num_bytes=(4.0 + element) * shard)] if element < 4 else []
     scatter = [MemoryBoundOp(name="cast back", num_bytes=(gradient + 4.0) * shard)] if gradient < 4 else []
-    if job.disturbance.copies:
+    if job.disturbance_of("dp").copies:
         gather.append(MemoryBoundOp(name="copy of the shard", num_bytes=2.0 * element * shard))
         gather.append(MemoryBoundOp(name="copy out", num_bytes=2.0 * element * count.total))
         into = (element + gradient) * count.total
@@ -201,7 +201,7 @@ def replica_exchange(
         return CommTime(alone_us=alone_us, exposed_us=max(alone_us - compute_us, 0.0))
     if not job.parallel.overlap_dp:
         return CommTime(alone_us=alone_us, exposed_us=alone_us)
-    mechanism, persistent = job.disturbance, rates.efficiency.persistent
+    mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     pieces = max(count.total * job.training.grad_bytes / job.parallel.bucket_bytes, 1.0)
     behind = overlapped_in_pieces_us(backward_us, gradients, pieces, mechanism, persistent=persistent) - backward_us
     ahead = overlapped_in_pieces_us(forward_us, gathered, pieces, mechanism, persistent=persistent) - forward_us

@@ -241,7 +241,7 @@ def _exposed(
             exposed[name] = exposed.get(name, 0.0) + exchange.us(prices)
     if during_dw:
         comms = tuple((exchange.operation, exchange.us(prices)) for exchange in during_dw)
-        both = kept_us(weight_us, comms, job.disturbance, persistent=rates.efficiency.persistent)
+        both = kept_us(weight_us, comms, job.disturbance_of("tp"), persistent=rates.efficiency.persistent)
         for exchange, (_, us) in zip(during_dw, comms, strict=True):
             part = us / sum(alone for _, alone in comms)
             name = EXPOSED[exchange.axis]
@@ -259,7 +259,7 @@ def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product:
         DTYPES[job.training.precision],
         local.tokens,
         job.parallel.tp,
-        job.cluster.gpu.name,
+        (job.cluster.gpu.name, job.cluster.gpu.machine),
     )
     return min(us, exchange.us(prices))
 
@@ -277,7 +277,7 @@ def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
     """Return what zero 3 adds to a part: copies, exposed communication. Embedding and head count as one unit."""
-    mechanism, persistent = job.disturbance, rates.efficiency.persistent
+    mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)
     layers = part_parameters(job.model, job.parallel, alike)

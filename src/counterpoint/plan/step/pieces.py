@@ -8,18 +8,18 @@ from __future__ import annotations
 from functools import lru_cache
 
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.machine.profile import shipped_profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import cut
 from counterpoint.pair.matmul_choice import with_best_chunks
 from counterpoint.pair.row_curves import estimated_curve
+from counterpoint.plan.job.cluster import plan_profile
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32": "float32"}  # of operands, by precision
 
 
 @lru_cache(maxsize=4096)
 def pieces_us(
-    operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: str
+    operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
     """Return the µs that a product in pieces takes more than alone, by the model of `pair/cuts.py`.
 
@@ -30,12 +30,12 @@ def pieces_us(
         dtype: of the operands, torch's name.
         rows: of all ranks.
         ranks: that share them.
-        gpu: its name; the figures are those of its profile.
+        gpu: its name, and the file of its profile as `ClusterGpu.machine` has it.
 
     Raises:
         Misconfigured: the GPU's data sheet is not known.
     """
-    profile = shipped_profile(gpu)
+    profile = plan_profile(*gpu)
     try:
         curve = estimated_curve(columns, depth, dtype, rows, profile)
     except Unsupported as error:

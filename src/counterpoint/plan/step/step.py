@@ -33,7 +33,7 @@ from msgspec.structs import asdict
 
 from counterpoint.plan.compute.memory import Memory, memory, sharded_parameters
 from counterpoint.plan.compute.roofline import GpuRates
-from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops, positive
 from counterpoint.plan.job.parallel import StagePart, deal_layers, part_parameters, whole_stage
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
@@ -142,7 +142,8 @@ def _summary(
 def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
     training = job.training
     loses = job.compression is not None or training.local_steps > 1 or training.asynchronous
-    figures = (f"GPU: {rates.efficiency.source}", f"overlap: {job.disturbance.source}")
+    ways = dict.fromkeys(job.disturbance_of(axis).source for axis in OVERLAPPED)
+    figures = (f"GPU: {rates.efficiency.source}", *(f"overlap: {source}" for source in ways))
     assumed = job.profile.note(("mechanisms", "efficiency"))
     return (*figures, *([f"figures {assumed}"] if assumed else []), *((NOTE,) if loses else ()))
 

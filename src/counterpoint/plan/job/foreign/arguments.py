@@ -42,7 +42,8 @@ SWITCHES = (  # arguments without a value, as far as a job has to do with them
     "accumulate-allreduce-grads-in-fp32", "overlap-grad-reduce", "overlap-param-gather", "use-megatron-fsdp",
     "use-custom-fsdp", "use-torch-fsdp2", "no-gradient-accumulation-fusion", "no-overlap-p2p-communication",
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
-    "use-rotary-position-embeddings", "no-position-embedding",
+    "use-rotary-position-embeddings", "no-position-embedding", "fp8-dot-product-attention",
+    "fp8-multi-head-attention", "enable-cuda-graph", "external-cuda-graph",
 )  # fmt: skip
 
 

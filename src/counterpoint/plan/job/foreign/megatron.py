@@ -34,6 +34,7 @@ REFUSED = {  # arguments that change what a step computes so much that leaving t
 }  # fmt: skip
 
 
+FP8_SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8")
 LAUNCHED = (("nodes", "slurm-nodes"), ("gpus-per-node", "slurm-gpus-per-node", "slurm-ntasks-per-node"))
 
 
@@ -210,8 +211,8 @@ def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
 
 def _training(reading: Reading) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "micro_batch": _whole(reading, "micro-batch-size") or 1, "precision": _precision(reading),
-        **_recomputation(reading), "flash_attention": _flash(reading),
+        "micro_batch": _whole(reading, "micro-batch-size") or 1, **_precision(reading),
+        **_recomputation(reading), "flash_attention": _flash(reading), "cuda_graphs": _replays(reading),
         "fused_accumulation": not _is(reading, "no-gradient-accumulation-fusion")
         and _one(reading, "gradient-accumulation-fusion") not in ("False", "false"),
     }  # fmt: skip
@@ -231,16 +232,24 @@ def _training(reading: Reading) -> dict[str, Any]:
     return found
 
 
-def _precision(reading: Reading) -> str:
-    eight = _one(reading, "fp8-format")
+def _precision(reading: Reading) -> dict[str, Any]:
+    eight = (_one(reading, "fp8-format") or "false").lower() not in ("false", "none")
     half, brain = _is(reading, "fp16"), _is(reading, "bf16")
-    if eight is not None and eight.lower() != "false":
-        reading.say("assumed: all matrix products of layers are in fp8, as --fp8-format says")
-        return "fp8"
     named = _one(reading, "mixed-precision") or _one(reading, "precision") or ""  # of Megatron-Bridge and NeMo
-    if "fp8" in named:
-        return "fp8"
-    return "bf16" if brain or "bf16" in named else "fp16" if half or "16" in named else "fp32"
+    recipe = _one(reading, "fp8-recipe") or "delayed"
+    if eight or "fp8" in named:
+        if recipe not in FP8_SCALINGS:
+            raise reading.wrong(("--fp8-recipe",), recipe, f"allowed are {', '.join(FP8_SCALINGS)}")
+        attention = any([_is(reading, "fp8-dot-product-attention"), _is(reading, "fp8-multi-head-attention")])
+        return {"precision": "fp8", "fp8_scaling": recipe, "fp8_attention": attention}
+    return {"precision": "bf16" if brain or "bf16" in named else "fp16" if half or "16" in named else "fp32"}
+
+
+def _replays(reading: Reading) -> bool:
+    """Return whether layers are replayed as CUDA graphs."""
+    kind = _one(reading, "cuda-graph-impl")
+    named = any([_is(reading, "enable-cuda-graph"), _is(reading, "external-cuda-graph")])
+    return named or kind not in (None, "none")
 
 
 def _recomputation(reading: Reading) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def read_torchtitan(tables: Mapping[str, Any]) -> ForeignJob:
         "sequence": reading.whole("training.seq_len") or 2048,
         "micro_batch": one if pp > 1 else samples,
         "fused_kernels": _compiles(reading),
-        "precision": _precision(reading),
+        **_precision(reading),
         **_recomputation(reading),
     }
     if batch is not None:
@@ -177,20 +177,19 @@ def _compiles(reading: Reading) -> bool:
     return parts is None or (isinstance(parts, list) and "model" in parts)
 
 
-def _precision(reading: Reading) -> str:
+def _precision(reading: Reading) -> dict[str, str]:
     converters = reading.take("model.converters")
     named = " ".join(str(each) for each in converters) if isinstance(converters, list) else ""
     old = reading.take("training.fp8_linear")
-    if reading.truth("float8.enable_float8_linear") or bool(old) or "float8" in named or ".mx" in named:
-        return "fp8"
+    param = reading.word("training.mixed_precision_param", allowed=("bfloat16", "float32"))
+    if reading.truth("float8.enable_float8_linear") or bool(old) or "float8" in named:
+        return {"precision": "fp8", "fp8_scaling": "tensorwise"}
+    if re.search(r"\bmx\b", named):
+        return {"precision": "fp8", "fp8_scaling": "mxfp8"}
     for name in reading.values:
         if name.startswith(("float8.", "quantize.", "mx.")):
             reading.take(name)  # settings of converters that are not in use
-    if reading.values.get("training.mixed_precision_param") == "float32":
-        reading.take("training.mixed_precision_param")
-        return "fp32"
-    reading.take("training.mixed_precision_param")
-    return "bf16"
+    return {"precision": "fp32" if param == "float32" else "bf16"}
 
 
 def _recomputation(reading: Reading) -> dict[str, Any]:
