@@ -185,7 +185,7 @@ def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], sen
         weight=of_parts(lambda time: time.weight_us) if apart else (),
         send_us=send_us - waits,
     )
-    if not any(time.backward.host_us for time in part_times.values()):
+    if job.training.cuda_graphs:
         return gpus
     hosts = StageTimes(
         forward=of_parts(lambda time: time.launch_us[0]),
