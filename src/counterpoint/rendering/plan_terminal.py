@@ -185,8 +185,8 @@ def _point(point: Point) -> tuple[str | Text, ...]:
     if point.step_us is None:
         return (point.value, "", "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
     return (
-        point.value, f"{point.gpus:,}", say.milliseconds(point.step_us, 1), _spread(point),
-        say.percent(point.mfu, digits=1),
+        point.value, "" if point.gpus is None else f"{point.gpus:,}", say.milliseconds(point.step_us, 1),
+        _spread(point), say.percent(point.mfu, digits=1),
         say.percent((point.exposed_comm_us or 0.0) / point.step_us), f"{point.tokens_per_s:,.0f}",
         f"{point.memory_gib:.1f}", fits_note(point),
     )  # fmt: skip
