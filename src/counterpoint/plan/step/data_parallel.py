@@ -171,8 +171,9 @@ def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axi
 
 
 def replica_exchange(
-    job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float
-) -> CommTime:
+    job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float,
+    host_us: float,
+) -> CommTime:  # fmt: skip
     """Return the time of what replicas send with zero 0 to 2: gradients after backward, parameters before forward.
 
     Args:
@@ -180,8 +181,10 @@ def replica_exchange(
         rates: rates of its GPU.
         prices: times of its collectives.
         count: parameters of the stage that ends last.
-        forward_us: forward of one micro-batch on that stage.
-        backward_us: backward of one micro-batch on that stage.
+        forward_us: forward of one micro-batch on that stage's GPU.
+        backward_us: backward of one micro-batch on that stage's GPU.
+        host_us: what its host takes longer. It may hide what either direction sends: in shares, a kernel that takes
+            longer could move it to where it hides more.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -196,16 +199,19 @@ def replica_exchange(
     gathered, gradients = _collectives(job, prices, count, in_buckets_us)
     times = job.training.micro_batches(job.parallel) if job.parallel.zero == 2 else 1
     alone_us = times * sum(us for _, us in gradients) + sum(us for _, us in gathered)
+    beyond_us = max(alone_us - job.training.micro_batches(job.parallel) * (forward_us + backward_us + host_us), 0.0)
     if job.training.asynchronous:
-        compute_us = job.training.micro_batches(job.parallel) * (forward_us + backward_us)
-        return CommTime(alone_us=alone_us, exposed_us=max(alone_us - compute_us, 0.0))
+        return CommTime(alone_us=alone_us, exposed_us=beyond_us)
     if not job.parallel.overlap_dp:
         return CommTime(alone_us=alone_us, exposed_us=alone_us)
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     pieces = max(count.total * job.training.grad_bytes / job.parallel.bucket_bytes, 1.0)
-    behind = overlapped_in_pieces_us(backward_us, gradients, pieces, mechanism, persistent=persistent) - backward_us
-    ahead = overlapped_in_pieces_us(forward_us, gathered, pieces, mechanism, persistent=persistent) - forward_us
-    return CommTime(alone_us=alone_us, exposed_us=times * behind + ahead)
+
+    def exposed_us(comms: Sequence[CollectiveTime], compute_us: float) -> float:
+        return overlapped_in_pieces_us(compute_us, comms, pieces, mechanism, persistent=persistent) - compute_us
+
+    behind, ahead = exposed_us(gradients, backward_us + host_us), exposed_us(gathered, forward_us + host_us)
+    return CommTime(alone_us=alone_us, exposed_us=max(times * behind + ahead, beyond_us))
 
 
 def _compressed(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:

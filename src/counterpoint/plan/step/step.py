@@ -204,7 +204,8 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
         found = replica_exchange(
             job, rates, mesh, part_parameters(job.model, job.parallel, whole_stage(stage)),
             forward_us=sum(part_times[part].forward.total_us for part in stage),
-            backward_us=sum(part_times[part].backward.total_us for part in stage),
+            backward_us=sum(part_times[part].backward.total_us - part_times[part].backward.host_us for part in stage),
+            host_us=sum(part_times[part].backward.host_us for part in stage),
         )  # fmt: skip
     if (
         job.model.tied or job.model.mtp
