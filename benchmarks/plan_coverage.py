@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean, median
 
 import numpy as np
 
-from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed, source_weights
+from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed
 
 COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
 
@@ -62,8 +62,13 @@ def line(name: str, found: Sequence[Covered]) -> list[str]:
     ]  # fmt: skip
 
 
+def gpu_of(row: CalibrationRow) -> str:
+    """GPU and precision."""
+    return f"{row.features['GPU']}, {row.features['precision']}"
+
+
 def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
-    """Lines by class, by source, and in total, of each source left out; then of each GPU left out.
+    """Lines by class, source and GPU, and in total, of each source left out; one of each GPU left out.
 
     The last line is of public rows: those of sources that are not `own`.
     """
@@ -73,6 +78,8 @@ def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
     lines = [line(name, [each for each in found if each.alike == name]) for name in names]
     sources = dict.fromkeys(row.source for row in rows)
     lines += [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
+    kinds = sorted({gpu_of(each.row) for each in found})
+    lines += [line(f"GPU: {kind}", [each for each in found if gpu_of(each.row) == kind]) for kind in kinds]
     lines.append(line("all, each GPU left out", gpus))
     lines.append(line("all, each source left out", found))
     lines.append(line("public, each source left out", [each for each in found if each.row.source != own]))
@@ -100,7 +107,8 @@ class Ran:
 def memory_need(rows: Sequence[Ran]) -> MemoryNeed | None:
     """The normal distribution of ln(needed / predicted) memory that explains best which rows ran: a probit regression.
 
-    Only of sources that report both, as configurations that all ran say little; None without any.
+    Only of sources that report both, as configurations that all ran say little; None without any. Each configuration
+    counts once, as one source has only those that were close to the limit.
     """
     outcomes = {(row.source, row.ran) for row in rows}
     both = sorted({source for source, ran in outcomes if ran and (source, False) in outcomes})
@@ -108,11 +116,10 @@ def memory_need(rows: Sequence[Ran]) -> MemoryNeed | None:
     if not kept:
         return None
     room, ran = np.array([row.room for row in kept]), np.array([row.ran for row in kept])
-    weights = source_weights([row.source for row in kept])
 
     def surprise(need: NormalDist) -> float:
         fits = np.array([need.cdf(each) for each in room])
-        return -float(weights @ np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)))
+        return -float(np.log(np.maximum(np.where(ran, fits, 1.0 - fits), 1e-12)).sum())
 
     grid = (NormalDist(mean / 50, spread / 50) for mean in range(-25, 26) for spread in range(1, 31))
     best = min(grid, key=surprise)

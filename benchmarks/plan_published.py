@@ -14,17 +14,21 @@ Rows are files, `benchmarks/published/*.toml`, one for each source:
 
 What a source leaves open is set by what its software did at that time, for all of its rows alike
 (`docs/results/planner.md`). The measurements of this project on H200 are read from results/, by functions below.
-Two constants of Ampere, `matmul` and `memory`, are fitted, to the rows marked so; nothing is to any other row.
+Constants are fitted to the rows marked so, and to no other row: of Ampere `matmul` and `memory`, of Hopper the clock
+and what the host takes (to floors of 2 and 4 x H200, and to 2 x H200), of Blackwell the clock.
+The rows of the others calibrate the intervals of a step (`plan_coverage.py`):
+
+    python benchmarks/plan_published.py --calibrate     # and write src/counterpoint/plan/measured_steps.json
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +70,7 @@ PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "f
 Read = Callable[[Job, PredictedStep], float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One published figure; `read` takes it from a predicted step; `unit` is "s", "ms" or one of a rate.
 
@@ -83,7 +87,7 @@ class Row:
     fitted: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """One published job of which is known whether it fitted in memory."""
 
@@ -274,7 +278,7 @@ def fsdp_fewer_h200(ranks: int) -> list[Row]:
                 measured.setdefault(row["tokens"], {})[VARIANTS[row["variant"]]] = row["ms"]
         for tokens, times in measured.items():
             found += fsdp_step(f"{ranks} x H200 FSDP2", f"{name}, ", model, ranks, tokens, times)
-    return found
+    return [dataclasses.replace(row, fitted=ranks == 2 or "floor" in row.name) for row in found]
 
 
 def whole_steps() -> list[Row]:
@@ -426,7 +430,8 @@ def main() -> None:
         "provenance": provenance(("counterpoint",)), "rows": kept, "summary": said, "coverage": intervals,
     }  # fmt: skip
     if args.leave_out:
-        left = leave_out(predictions, [row for row in rows() if row.fitted])
+        ampere = [row for row in rows() if row.fitted and row.job.cluster.gpu.name == "A100"]
+        left = leave_out(predictions, ampere)
         result["leave_one_model_out"] = left
         print(f"leave one model out: mean {fmean(left.values()):.1%}, worst {max(left.values()):.1%}: {left}")
     write_result(args.out, result, COLUMNS, lines)

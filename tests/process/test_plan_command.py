@@ -56,6 +56,25 @@ def test_a_config_of_hugging_face_becomes_a_job(tmp_path: Path) -> None:
     assert run(written).stdout.splitlines()[0] == first.stdout.splitlines()[0]
 
 
+def test_a_search_writes_its_ways_and_its_winner(tmp_path: Path) -> None:
+    """The winner's file is predicted as the search predicted it, and the memory of its stages is said."""
+    table, winner = tmp_path / "ways.csv", tmp_path / "winner.toml"
+    asked = ("--search", "--fix", "pp=4", "--fix", "micro_batch=1", "--top", "2", "--json", "-")
+    done = json.loads(run(EXAMPLE, *asked, "--csv", str(table), "--winner", str(winner)).stdout)
+    assert len(done["search"]["choices"]) == 2
+    assert len(table.read_text().splitlines()) == 3
+    again = json.loads(run(str(winner), "--json", "-").stdout)
+    assert again["step_us"] == done["search"]["choices"][0]["step_us"]
+    assert len(again["stage_memory_gib"]) == 4
+    assert "memory of the stages, GiB: " in run(str(winner)).stdout
+
+
+def test_a_search_for_each_number_of_gpus_is_a_table() -> None:
+    """One row for each."""
+    done = run(EXAMPLE, "--search", "--gpus", "8,16", "--fix", "tp=8", "--fix", "micro_batch=1")
+    assert "The fastest way for each number of GPUs" in done.stdout
+
+
 def test_explain_prints_the_formula() -> None:
     """With the numbers in it."""
     assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout
@@ -64,6 +83,10 @@ def test_explain_prints_the_formula() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--csv", "ways.csv"], "--csv is about --search: give it, too"),
+        (["--search", "--gpus", "8,x"], "--gpus 8,x: give numbers from 1"),
+        (["--search", "--gpus", "8,16", "--winner", "w.toml"], "--winner with several numbers of --gpus"),
+        (["--search", "--fix", "colour=2"], "colour is no axis of a search"),
         (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
         (["--set", "parallel.tp"], "--set parallel.tp: give FIELD=VALUE"),
         (["--sweep", "nodes="], "--sweep nodes=: give FIELD=VALUE"),

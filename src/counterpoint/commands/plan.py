@@ -7,16 +7,17 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
 
 if TYPE_CHECKING:
-    from counterpoint.records.prediction import Prediction
+    from counterpoint.plan.job.job import Job
+    from counterpoint.records.prediction import Prediction, SearchResult
 
 
 MIN_WIDTH = 80
@@ -72,6 +73,18 @@ def plan(
         list[str] | None, typer.Option(help="Draw a curve over values of a what-if or a field: nodes=1,2,4,8.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Find the fastest way to divide the job that fits.")] = False,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="Let --search try only these values of an axis, as in tp=8 or micro_batch=1,2."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Let --search find the fastest way for each number of GPUs, as in 64,128,256.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="List so many ways of --search.", min=1, max=10_000)] = 10,
+    csv: Annotated[Path | None, typer.Option(help="Write the ways that --search lists as CSV.")] = None,
+    winner: Annotated[
+        Path | None, typer.Option(help="Write the job in the fastest way of --search as TOML, to go on from.")
+    ] = None,
     explain: Annotated[
         str | None, typer.Option(help="Say why a number is what it is: step, exposed_comm, mfu, ...")
     ] = None,
@@ -102,7 +115,8 @@ def plan(
             if others[name] is not None:
                 raise Misconfigured(f"--explain prints a formula and nothing else: give it, or {name}, not both")
     json_path = json_file(json)
-    check_outputs(html, json_path)
+    check_outputs(html, json_path, csv, winner)
+    looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner))
     _check_placement(topology, topology_name, hosts, launch_files)
     if from_trace is not None:
         given = {
@@ -121,7 +135,7 @@ def plan(
         if explain is not None:
             request.explain(explain)
             return
-        found = request.answer(sweep or [], search=search, detailed=html is not None)
+        found = request.answer(sweep or [], looking, detailed=html is not None)
         if topology is not None:
             found = request.placed(found, topology, topology_name, hosts, launch_files)
     _write(found, html, json, json_path)
@@ -163,6 +177,60 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
+class _Looking(NamedTuple):
+    """Holds how --search looks for the fastest way, and what it writes."""
+
+    fix: tuple[str, ...]
+    gpus: str | None
+    top: int
+    csv: Path | None
+    winner: Path | None
+
+    def results(self, job: Job) -> tuple[SearchResult, ...]:
+        """Search, and write the files that were asked for."""
+        from counterpoint.plan.job.job import job_toml
+        from counterpoint.plan.search.search import chosen_job, search_each
+        from counterpoint.plan.search.space import read_fixed
+        from counterpoint.rendering.files import replacing
+        from counterpoint.rendering.search_csv import search_csv
+
+        counts = [None] if self.gpus is None else _numbers("--gpus", self.gpus)
+        if self.winner is not None and len(counts) > 1:
+            raise Misconfigured("--winner with several numbers of --gpus: give one of them")
+        with progress(quiet=False, first="search") as tell:
+
+            def told(done: int, total: int, fastest_us: float | None) -> None:
+                tell(done, total, "search" if fastest_us is None else f"search: {fastest_us / 1e3:,.1f} ms so far")
+
+            found = search_each(job, counts, best=self.top, fixed=read_fixed(self.fix), progress=told)
+        if self.csv is not None:
+            with writing(self.csv), replacing(self.csv) as opened:
+                opened.write(search_csv(found).encode())
+        if self.winner is not None:
+            with writing(self.winner), replacing(self.winner) as opened:
+                opened.write(job_toml(chosen_job(job, found[0])).encode())
+        return found
+
+
+def _looking(search: bool, asked: _Looking) -> _Looking | None:
+    """Return how to search, None for no search; Misconfigured for flags about a search without one."""
+    if search:
+        return asked
+    flags = {"--fix": asked.fix, "--gpus": asked.gpus, "--csv": asked.csv, "--winner": asked.winner}
+    for flag, value in flags.items():
+        if value:
+            raise Misconfigured(f"{flag} is about --search: give it, too")
+    return None
+
+
+def _numbers(flag: str, text: str) -> list[int | None]:
+    """Return numbers given as 8,16,32."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < len(part) < 9 and int(part) for part in parts):
+        raise Misconfigured(f"{flag} {printable(text, 80)}: give numbers from 1, as in 64,128,256")
+    return [int(part) for part in parts]
+
+
 class _Request:
     """Holds the job read from a file, with all changes that were asked for."""
 
@@ -185,11 +253,10 @@ class _Request:
 
         print("\n".join(explain(self.job, word)))
 
-    def answer(self, sweeps: list[str], *, search: bool, detailed: bool) -> Prediction:
+    def answer(self, sweeps: list[str], looking: _Looking | None, *, detailed: bool) -> Prediction:
         from msgspec.structs import replace
 
         from counterpoint.plan.answer import answer, curve
-        from counterpoint.plan.search import search as fastest
 
         found = answer(self.job, asked=self.changes, detailed=detailed)
         curves = list(found.curves)
@@ -197,9 +264,11 @@ class _Request:
             name, values = _assignment("--sweep", text)
             each = [value.strip() for value in values.split(",")]
             curves.append(curve(name, swept(self.tables, self.changes, name, each)))
-        return replace(
-            found, curves=tuple(curves), search=fastest(self.job) if search else None, notes=found.notes + self.notes
-        )
+        found = replace(found, curves=tuple(curves), notes=found.notes + self.notes)
+        if looking is None:
+            return found
+        results = looking.results(self.job)
+        return replace(found, search=results[0] if len(results) == 1 else None, searches=results[1:] and results)
 
     def placed(
         self, found: Prediction, topology: Path, name: str | None, hosts: str | None, folder: Path | None

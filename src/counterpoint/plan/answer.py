@@ -97,6 +97,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         model_tflops=found.model_tflops,
         mfu=found.mfu,
         memory=memory.gib,
+        stage_memory_gib=memory.stage_gib,
         memory_available_gib=memory.available_gib,
         fits=memory.fits,
         fits_probability=fits_in_memory(found),

@@ -34,7 +34,9 @@ from msgspec import Meta
 from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.cluster import GPUS
 from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.parallel import Training
 from counterpoint.plan.step.step import PredictedStep
 from counterpoint.records import Record
 from counterpoint.records.prediction import RatioError, StepInterval
@@ -108,14 +110,6 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def job_features(job: Job) -> dict[str, str]:
     """Return by what a job resembles measured steps, in words; `LADDER` names them."""
     parallel, training = job.parallel, job.training
-    unusual = {
-        "compressed gradients": job.compression is not None,
-        f"local_steps = {training.local_steps}": training.local_steps > 1,
-        "asynchronous replicas": training.asynchronous,
-        "a slow rank": job.ranks.slow > 1,
-        "jitter": bool(job.ranks.jitter),
-    }
-    waiting = [axis for axis in ("tp", "dp", "pp") if not getattr(parallel, f"overlap_{axis}")]
     return {
         "GPU": job.cluster.gpu.name,
         "ranks": _band(parallel.world_size, RANKS),
@@ -126,11 +120,53 @@ def job_features(job: Job) -> dict[str, str]:
         "sharding": "parameters" if parallel.zero == 3 else "no parameters",
         "experts": "experts" if job.model.experts is not None else "dense",
         "axes": _listed(axis for axis in ("tp", "pp", "cp", "ep") if getattr(parallel, axis) > 1) or "dp only",
-        "kernels": f"{'fused' if training.fused_kernels else 'eager'}, "
-        f"{'with' if training.flash_attention else 'without'} flash attention",
-        "collectives": f"{job.mechanism}, {f'not overlapped: {_listed(waiting)}' if waiting else 'overlapped'}",
-        "other": _listed(name for name, so in unusual.items() if so) or "nothing",
+        "kernels": _kernels(training),
+        "collectives": _collectives(job),
+        "other": _unusual(job),
     }
+
+
+def _kernels(training: Training) -> str:
+    flash = f"FlashAttention {training.flash_version}" if training.flash_attention else "without flash attention"
+    more = {
+        "norms of operators": not training.fused_norms,
+        "CUDA graphs": training.cuda_graphs,
+        f"{training.fp8_scaling} scaling": training.precision == "fp8",
+        "fp8 attention": training.precision == "fp8" and training.fp8_attention,
+    }
+    return " with ".join(["fused" if training.fused_kernels else "eager", _listed([flash, *_true(more)])])
+
+
+def _collectives(job: Job) -> str:
+    axes = [f"{axis} by {mechanism}" for axis, mechanism in sorted(job.mechanisms.items())]
+    waiting = [f"{axis} not overlapped" for axis in ("tp", "dp", "pp") if not getattr(job.parallel, f"overlap_{axis}")]
+    pieces = ["tp in pieces"] if job.parallel.pieces_tp else []
+    return _listed([job.mechanism, *axes, *pieces, *waiting])
+
+
+def _unusual(job: Job) -> str:
+    """Return what few jobs have, each of which no row may have."""
+    model, training, gpu = job.model, job.training, job.cluster.gpu
+    sheet = GPUS.get(gpu.name, gpu)
+    found = {
+        "compressed gradients": job.compression is not None,
+        f"local_steps = {training.local_steps}": training.local_steps > 1,
+        "asynchronous replicas": training.asynchronous,
+        "a slow rank": job.ranks.slow > 1,
+        "jitter": bool(job.ranks.jitter),
+        "locked clocks": gpu.clock_ghz is not None,
+        "a power limit": gpu.power_watts is not None,
+        "a profile of one's own": bool(gpu.machine),
+        "other figures of the GPU": (gpu.tflops, gpu.memory_gb_per_s) != (sheet.tflops, sheet.memory_gb_per_s),
+        "latent attention": model.mla is not None,
+        "a window of attention": model.window is not None,
+        "multi-token prediction": model.mtp > 0,
+    }
+    return _listed(_true(found)) or "nothing"
+
+
+def _true(said: Mapping[str, bool]) -> list[str]:
+    return [name for name, so in said.items() if so]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -245,8 +281,9 @@ class MeasuredErrors:
     def validated(self, features: Mapping[str, str]) -> str:
         """Return one line: the error on rows alike in all features, or "not validated" and how the closest differ."""
         values = _key(0, features)[1]
-        closest = min(
-            (key for key in self._classes if key[0] == 0), key=lambda key: sum(map(str.__ne__, key[1], values))
+        closest = min(  # of all that have the same GPU, where there are any
+            (key for key in self._classes if key[0] == 0),
+            key=lambda key: (key[1][0] != values[0], sum(map(str.__ne__, key[1], values))),
         )
         rows = AlikeRows(LADDER[0], self._classes[closest])
         measured = f"{len(rows.errors)} measured step{'' if len(rows.errors) == 1 else 's'} of {_listed(rows.sources)}"
@@ -259,7 +296,7 @@ class MeasuredErrors:
             return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
         if len(rows.errors) < LIKE_IT:
             return f"not validated: only {measured} like it: {rows.mean_and_worst}"
-        return f"validated: {rows.mean_and_worst} on {measured}, alike in {_listed(LADDER[0])}"
+        return f"validated: {rows.mean_and_worst} on {measured}, alike in all {len(LADDER[0])} features (--explain interval)"
 
     @cached_property
     def comparisons(self) -> RatioError | None:
@@ -288,10 +325,10 @@ class MeasuredErrors:
         """Return what `fits` rests on, for people."""
         if self.memory is None:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
-        need = self.memory
+        need, more = self.memory, math.expm1(self.memory.mean)
         return (
             f"{need.rows} configurations of {_listed(need.sources)} that ran or had too little: they needed "
-            f"{math.expm1(need.mean):+.0%} of what is predicted, with a deviation of {need.deviation:.0%}"
+            f"{abs(more):.0%} {'less' if more < 0 else 'more'} than predicted, with a deviation of {need.deviation:.0%}"
         )
 
 

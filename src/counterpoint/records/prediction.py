@@ -120,7 +120,7 @@ class Sensitivity(Record, frozen=True, kw_only=True):
 class Choice(Record, frozen=True, kw_only=True):
     """Describes one way to divide the job; `settings` maps fields of the job's file to values."""
 
-    settings: dict[str, int | str]
+    settings: dict[str, int | str | bool | tuple[int | str, ...] | None]
     step_us: float
     low_us: float | None = None  # ends of the step's interval
     high_us: float | None = None
@@ -128,16 +128,22 @@ class Choice(Record, frozen=True, kw_only=True):
     memory_gib: float
     fits_probability: float | None = None
     too_close: bool = False  # to the fastest choice: comparisons are not that sure
+    tokens_per_s: float | None = None
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
-    """Lists ways to divide a job, fastest first; `considered` = priced + too_large + impossible."""
+    """Lists ways to divide a job over `gpus` GPUs, fastest first.
 
-    considered: int
-    priced: int
-    too_large: int
-    impossible: int
-    choices: tuple[Choice, ...]
+    `considered` = priced + too_large + impossible + those that are proved to be slower than the last one listed.
+    """
+
+    gpus: int = 0
+    considered: int = 0
+    priced: int = 0
+    too_large: int = 0
+    impossible: int = 0
+    why_not: str | None = None  # where there are no choices
+    choices: tuple[Choice, ...] = ()
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
@@ -193,6 +199,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     model_tflops: float | None = None
     mfu: float | None
     memory: dict[str, float]
+    stage_memory_gib: tuple[float, ...] = ()  # total of each pipeline stage
     memory_available_gib: float | None = None
     fits: bool | None = None
     fits_probability: float | None = None
@@ -207,6 +214,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     curves: tuple[Curve, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     search: SearchResult | None = None
+    searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None
     run: TrainingRun | None = None
     asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed

@@ -17,6 +17,9 @@ from counterpoint.rendering.plan_terminal import (
     headline,
     memory_line,
     run_lines,
+    setting,
+    stage_memory_line,
+    varying,
 )
 from counterpoint.rendering.safe_html import clean, write_page
 
@@ -61,10 +64,15 @@ def write_plan_page(path: Path, found: Prediction) -> None:
             "fits_note": fits_note,
             "words": words,
             "curve_title": curve_title,
+            "setting": setting,
         },
         p=found,
         headline=headline(found),
         memory_line=memory_line(found),
+        stage_memory_line=stage_memory_line(found),
+        varying=[] if found.search is None else varying(found.search.choices),
+        best=[search.choices[0] for search in found.searches if search.choices],
+        varying_best=varying([search.choices[0] for search in found.searches if search.choices]),
         confidence_lines=confidence_lines(found),
         comparisons=comparison_line(found.comparisons) if found.comparisons is not None else "",
         run_lines=[] if found.run is None else run_lines(found.run),

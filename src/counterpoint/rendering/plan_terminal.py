@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.prediction import (
+    Choice,
     Curve,
     PlacementResult,
     Point,
@@ -19,6 +21,7 @@ from counterpoint.records.prediction import (
 from counterpoint.rendering import formatting as say
 
 BAR = 24  # characters
+FIGURES = ("step, ms", "MFU", "GiB", "P(fits)", "")  # of a way to divide a job
 UNSURE = 0.05  # a probability between this and the rest to 1 is shown
 
 
@@ -41,6 +44,13 @@ def memory_line(found: Prediction) -> str:
     if found.fits_probability is None:
         return found.verdict
     return f"{found.verdict}; P(fits) = {say.percent(found.fits_probability)}"
+
+
+def stage_memory_line(found: Prediction) -> str:
+    """Return the memory of every pipeline stage; "" without a pipeline."""
+    if len(found.stage_memory_gib) < 2:
+        return ""
+    return f"memory of the stages, GiB: {setting([f'{gib:.1f}' for gib in found.stage_memory_gib])}"
 
 
 def confidence_lines(found: Prediction) -> list[str]:
@@ -79,7 +89,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
         asked = ", ".join(f"{name} = {value}" for name, value in found.asked.items())
         console.print(say.text(f"what if: {asked}"), soft_wrap=True)
     console.print(say.text(memory_line(found), "bold red" if found.fits is False else ""), soft_wrap=True)
-    for line in confidence_lines(found):
+    for line in filter(None, [stage_memory_line(found), *confidence_lines(found)]):
         console.print(say.text(line, say.QUIET), soft_wrap=True)
     _parts(found, console)
     _frame(found, console)
@@ -94,10 +104,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
             for each in found.sensitivities
         )
         _table(console, ("", "step, ms", "change"), changes)
-    if found.search is not None:
-        _search(found.search, console)
-    if found.comparisons is not None and found.search is not None:
-        console.print(say.text(comparison_line(found.comparisons), say.QUIET), soft_wrap=True)
+    _ways(found, console)
     if found.placement is not None:
         _placement(found.placement, console)
     for note in found.notes:
@@ -207,23 +214,61 @@ def fits_note(point: Point) -> str:
     return f"{said or 'fits'}, P = {say.percent(probability)}"
 
 
+def _ways(found: Prediction, console: Console) -> None:
+    if found.search is not None:
+        _search(found.search, console)
+    if found.searches:
+        _searches(found.searches, console)
+    if found.comparisons is not None and (found.search is not None or found.searches):
+        console.print(say.text(comparison_line(found.comparisons), say.QUIET), soft_wrap=True)
+
+
 def _search(search: SearchResult, console: Console) -> None:
+    slower = search.considered - search.priced - search.too_large - search.impossible
     _heading(
         console,
-        f"The fastest of {search.considered:,} ways ({search.too_large:,} do not fit, {search.impossible:,} cannot be)",
+        f"The fastest of {search.considered:,} ways on {search.gpus:,} GPUs ({search.too_large:,} do not fit, "
+        f"{search.impossible:,} cannot be, {slower:,} cannot be faster)",
     )
-    names = _varying(search)
-    columns = (*(name.partition(".")[2] for name in names), "step, ms", "MFU", "GiB", "P(fits)", "")
-    rows = (
-        (
-            *(choice.settings[name] for name in names), say.milliseconds(choice.step_us, 1),
-            say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}",
-            say.percent(choice.fits_probability),
-            "≈" if choice.too_close else "",
-        )
-        for choice in search.choices
-    )  # fmt: skip
+    names = varying(search.choices)
+    columns = (*map(_column, names), *FIGURES)
+    _table(console, columns, (_choice(choice, names) for choice in search.choices))
+
+
+def _searches(searches: Sequence[SearchResult], console: Console) -> None:
+    """Print the fastest way for each number of GPUs; tokens/s of a GPU over those with the fewest GPUs."""
+    _heading(console, "The fastest way for each number of GPUs")
+    names = varying([search.choices[0] for search in searches if search.choices])
+    first = next(search for search in searches if search.choices)
+    base = (first.choices[0].tokens_per_s or 0.0) / first.gpus
+    rows: list[tuple[object, ...]] = []
+    for search in searches:
+        if not search.choices:
+            rows.append((f"{search.gpus:,}", *("" for _ in (*names, *FIGURES, "")), search.why_not or ""))
+            continue
+        choice = search.choices[0]
+        tokens = choice.tokens_per_s or 0.0
+        share = say.percent(tokens / search.gpus / base) if base else ""
+        cells = _choice(choice, names)
+        rows.append((f"{search.gpus:,}", *cells[: len(names)], f"{tokens:,.0f}", share, *cells[len(names) :]))
+    columns = ("GPUs", *map(_column, names), "tokens/s", "per GPU", *FIGURES)
     _table(console, columns, rows)
+
+
+def _choice(choice: Choice, names: Sequence[str]) -> tuple[object, ...]:
+    return (
+        *(setting(choice.settings[name]) for name in names), say.milliseconds(choice.step_us, 1),
+        say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}", say.percent(choice.fits_probability),
+        "≈" if choice.too_close else "",
+    )  # fmt: skip
+
+
+def setting(value: object) -> str:
+    """Return a value of a choice: names joined, equal neighbours of a list of numbers counted."""
+    if not isinstance(value, tuple | list):
+        return "" if value is None else str(value)
+    runs = [(each, sum(1 for _ in equal)) for each, equal in groupby(value)]
+    return " ".join(str(each) if count == 1 else f"{count}×{each}" for each, count in runs)
 
 
 def _placement(placement: PlacementResult, console: Console) -> None:
@@ -243,10 +288,16 @@ def _placement(placement: PlacementResult, console: Console) -> None:
         console.print(say.text(f"{name}: {use}"), soft_wrap=True)
 
 
-def _varying(search: SearchResult) -> Sequence[str]:
-    """Return the fields that are not 1 in every choice: the others would be columns of ones."""
-    fields = search.choices[0].settings
-    return [name for name in fields if any(choice.settings[name] != 1 for choice in search.choices)]
+def varying(choices: Sequence[Choice]) -> Sequence[str]:
+    """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
+    fields = choices[0].settings if choices else {}
+    told = (1, None, False, "1f1b", "interleaved")
+    return [name for name in fields if any(each.settings[name] not in told for each in choices)]
+
+
+def _column(field: str) -> str:
+    name = field.partition(".")[2]
+    return {"micro_batch": "micro", "stage_layers": "layers"}.get(name, name.removeprefix("recompute_"))
 
 
 def _table(console: Console, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

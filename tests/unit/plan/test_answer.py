@@ -13,7 +13,7 @@ from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
 from counterpoint.plan.explain import QUESTIONS, explain
 from counterpoint.plan.job.job import parse_job, read_tables
 from counterpoint.plan.job.what_if import swept
-from counterpoint.plan.search import search
+from counterpoint.plan.search.search import search
 from counterpoint.records.prediction import Prediction
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "plan").glob("*.toml"))
@@ -115,7 +115,9 @@ def test_a_job_that_fits_nowhere_is_an_error() -> None:
         "parallel": {"dp": 2},
         "training": {"sequence": 4096, "global_batch": 8},
     }
-    with pytest.raises(Misconfigured, match=r"ways to divide the job fits: the smallest takes [\d.]+ of 80 GiB"):
+    with pytest.raises(
+        Misconfigured, match=r"ways to divide the job over 2 GPUs fits: the smallest takes at least [\d.]+ of 80 GiB"
+    ):
         search(parse_job(large))
 
 

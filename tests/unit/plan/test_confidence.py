@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from plan_coverage import Ran, memory_need
+from plan_coverage import COLUMNS, Ran, left_out, line, memory_need
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer, curve
@@ -34,6 +34,7 @@ from counterpoint.plan.confidence import (
     source_weights,
     step_interval,
 )
+from counterpoint.plan.job.cluster import find_gpu
 from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.step.step import predict_step
 
@@ -43,6 +44,10 @@ TABLES: dict[str, dict[str, Any]] = {
     "parallel": {"dp": 64, "tp": 2, "zero": 1},
     "cluster": {"gpu": "H100", "network": "h100-ndr-400"},
 }
+
+
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PROFILE = Path(__file__).parents[3] / "src" / "counterpoint" / "machine" / "profiles" / "h200.json"
 
 
 def job(**changes: Any) -> Job:
@@ -192,13 +197,27 @@ def test_other_ranks_widen_the_interval_by_the_slowest() -> None:
         ("axes", {"parallel": {"tp": 1, "dp": 128}}),
         ("kernels", {"training": {"fused_kernels": False}}),
         ("kernels", {"training": {"flash_attention": False}}),
+        ("kernels", {"training": {"flash_version": 2}}),
+        ("kernels", {"training": {"fused_norms": False}}),
+        ("kernels", {"training": {"cuda_graphs": True}}),
+        ("kernels", {"training": {"precision": "fp8", "fp8_scaling": "mxfp8"}}),
+        ("kernels", {"training": {"precision": "fp8", "fp8_attention": True}}),
         ("collectives", {"overlap": {"mechanism": "zero_sm"}}),
+        ("collectives", {"overlap": {"tp": "zero_sm"}}),
         ("collectives", {"parallel": {"overlap_tp": False}}),
+        ("collectives", {"parallel": {"pieces_tp": True}}),
         ("other", {"training": {"local_steps": 4}}),
         ("other", {"training": {"asynchronous": True}}),
         ("other", {"compression": {"method": "powersgd"}, "parallel": {"zero": 0}}),
         ("other", {"ranks": {"slow": 1.5}}),
         ("other", {"ranks": {"jitter": 0.1}}),
+        ("other", {"model": {"window": 1024}}),
+        ("other", {"model": {"mtp": 1}}),
+        ("other", {"model": {"mla": LATENT}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "power_watts": 500.0}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "clock_ghz": 1.2}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "memory_gb_per_s": 2400.0}}}),
+        ("other", {"cluster": {"gpu": {**msgspec.to_builtins(find_gpu("H100")), "machine": str(PROFILE)}}}),
     ],
 )
 def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
@@ -212,6 +231,16 @@ def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any])
     said = known.validated(other)
     assert said.startswith("not validated: ")
     assert f"{feature}: {other[feature]}, not {base[feature]}" in said
+
+
+def test_the_closest_have_the_same_gpu_where_any_have() -> None:
+    """Rather than fewer other differences."""
+    like = like_it()
+    other_gpu, far = {**like, "GPU": "A100"}, {**like, "ranks": "1", "experts": "experts"}
+    known = MeasuredErrors(rows([0.1] * 3, "one", other_gpu) + rows([0.2] * 3, "two", far))
+    assert known.validated(like).startswith(
+        "not validated: ranks: 65 to 512, not 1; experts: dense, not experts; closest"
+    )
 
 
 def test_too_few_rows_validate_nothing() -> None:
@@ -269,7 +298,7 @@ def test_the_probability_of_fitting_says_where_it_is_from() -> None:
     assumed, known = MeasuredErrors(rows([0.1])), MeasuredErrors(rows([0.1]), need)
     assert assumed.memory_source == "a predicted memory 15% off (1 deviation), assumed"
     assert known.memory_source == (
-        "200 configurations of a paper that ran or had too little: they needed +11% of what is predicted, "
+        "200 configurations of a paper that ran or had too little: they needed 11% more than predicted, "
         "with a deviation of 20%"
     )
     for each in (assumed, known):
@@ -351,6 +380,16 @@ def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
     interval = known.interval(dict.fromkeys(LADDER[0], "nobody's"), 100.0)
     assert (interval.alike, interval.rows) == ((), len(known.rows))
     assert interval.low_us < interval.high_us < math.inf
+
+
+def test_a_source_is_predicted_without_its_own_rows() -> None:
+    """Two sources around 0 and one that is far off: none of its rows is covered, all others are."""
+    around = [0.001 * (each - 4) for each in range(9)]
+    found = left_out(rows(around, "one") + rows(around, "two") + rows([0.5] * 9, "three"), lambda row: row.source)
+    places = {(each.row.source, each.place) for each in found}
+    assert places == {("one", 0), ("two", 0), ("three", 1)}
+    counted = dict(zip(COLUMNS, line("", found), strict=True))
+    assert [counted[name] for name in ("rows", "sources", "covered", "above", "below")] == ["27", "3", "67%", "9", "0"]
 
 
 def test_a_prediction_says_how_sure_it_is() -> None:

@@ -107,3 +107,27 @@ def test_pieces_stay_between_ideal_and_serial(compute: float, comm: float, piece
     """max <= T <= sum, however many pieces."""
     found = overlapped_in_pieces_us(compute, [("all_reduce", comm)], pieces, disturbance(name, H200), persistent=True)
     assert max(compute, comm) * (1 - 1e-9) <= found <= (compute + comm) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("experts", [None, Experts(count=8, per_token=2, width=14336)])
+def test_products_in_fp8_gather_one_byte(experts: Experts | None) -> None:
+    """Where a router does not read what is gathered; sums stay in bf16."""
+    tp = Parallel(tp=8, dp=8)
+    bf16, fp8 = (
+        layer_exchanges(LLAMA, tp, Training(sequence=8192, global_batch=64, precision=precision), experts)
+        for precision in ("bf16", "fp8")
+    )
+    parts = [small.num_bytes / whole.num_bytes for small, whole in zip(fp8, bf16, strict=True)]
+    gathers = [each.operation == "all_gather" for each in bf16]
+    assert parts == [0.5 if gathered and experts is None else 1.0 for gathered in gathers]
+
+
+def test_whole_experts_need_nothing_of_tp() -> None:
+    """Only attention's block gathers and scatters; with shared experts, which tp cuts, both do."""
+    plain = Experts(count=8, per_token=2, width=14336)
+    shared = Experts(count=8, per_token=2, width=14336, shared=1)
+    counts = [
+        sum(each.count for each in exchanges(experts, tp=4, dp=8, ep=8, **how) if each.axis == "tp")
+        for experts, how in ((plain, {}), (plain, {"expert_tp": 1}), (shared, {"expert_tp": 1}))
+    ]
+    assert counts == [10, 5, 10]

@@ -308,6 +308,19 @@ def test_arguments_that_cannot_be_planned_are_named(text: str, said: str) -> Non
     assert said in str(raised.value)
 
 
+def test_whole_experts_are_read() -> None:
+    """Experts that tp does not cut, in arguments of Megatron-LM and, as its default, in jobs of torchtitan."""
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --sequence-parallel"
+    text = f"{small} --tensor-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size"
+    assert read_megatron(f"{text} 1").tables["parallel"]["expert_tp"] == 1
+    assert "expert_tp" not in read_megatron(f"{text} 4").tables["parallel"]
+    with pytest.raises(Misconfigured, match=r"--expert-tensor-parallel-size = 2 .*allowed are 1 and 4"):
+        read_megatron(f"{text} 2")
+    degrees = {"tensor_parallel_degree": 4, "expert_parallel_degree": 8, "data_parallel_shard_degree": 2}
+    tables = {"model": {"name": "qwen3", "flavor": "30B-A3B"}, "parallelism": degrees}
+    assert read_torchtitan(tables).tables["parallel"]["expert_tp"] == 1
+
+
 def test_fp8_is_scaled_as_the_file_says() -> None:
     """By a recipe of Transformer Engine or a converter of torchtitan; CUDA graphs are a choice, too."""
     small = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --bf16"
@@ -462,13 +475,14 @@ def test_a_job_written_as_toml_is_the_same_job(path: Path, written: Any) -> None
     for changes in ({}, nic, {"slow_rank": "1.5", "power_watts": "500"}, dict([gpu.split("=", 1)])):
         found = build_job(read_tables(path), changes)
         assert parse_job(read_tables(written(job_toml(found)))) == found
+        assert ('gpu = "H' in job_toml(found)) == (found.cluster.gpu.name != "X")
 
 
 def test_every_table_of_a_job_is_written(written: Any) -> None:
     """Also one whose fields all have their defaults, and one that nobody knew when this was written."""
     tables: dict[str, Any] = {
         "model": {"name": "deepseek-v3", "mtp": 0}, "training": {"sequence": 4096, "global_batch": 64},
-        "parallel": {"dp": 8}, "cluster": MACHINES, "overlap": {"mechanism": "zero_sm"},
+        "parallel": {"dp": 8}, "cluster": MACHINES, "overlap": {"mechanism": "zero_sm", "dp": "nccl"},
         "compression": {"method": "topk"}, "ranks": {"slow": 1.5}, "run": {"tokens": 1e12},
     }  # fmt: skip
     assert set(tables) == set(TABLES)

@@ -124,3 +124,11 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     """The error says how many GPUs there are."""
     with pytest.raises(Misconfigured, match=r"16 ranks, 1 apart, on 8 GPUs"):
         reach(Group(ranks=16), cluster(8))
+
+
+def test_whole_experts_are_spread_over_ranks_of_tp() -> None:
+    """With expert_tp = 1, neighbours have different experts; every expert has as many replicas as is left."""
+    cut, whole = (axes(Parallel(tp=4, dp=8, ep=8, expert_tp=how)) for how in (None, 1))
+    assert (cut["ep"], cut["expert_dp"]) == (Group(ranks=8, stride=4), Group(ranks=1, stride=32))
+    assert (whole["ep"], whole["expert_dp"]) == (Group(ranks=8, stride=1), Group(ranks=4, stride=8))
+    assert axes(Parallel(tp=4, dp=8, ep=32, expert_tp=1))["expert_dp"].ranks == 1

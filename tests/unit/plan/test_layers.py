@@ -158,7 +158,9 @@ def test_only_linear_layers_of_blocks_are_in_fp8() -> None:
     assert [op.fp8 for op in (*asked.forward, *asked.backward) if isinstance(op, FlashAttentionOp)] == [True, True]
 
 
-@pytest.mark.parametrize(("scaling", "each", "kernels", "joined"), [("delayed", 4, 1, 2), ("tensorwise", 6, 3, 0)])
+@pytest.mark.parametrize(
+    ("scaling", "each", "kernels", "joined"), [("delayed", 4, 1, 2), ("tensorwise", 6, 3, 0), ("rowwise", 10, 4, 0)]
+)
 def test_casts_are_bytes_and_kernels(scaling: str, each: int, kernels: int, joined: int) -> None:
     """Forward: input and, where gathered, weight of 4 dense products; backward: the gradients of their outputs.
 
@@ -215,7 +217,7 @@ def test_mtp_is_a_projection_and_another_head() -> None:
 
 
 def test_an_eager_norm_is_many_kernels() -> None:
-    """RMSNorm of tensor operators: 26 bytes an element forward instead of 4, and twice as many backward."""
+    """RMSNorm of tensor operators: as long as 45 bytes an element forward instead of 4, and twice as many backward."""
     fused, eager = (layer_work(LLAMA, share(fused_norms=each)) for each in (True, False))
 
     def norms(work: LayerWork) -> list[tuple[float, int]]:
@@ -223,4 +225,26 @@ def test_an_eager_norm_is_many_kernels() -> None:
         return [(op.num_bytes / (2 * 2 * 2048 * 4096), op.kernels) for op in each]
 
     assert norms(fused) == [(4, 2), (10, 4)]
-    assert norms(eager) == [(26, 14), (52, 28)]
+    assert norms(eager) == [(45, 14), (90, 28)]
+
+
+@pytest.mark.parametrize(("ep", "sorts"), [(1, 1), (4, 2)])
+def test_tokens_are_sorted_before_they_are_sent_and_after(ep: int, sorts: int) -> None:
+    """Each sort reads and writes every visit, there and back; the scores are passed over twelve times forward."""
+    work = layer_work(LLAMA, share(ep=ep), EXPERTS)
+    visits = 2 * 2048 * 2
+    moved = {op.name: op.num_bytes for op in work.forward if isinstance(op, MemoryBoundOp)}
+    assert moved["dispatch"] == moved["combine"] == sorts * 2 * 2 * visits * 4096
+    assert moved["routing"] == 12 * 4 * 2 * 2048 * 8
+
+
+def test_experts_do_the_same_arithmetic_cut_or_whole() -> None:
+    """With 8 ranks of tp: an eighth of every expert for all tokens, or whole experts for an eighth of the tokens."""
+    for ep in (1, 8):
+        cut, whole = (
+            [op for op in layer_work(LLAMA, share(tp=8, ep=ep, experts_whole=not cut), EXPERTS).forward
+             if isinstance(op, MatmulOp) and op.name in ("gate and up", "ffn out")]
+            for cut in (True, False)
+        )  # fmt: skip
+        assert sum(op.flops for op in cut) == sum(op.flops for op in whole)
+        assert [op.m for op in cut] == [8 * op.m for op in whole]

@@ -20,7 +20,15 @@ from counterpoint.plan.job.model import (
     layer_parameters,
     model_flops,
 )
-from counterpoint.plan.job.parallel import Parallel, StagePart, deal_layers, part_parameters, whole_stage
+from counterpoint.plan.job.parallel import (
+    Parallel,
+    StagePart,
+    Training,
+    check_division,
+    deal_layers,
+    part_parameters,
+    whole_stage,
+)
 
 PUBLISHED = {  # 10^9 parameters, and those that a token visits where that was published, too
     "gpt3-175b": (174.6,),  # "175B", counted as in arXiv 2104.04473
@@ -96,7 +104,7 @@ def test_down_projections_are_whole_on_every_rank_of_tp() -> None:
     layer = layer_parameters(small(mla=MLA))
     down = 512 * (512 + 64) + 512
     assert layer.uncut == down
-    assert layer.of_rank(4, 1).shared == pytest.approx((layer.shared - down) / 4 + down)
+    assert layer.of_rank(4, 1, 4).shared == pytest.approx((layer.shared - down) / 4 + down)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +161,18 @@ def test_widths_of_latent_attention_are_positive() -> None:
     """As those of a model."""
     with pytest.raises(Misconfigured, match=r"model\.mla\.kv_lora_rank = 0: give a whole number from 1"):
         replace(MLA, kv_lora_rank=0)
+
+
+def test_whole_experts_need_ranks_enough_and_sequence_parallelism() -> None:
+    """With expert_tp = 1, ep divides dp · cp · tp; each rank holds count / ep experts."""
+    moe, training = small(experts=Experts(count=64, per_token=2, width=256)), Training(sequence=64, global_batch=16)
+    whole = StagePart(layers=12, routed=12)
+    parallel = Parallel(tp=4, dp=8, ep=32, expert_tp=1)
+    check_division(moe, parallel, training)
+    assert part_parameters(moe, parallel, whole).experts * 32 == 12 * layer_parameters(moe, moe.experts).experts
+    with pytest.raises(
+        Misconfigured, match=r"parallel\.ep = 64 does not divide parallel\.dp · parallel\.cp · parallel\.tp"
+    ):
+        check_division(moe, replace(parallel, ep=64), training)
+    with pytest.raises(Misconfigured, match="give sequence = true"):
+        check_division(moe, replace(parallel, sequence=False), training)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.model import Experts, Model, find_model
@@ -38,3 +41,28 @@ def test_layers_that_cannot_be_dealt_are_refused() -> None:
         Misconfigured, match=r"parallel\.pp · parallel\.virtual = 16 does not divide model\.layers = 126"
     ):
         check_division(find_model("llama3-405b"), Parallel(pp=16), Training(sequence=8192, global_batch=16))
+
+
+def test_layers_can_be_dealt_by_hand() -> None:
+    """61 layers on 4 stages, which 61 cannot be divided by; parts go round robin."""
+    uneven = replace(find_model("llama3-8b"), layers=61)
+    dealt = deal_layers(uneven, Parallel(pp=4, stage_layers=(14, 16, 16, 15)))
+    assert [part.layers for stage in dealt for part in stage] == [14, 16, 16, 15]
+    twice = Parallel(pp=2, virtual=2, schedule="interleaved", stage_layers=(14, 16, 16, 15))
+    assert [[part.layers for part in stage] for stage in deal_layers(uneven, twice)] == [[14, 16], [16, 15]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage_layers": (30, 2)}, "61"),
+        ({"stage_layers": (61,)}, r"give pp · virtual = 2 numbers"),
+        ({"stage_layers": (62, -1)}, "each 0 or more"),
+        ({"stage_layers": (30, 31), "ends_count": True}, "give one"),
+    ],
+)
+def test_stages_that_do_not_add_up_are_refused(given: dict[str, Any], said: str) -> None:
+    """With what is allowed."""
+    uneven = replace(find_model("llama3-8b"), layers=61)
+    with pytest.raises(Misconfigured, match=said):
+        check_division(uneven, Parallel(pp=2, **given), Training(sequence=8192, global_batch=16))

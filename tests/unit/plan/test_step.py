@@ -314,3 +314,27 @@ def test_multi_token_prediction_costs_time_and_memory_on_the_last_stage(zero: An
     assert with_.times.forward[1][0] > 1.4 * without.times.forward[1][0]
     assert with_.step_us > without.step_us
     assert with_.memory.total_gib > without.memory.total_gib
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints_that_stop_early_spare_the_last_product(tp: int) -> None:
+    """Of a layer as wide as GPT's a third of forward's products; with tp one collective of four less, too."""
+    wide = Model(layers=16, hidden=4096, heads=32, vocab=32000)
+    small: dict[str, Any] = {"gpus": 8, "tp": tp, "global_batch": 8, "recompute": "full"}
+    whole, early = (predict_step(job(wide, early_stop=early, **small)) for early in (False, True))
+    spared = whole.parts["recompute_us"] - early.parts["recompute_us"]
+    assert spared == pytest.approx(whole.parts["matmul_us"] / 3 / 3, rel=0.15)
+    assert (early.parts["tensor_us"] < whole.parts["tensor_us"]) == (tp > 1)
+    assert predict_step(job(SPARSE, early_stop=True, **small)) == predict_step(job(SPARSE, **small))
+
+
+def test_parameters_cast_before_they_are_gathered_are_half_as_large() -> None:
+    """With zero 3, layers only; their weights are cast once, as shards."""
+    small: dict[str, Any] = {"dp": 64, "zero": 3, "precision": "fp8", "global_batch": 64, "overlap_dp": False}
+    bf16, fp8 = (predict_step(job(find_model("llama3-8b"), fp8_gather=fp8, **small)) for fp8 in (False, True))
+    gathered, scattered = 2 * 2, 4  # bytes of a parameter: gathered twice in bf16, reduced once in float32
+    less = bf16.comm_us["shards"] - fp8.comm_us["shards"]
+    layers = 1 - 2 * 128256 * 4096 / 8.03e9  # embedding and head stay in bf16
+    assert less / bf16.comm_us["shards"] == pytest.approx(layers * gathered / 2 / (gathered + scattered), rel=0.05)
+    assert fp8.parts["memory_bound_us"] < bf16.parts["memory_bound_us"]
+    assert fp8.parts["shard_copies_us"] < bf16.parts["shard_copies_us"]

@@ -20,15 +20,18 @@ each in two layouts, since fp8 products want both operands with k in a row.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeAlias
 
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
-from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.job.parallel import Parallel, RecomputeModule, Training
 from counterpoint.records import Record
 
 LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
+ROUTER_PASSES = 12  # over the float32 scores of all experts: softmax, choice, balance, counts, places
 FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
-EAGER_NORM = (26, 7), (52, 14)  # of an RMSNorm written with tensor operators
+# of an RMSNorm of tensor operators, which move 26 and 52: reductions and broadcasts reach 0.58 of streaming kernels
+EAGER_NORM = (45, 7), (90, 14)
 ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
 
 
@@ -44,6 +47,8 @@ CASTS = {
     "delayed": Cast(num_bytes=4.0),  # scale of earlier steps: Transformer Engine's cast_transpose
     # maximum, scale, cast: Transformer Engine's current scaling, torchao's dynamic one
     "tensorwise": Cast(num_bytes=6.0, kernels=3, joins_norm=False),
+    # torchao: maximum and cast along rows and columns by themselves
+    "rowwise": Cast(num_bytes=10.0, kernels=4, joins_norm=False),
     "blockwise": Cast(num_bytes=4.0 + 2 * 4 / 128, joins_norm=False),  # a float32 scale for 128 elements of a row
     "mxfp8": Cast(num_bytes=4.0 + 2 / 32),  # a byte for 32 elements
 }
@@ -135,11 +140,25 @@ Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
-    """Lists the operations of a layer, embedding or head; `core`, part of `forward`, is recomputed selectively."""
+    """Lists the operations of a layer, embedding or head; the others are parts of `forward` that can be recomputed."""
 
     forward: tuple[Operation, ...] = ()
-    core: tuple[Operation, ...] = ()
+    core: tuple[Operation, ...] = ()  # of attention: scores, softmax, values
+    norms: tuple[Operation, ...] = ()
+    activation: tuple[Operation, ...] = ()  # of the feed-forward block
+    ffn: tuple[Operation, ...] = ()  # the feed-forward block, with `activation`
     backward: tuple[Operation, ...] = ()
+
+    def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
+        """Return the operations of these modules, in a layer with experts (`routed`) or a dense one."""
+        found = self.core if "core_attn" in modules else ()
+        if "layernorm" in modules:
+            found += self.norms
+        if ("moe" if routed else "mlp") in modules:
+            found += self.ffn
+        elif routed and "moe_act" in modules:
+            found += self.activation
+        return found
 
 
 class LocalShape(Record, frozen=True, kw_only=True):
@@ -150,6 +169,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
     keys: int  # tokens that they attend to
     tp: int = 1  # ranks that share the matrices
     ep: int = 1  # ranks that share the experts of a layer
+    experts_whole: bool = False  # tp does not cut them: each of its ranks sends its own tokens to experts
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
     flash_version: int = 3
@@ -169,6 +189,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             keys=training.sequence,
             tp=parallel.tp,
             ep=parallel.ep,
+            experts_whole=parallel.experts_cut < parallel.tp,
             sequence=parallel.sequence,
             flash=training.flash_attention,
             flash_version=training.flash_version,
@@ -177,7 +198,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             element_bytes=training.element_bytes,
             fp8=training.fp8_scaling if training.precision == "fp8" else "",
             fp8_attention=training.precision == "fp8" and training.fp8_attention,
-            weight_casts=1.0 if parallel.zero == 3 else 1 / training.micro_batches(parallel),
+            weight_casts=_weight_casts(parallel, training),
         )
 
     @property
@@ -191,6 +212,13 @@ class LocalShape(Record, frozen=True, kw_only=True):
         return self.tokens // self.tp if self.sequence else self.tokens
 
 
+def _weight_casts(parallel: Parallel, training: Training) -> float:
+    """Return how often a micro-batch casts its weights: when they were gathered in bf16, else once a step."""
+    if parallel.zero < 3:
+        return 1 / training.micro_batches(parallel)
+    return 0.0 if training.fp8_gather else 1.0
+
+
 def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:
     """Return the operations of one transformer block; with `experts` its feed-forward part consists of them."""
     attention, between = _attention(model, local), _between(model, local)
@@ -198,6 +226,9 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
     return LayerWork(
         forward=attention.forward + ffn.forward + between.forward,
         core=attention.core,
+        norms=between.norms,
+        activation=ffn.activation,
+        ffn=ffn.forward,
         backward=attention.backward + ffn.backward + between.backward,
     )
 
@@ -249,6 +280,7 @@ def _join(*works: LayerWork) -> LayerWork:
     return LayerWork(
         forward=tuple(op for work in works for op in work.forward),
         core=tuple(op for work in works for op in work.core),
+        activation=tuple(op for work in works for op in work.activation),
         backward=tuple(op for work in works for op in work.backward),
     )
 
@@ -370,12 +402,13 @@ def _activation(model: Model, local: LocalShape, elements: float) -> LayerWork:
     """Return the kernels of SwiGLU or GeLU: fused one each way; eager SwiGLU: silu, mul; backward silu and two muls."""
     size = local.element_bytes
     if not model.gated:
-        return LayerWork(
-            forward=_traffic("gelu", 2 * size * elements), backward=_traffic("gelu backward", 4 * size * elements)
-        )
+        gelu = _traffic("gelu", 2 * size * elements)
+        return LayerWork(forward=gelu, activation=gelu, backward=_traffic("gelu backward", 4 * size * elements))
     forward, backward = (3, 5) if local.fused else (5, 9)
+    swiglu = _traffic("swiglu", forward * size * elements, 1 if local.fused else 2)
     return LayerWork(
-        forward=_traffic("swiglu", forward * size * elements, 1 if local.fused else 2),
+        forward=swiglu,
+        activation=swiglu,
         backward=_traffic("swiglu backward", backward * size * elements, 1 if local.fused else 3),
     )
 
@@ -414,17 +447,28 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
     """
     per_rank = max(experts.count // local.ep, 1)
-    visits = local.tokens * experts.per_token
+    tokens, cut = (local.tokens_between, 1) if local.experts_whole else (local.tokens, local.tp)
+    visits = tokens * experts.per_token
     rows = max(round(visits * experts.imbalance / per_rank), 1)
-    width = max(experts.width // local.tp, 1)
-    moved = 2.0 * local.element_bytes * visits * model.hidden
+    width = max(experts.width // cut, 1)
+    sorts = 2 if local.ep > 1 else 1  # before tokens are sent, and by expert after they have come
+    moved = sorts * 2.0 * local.element_bytes * visits * model.hidden
+    scores = 4.0 * ROUTER_PASSES * tokens * experts.count
     works = [
-        _linear("router", local, n=experts.count, k=model.hidden, fp8=False),
-        LayerWork(forward=_traffic("dispatch", moved, 2), backward=_traffic("dispatch backward", moved, 2)),
+        _linear("router", local, n=experts.count, k=model.hidden, m=tokens, fp8=False),
+        LayerWork(
+            forward=_traffic("routing", scores, ROUTER_PASSES),
+            backward=_traffic("routing backward", scores / 2, ROUTER_PASSES // 2),
+        ),
+        LayerWork(
+            forward=_traffic("dispatch", moved, 2 * sorts), backward=_traffic("dispatch backward", moved, 2 * sorts)
+        ),
         *_first_matmuls(model, local, width, m=rows, batch=per_rank),
         _activation(model, local, float(rows) * per_rank * width),
         _linear("ffn out", local, n=model.hidden, k=width, m=rows, batch=per_rank),
-        LayerWork(forward=_traffic("combine", moved, 2), backward=_traffic("combine backward", moved, 2)),
+        LayerWork(
+            forward=_traffic("combine", moved, 2 * sorts), backward=_traffic("combine backward", moved, 2 * sorts)
+        ),
     ]
     if experts.shared:
         shared = max(experts.shared * experts.width // local.tp, 1)
@@ -445,6 +489,7 @@ def _between(model: Model, local: LocalShape) -> LayerWork:
     undo = 2 * size * elements + mask + 2 * size * elements if model.dropout else 0.0  # the mask, and the bias' sum
     return LayerWork(
         forward=(*norms.forward, *_traffic("residual add", 2 * add, 2)),
+        norms=norms.forward,
         backward=(
             *norms.backward,
             *_traffic("residual add backward", 2 * (3 * size * elements + undo), 4 if model.dropout else 2),

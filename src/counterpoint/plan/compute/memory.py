@@ -12,23 +12,35 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                  q, k, v and attention's output; inputs of the activation and of the second matrix
                  norms of q and k keep their inputs, too; latent attention its latents before and after their norms
                attention's core, without flash attention: softmax size, dropout's mask 1 and its output size,
-                 times micro_batch · heads · sequence · keys / tp; selective recomputation drops it
-               full recomputation leaves the layer's input only: size · t · h
-               what recomputation drops of the layer that is at work is there again, once
+                 times micro_batch · heads · sequence · keys / tp
+               selective recomputation drops what its modules keep: core_attn the core; layernorm the inputs of both
+                 blocks; mlp and moe what is inside the feed-forward block; moe_act the input of its second matrix
+               full recomputation leaves the layer's input only: size · t · h; of units of several layers one input
+               what is dropped is whole again for the layer, or unit of layers, at work
              for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
-             times layers of a stage, times micro-batches in flight (`schedule.in_flight`)
+             times layers of a stage, times micro-batches that the stage has in flight (`schedule.in_flight`)
 head         logits in the precision of training and in float32, of one micro-batch
 reserved     CUDA context, NCCL's buffers, what the allocator cannot use: RESERVED_GIB, assumed, not measured
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
+
+from msgspec.structs import replace
 
 from counterpoint.plan.compute.layers import LocalShape
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Experts, Model, layer_parameters
-from counterpoint.plan.job.parallel import StagePart, deal_layers, part_parameters, whole_stage
+from counterpoint.plan.job.parallel import (
+    CORE_ONLY,
+    RecomputeModule,
+    StagePart,
+    deal_layers,
+    part_parameters,
+    whole_stage,
+)
 from counterpoint.plan.network.group import axes
 from counterpoint.plan.step.schedule import in_flight
 from counterpoint.records import Record
@@ -45,6 +57,7 @@ class Memory(Record, frozen=True, kw_only=True):
     available_gib: float  # of the GPU
     stage: int  # the pipeline stage that this GPU runs
     verdict: str  # whether the job fits, and what takes most
+    stage_gib: tuple[float, ...] = ()  # the total of every stage
 
     @property
     def total_gib(self) -> float:
@@ -58,10 +71,47 @@ class Memory(Record, frozen=True, kw_only=True):
 
 
 def memory(job: Job) -> Memory:
-    """Return the memory of the fullest stage: the first holds most micro-batches, the last has the logits."""
-    stages = deal_layers(job.model, job.parallel)
-    found = [_of_stage(job, index, whole_stage(stages[index])) for index in sorted({0, len(stages) - 1})]
-    return max(found, key=lambda each: each.total_gib)
+    """Return the memory of the fullest stage, with the total of every stage."""
+    found = stage_memory(job)
+    totals = tuple(sum(gib.values()) for gib in found)
+    fullest = totals.index(max(totals))
+    gib, available = found[fullest], job.cluster.gpu.memory_gib
+    verdict = _verdict(gib, available, job)
+    return Memory(gib=gib, available_gib=available, stage=fullest, verdict=verdict, stage_gib=totals)
+
+
+def stage_totals(job: Job) -> list[float]:
+    """Return the GiB of a GPU of each stage."""
+    return [sum(gib.values()) for gib in stage_memory(job)]
+
+
+def least_totals(job: Job) -> list[float]:
+    """Return GiB that no stage falls below, whatever zero shards over however many ranks."""
+    found = stage_memory(replace(job, parallel=replace(job.parallel, zero=3, shard=None)))
+    return [sum(gib.values()) - gib["gathered"] for gib in found]
+
+
+def stage_memory(job: Job) -> list[dict[str, float]]:
+    """Return the GiB of a GPU of each stage, by purpose."""
+    known: dict[tuple[StagePart, ...], tuple[dict[str, float], float, float]] = {}
+    found = []
+    parallel, micro = job.parallel, job.training.micro_batches(job.parallel)
+    for index, parts in enumerate(deal_layers(job.model, parallel)):
+        if parts not in known:
+            known[parts] = (_same_in_every_stage(job, whole_stage(parts)), *_activations(job, parts))
+        sizes, kept, working = known[parts]
+        held = in_flight(parallel.schedule, parallel.pp, micro, parallel.virtual, stage=index)
+        found.append({**sizes, "activations": (kept * held + working) / GIB})
+    return found
+
+
+def least_gib(job: Job) -> float:
+    """Return GiB that the fullest stage does not fall below, whatever is sharded, recomputed or dealt to stages."""
+    whole = StagePart(layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True)
+    training = job.training
+    states = STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
+    each = training.element_bytes + training.grad_bytes + states
+    return each * sharded_parameters(job, whole) / job.parallel.pp / GIB + RESERVED_GIB
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
@@ -71,7 +121,8 @@ def sharded_parameters(job: Job, stage: StagePart) -> float:
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
 
 
-def _of_stage(job: Job, index: int, stage: StagePart) -> Memory:
+def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
+    """Return the GiB that do not depend on the place of the stage in the pipeline, by purpose."""
     model, training, parallel = job.model, job.training, job.parallel
     whole, sharded = part_parameters(model, parallel, stage).total, sharded_parameters(job, stage)
     local, element = LocalShape.of(parallel, training), training.element_bytes
@@ -83,12 +134,10 @@ def _of_stage(job: Job, index: int, stage: StagePart) -> Memory:
         "gradients": training.grad_bytes * (sharded if zero >= 2 else whole) * (2 if feeds_back else 1),
         "optimizer": states * (sharded if zero >= 1 else whole),
         "gathered": _gathered(job, stage) if zero == 3 else 0.0,
-        "activations": _activations(job, index, stage),
+        "activations": 0.0,
         "head": (1 + stage.mtp) * float(local.tokens) * model.vocab / local.tp * (element + 4) if stage.head else 0.0,
     }
-    gib = {name: size / GIB for name, size in sizes.items()} | {"reserved": RESERVED_GIB}
-    available = job.cluster.gpu.memory_gib
-    return Memory(gib=gib, available_gib=available, stage=index, verdict=_verdict(gib, available, job))
+    return {name: size / GIB for name, size in sizes.items()} | {"reserved": RESERVED_GIB}
 
 
 def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
@@ -111,29 +160,35 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 def _gathered(job: Job, stage: StagePart) -> float:
     """Return the bytes of the layers whose parameters and gradients are unsharded at once with zero 3."""
     model, parallel = job.model, job.parallel
-    heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(parallel.tp, parallel.ep)
+    heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(
+        parallel.tp, parallel.ep, parallel.experts_cut
+    )
     whole = 1 + parallel.prefetch if parallel.reshard_after_forward else stage.layers
     return 2.0 * heaviest.total * (min(whole, stage.layers) + 1)
 
 
-def _activations(job: Job, index: int, stage: StagePart) -> float:
-    model, training, parallel = job.model, job.training, job.parallel
-    local, kind = LocalShape.of(parallel, training), training.recompute
-    dense = activation_bytes(model, local, kind)
-    routed = activation_bytes(model, local, kind, model.experts) if stage.routed else 0.0
-    whole = (stage.layers - stage.routed) * dense + stage.routed * routed
+def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
+    """Return the bytes that the layers of a stage keep of one micro-batch, and those of what is whole again at work."""
+    model, training = job.model, job.training
+    local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules
+    stage, kept, working = whole_stage(parts), 0.0, 0.0
+    again = sum(training.recomputed_layers(part.layers) for part in parts) / max(stage.layers, 1)
+    unit = 1
+    if training.recompute_method == "uniform":
+        unit = min(training.recompute_num_layers or 1, max(part.layers for part in parts))
+    for layers, experts in ((stage.layers - stage.routed, None), (stage.routed, model.experts)):
+        if not layers:
+            continue
+        whole = activation_bytes(model, local, "none", experts)
+        less = activation_bytes(model, local, kind, experts, modules)
+        if kind == "full":
+            kept += layers * ((1 - again) * whole + again * less / unit)
+        else:
+            kept += layers * less
+        working = max(working, unit * whole - less)
     if stage.mtp:
-        whole += stage.mtp * (activation_bytes(model, local, kind, model.experts) + _mtp_bytes(model, local))
-    micro = training.micro_batches(parallel)
-    name, virtual = parallel.schedule, parallel.virtual
-    most = in_flight(name, parallel.pp, micro, virtual)
-    here = most if name in ("gpipe", "interleaved") or index == 0 else max(most - index, 1.0)
-    working = 0.0  # what was dropped of a layer is there again while its backward runs
-    if stage.layers > stage.routed:
-        working = activation_bytes(model, local, "none") - dense
-    if stage.routed:
-        working = max(working, activation_bytes(model, local, "none", model.experts) - routed)
-    return whole * here + working
+        kept += stage.mtp * (activation_bytes(model, local, kind, model.experts, modules) + _mtp_bytes(model, local))
+    return kept, working
 
 
 def _mtp_bytes(model: Model, local: LocalShape) -> float:
@@ -142,7 +197,11 @@ def _mtp_bytes(model: Model, local: LocalShape) -> float:
 
 
 def activation_bytes(
-    model: Model, local: LocalShape, recompute: Literal["none", "selective", "full"], experts: Experts | None = None
+    model: Model,
+    local: LocalShape,
+    recompute: Literal["none", "selective", "full"],
+    experts: Experts | None = None,
+    modules: Collection[RecomputeModule] = CORE_ONLY,
 ) -> float:
     """Return the bytes that one layer keeps of one micro-batch, on one rank.
 
@@ -151,11 +210,13 @@ def activation_bytes(
         local: the part of the micro-batch that the rank works on.
         recompute: what backward computes again.
         experts: experts of the layer; None: a dense layer.
+        modules: what selective recomputation computes again.
     """
+    dropped = modules if recompute == "selective" else ()
     size, wide = local.element_bytes, float(local.tokens_between) * model.hidden
     if recompute == "full":
         return size * wide
-    between = (2 + model.norms) * size * wide + (2 * wide if model.dropout else 0.0)
+    between = (2 + (0 if "layernorm" in dropped else model.norms)) * size * wide + (2 * wide if model.dropout else 0.0)
     if model.mla is not None:
         latents = model.mla.latent_width - model.mla.qk_rope_head_dim
         between += 2.0 * size * local.tokens_between * latents
@@ -164,13 +225,16 @@ def activation_bytes(
         heads += (model.heads + model.key_heads) * model.head_width
     inputs = 3 if model.gated else 2
     if experts is None:
-        inner = inputs * float(model.ffn_width)
+        inner = 0.0 if "mlp" in dropped else inputs * float(model.ffn_width)
+    elif "moe" in dropped:
+        inner = 0.0
     else:
+        inputs -= "moe_act" in dropped
         inner = experts.per_token * experts.imbalance * (inputs * experts.width + 2.0 * model.hidden)
         inner += inputs * experts.shared * experts.width
     inside = size * local.tokens * (heads + inner) / local.tp
     core = 0.0
-    if not local.flash and recompute == "none":
+    if not local.flash and "core_attn" not in dropped:
         scores = local.batch * model.heads / local.tp * float(local.queries) * local.keys
         core = scores * (2 * size + 1 if model.dropout else size)
     return between + inside + core

@@ -38,7 +38,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
@@ -64,6 +64,7 @@ MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
 OVERLAPPED = ("dp", "tp")  # axes whose collectives run beside compute; experts' and contexts' are waited for
 SUFFIX = ".json"  # of a network and a profile that a file holds
+OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
 MAX_LINE = 2000  # characters
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
 MAX_DEPTH = 8  # of tables and arrays in each other
@@ -234,7 +235,7 @@ def _cluster(table: Table, ranks: int) -> Cluster:
     if "gpu" not in table:
         raise Misconfigured("cluster.gpu is missing: give the name of a GPU, or a table of its figures")
     gpu = parse_gpu(table["gpu"])
-    limits = {name: table[name] for name in ("clock_ghz", "power_watts", "machine") if name in table}
+    limits = {name: table[name] for name in OF_GPUS if name in table}
     if limits:
         gpu = parse_record("cluster.gpu", asdict(gpu) | limits, ClusterGpu)
     if "network" in table:
@@ -269,23 +270,26 @@ def job_toml(job: Job) -> str:
         tables["overlap"] = overlap
     parts = [
         "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
-        for name in TABLES
-        if name in tables
+        for name in sorted(tables, key=TABLES.index)
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
     """Return the table of a cluster, GPU and network by name where these say all of it."""
-    gpu, found = _changed_fields(cluster.gpu), dict[str, Any]()
-    limits: dict[str, Any] = {name: gpu[name] for name in ("clock_ghz", "power_watts") if name in gpu}
-    if GPUS.get(cluster.gpu.name) == replace(cluster.gpu, clock_ghz=None, power_watts=None):
-        found |= {"gpu": cluster.gpu.name, **limits}
-    else:
-        found["gpu"] = gpu
-    if cluster.network is not None:
-        return found | {"gpus": cluster.num_gpus, "network": cluster.network}
-    return found | {"levels": [_changed_fields(level) for level in cluster.levels]}
+    gpu, known = _changed_fields(cluster.gpu), GPUS.get(cluster.gpu.name)
+    found: dict[str, Any] = {"gpu": gpu}
+    limits = {name: value for name, value in gpu.items() if name in OF_GPUS}
+    if known is not None and gpu == _changed_fields(known) | limits:
+        found = {"gpu": known.name, **limits}
+    if cluster.network is None:
+        return found | {"levels": [_changed_fields(level) for level in cluster.levels]}
+    found |= {"gpus": cluster.num_gpus, "network": cluster.network}
+    return found | {  # the file may be written anywhere
+        name: str(Path(value).absolute())
+        for name, value in found.items()
+        if isinstance(value, str) and value.endswith(SUFFIX)
+    }
 
 
 def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:

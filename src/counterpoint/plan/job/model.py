@@ -180,9 +180,11 @@ class ParameterCount(Record, frozen=True, kw_only=True):
         """Return the number of all parameters, `shared` and `experts`."""
         return self.shared + self.experts
 
-    def of_rank(self, tp: int, ep: int) -> ParameterCount:
-        """Return the parameters of one of the ranks that share matrices and experts."""
-        return ParameterCount(shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / tp / ep)
+    def of_rank(self, tp: int, ep: int, expert_tp: int) -> ParameterCount:
+        """Return the parameters of one of the ranks that share matrices, experts, and the matrices of an expert."""
+        return ParameterCount(
+            shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / expert_tp / ep
+        )  # fmt: skip
 
 
 def positive(name: str, value: float) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
 
@@ -13,6 +15,8 @@ from counterpoint.records import Record
 
 MAX_PARTS = 128  # stages of a pipeline, and parts of one: following the slots of more takes minutes
 MAX_TOKENS = 10**12  # of a step
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
+CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
 class Parallel(CheckedRecord, frozen=True, kw_only=True):
@@ -28,6 +32,8 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of micro-batches over stages
     cp: Degree = 1  # ranks that share a sequence
     ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
+    # 1: experts are not cut, and ep takes ranks of tp, too; None: tp cuts them as it cuts every matrix
+    expert_tp: Literal[1] | None = None
     zero: Literal[0, 1, 2, 3] = 0  # sharded over dp: 1: optimizer states, 2: gradients, too, 3: parameters, too (FSDP)
     shard: Degree | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
     reshard_after_forward: bool = True  # with zero 3, parameters are gathered again in backward
@@ -38,6 +44,7 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
     overlap_dp: bool = True  # gradients and parameters are sent during compute; False: after the last micro-batch
     overlap_pp: bool = True  # what stages send each other runs during compute; False: sender and receiver wait for it
     ends_count: bool = False  # embedding and head count as a layer each when layers are divided among stages
+    stage_layers: tuple[int, ...] | None = None  # of each of pp · virtual parts, in the model's order; None: equal
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +57,22 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
                 f'parallel.virtual = {self.virtual} with schedule = "{self.schedule}": '
                 'only "interleaved" has several parts per stage'
             )
+        if self.stage_layers is not None:
+            self._check_stage_layers(self.stage_layers)
+
+    def _check_stage_layers(self, layers: tuple[int, ...]) -> None:
+        if self.ends_count:
+            raise Misconfigured("parallel.stage_layers with ends_count: both say how layers are divided; give one")
+        if len(layers) != self.pp * self.virtual or min(layers) < 0:
+            raise Misconfigured(
+                f"parallel.stage_layers = {list(layers)}: give pp · virtual = {self.pp * self.virtual} numbers, "
+                "each 0 or more"
+            )
+
+    @property
+    def experts_cut(self) -> int:
+        """Return the ranks that share the matrices of an expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def world_size(self) -> int:
@@ -66,10 +89,17 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     global_batch: Count  # samples of one step over all ranks
     micro_batch: Width = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
-    # with precision = "fp8", whose maxima scale what is cast: of the tensor in earlier steps, of the tensor, of blocks
-    fp8_scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    # with precision = "fp8", whose maxima scale what is cast: the tensor's of earlier steps, its own, of rows or blocks
+    fp8_scaling: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "delayed"
     fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
-    recompute: Literal["none", "selective", "full"] = "none"  # selective: attention's core (arXiv 2205.05198)
+    fp8_gather: bool = False  # with precision = "fp8" and zero = 3, layers are cast before they are gathered
+    recompute: Literal["none", "selective", "full"] = "none"  # full: layers; selective: `recompute_modules` of each
+    recompute_modules: tuple[RecomputeModule, ...] = CORE_ONLY  # names of Megatron-LM; core_attn: arXiv 2205.05198
+    recompute_method: Literal["uniform", "block"] | None = None  # of full: see `recompute_num_layers`; None: all layers
+    recompute_num_layers: Layers | None = None  # block: so many of each part; uniform: all, as units of so many layers
+    # with recompute = "full", a layer is computed again up to the last input that backward needs, not to its end: what
+    # torch's checkpoint does since 2.1 without use_reentrant; Megatron-LM's does not
+    early_stop: bool = False
     optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"  # decides on the bytes of its states and on its traffic
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
@@ -89,11 +119,42 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
                 f"training.sequence · global_batch = {self.sequence * self.global_batch:,} tokens in a step: "
                 f"give at most {MAX_TOKENS:,}"
             )
+        self._check_recomputation()
+
+    def _check_recomputation(self) -> None:
+        if self.recompute_modules != CORE_ONLY and self.recompute != "selective":
+            raise Misconfigured(
+                f'training.recompute_modules with recompute = "{self.recompute}": only "selective" chooses modules'
+            )
+        if not self.recompute_modules or len(set(self.recompute_modules)) < len(self.recompute_modules):
+            raise Misconfigured(
+                f"training.recompute_modules = {list(self.recompute_modules)}: give at least one of "
+                f"{', '.join(get_args(RecomputeModule))}, each once"
+            )
+        if (self.recompute_method is None) != (self.recompute_num_layers is None):
+            raise Misconfigured("training.recompute_method and recompute_num_layers belong together: give both or none")
+        if self.recompute_num_layers is not None and self.recompute != "full":
+            raise Misconfigured(
+                f'training.recompute_num_layers with recompute = "{self.recompute}": give recompute = "full"'
+            )
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Return how many of the layers of a part are computed again whole."""
+        if self.recompute != "full":
+            return 0
+        if self.recompute_method == "block" and self.recompute_num_layers is not None:
+            return min(self.recompute_num_layers, layers)
+        return layers
 
     @property
     def element_bytes(self) -> int:
         """Return the bytes of a parameter or activation in the precision of matrix products."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of a layer's parameter while it is gathered with zero 3."""
+        return 1 if self.precision == "fp8" and self.fp8_gather else self.element_bytes
 
     def micro_batches(self, parallel: Parallel) -> int:
         """Return the micro-batches of one step on each replica; Misconfigured if the batch cannot be divided so."""
@@ -125,12 +186,15 @@ def check_division(model: Model, parallel: Parallel, training: Training) -> None
     divides("parallel.tp", parallel.tp, "model.heads", model.heads)
     if parallel.pieces_tp and model.mla is not None:
         raise Misconfigured("parallel.pieces_tp with model.mla: its latents are not gathered in pieces; leave it out")
-    layers, what = model.layers, "model.layers"
-    if parallel.ends_count:
-        layers, what = model.layers + 2, "model.layers + 2 (parallel.ends_count)"
-    divides("parallel.pp · parallel.virtual", parallel.pp * parallel.virtual, what, layers)
+    _check_layers(model, parallel)
     divides("parallel.cp", parallel.cp, "training.sequence", training.sequence)
-    divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp", parallel.dp * parallel.cp)
+    if parallel.expert_tp is not None and parallel.tp > 1 and not parallel.sequence:
+        raise Misconfigured(f"parallel.expert_tp = 1 with tp = {parallel.tp}, sequence = false: give sequence = true")
+    if parallel.experts_cut == parallel.tp:
+        divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp", parallel.dp * parallel.cp)
+    else:
+        ranks = parallel.dp * parallel.cp * parallel.tp
+        divides("parallel.ep", parallel.ep, "parallel.dp · parallel.cp · parallel.tp", ranks)
     if parallel.shard is not None:
         divides("parallel.shard", parallel.shard, "parallel.dp", parallel.dp)
     if parallel.ep > 1:
@@ -138,6 +202,25 @@ def check_division(model: Model, parallel: Parallel, training: Training) -> None
             raise Misconfigured(f"parallel.ep = {parallel.ep}: the model has no experts; give model.experts or ep = 1")
         divides("parallel.ep", parallel.ep, "model.experts.count", model.experts.count)
     training.micro_batches(parallel)
+
+
+def _check_layers(model: Model, parallel: Parallel) -> None:
+    if parallel.stage_layers is not None:
+        if sum(parallel.stage_layers) != model.layers:
+            raise Misconfigured(
+                f"parallel.stage_layers: {sum(parallel.stage_layers)} layers of model.layers = {model.layers}: "
+                "give numbers that add up to it"
+            )
+        return
+    layers, what = model.layers, "model.layers"
+    if parallel.ends_count:
+        layers, what = model.layers + 2, "model.layers + 2 (parallel.ends_count)"
+    parts = parallel.pp * parallel.virtual
+    if layers % parts:
+        raise Misconfigured(
+            f"parallel.pp · parallel.virtual = {parts} does not divide {what} = {layers}: "
+            f"give a divisor of {layers}, or parallel.stage_layers"
+        )
 
 
 class StagePart(Record, frozen=True, kw_only=True):
@@ -151,25 +234,30 @@ class StagePart(Record, frozen=True, kw_only=True):
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
-    """Return `[stage][part]`: equally many layers each, parts round robin; with `ends_count` both ends have one less.
+    """Return `[stage][part]`, parts round robin: of `stage_layers`, else equal; with `ends_count` both ends less one.
 
     Which layers of a part have experts follows from their place in the model.
     """
     parts = parallel.pp * parallel.virtual
-    ends = 1 if parallel.ends_count else 0
-    each = (model.layers + 2 * ends) // parts
+    layers = parallel.stage_layers
+    if layers is None:
+        each = (model.layers + (2 if parallel.ends_count else 0)) // parts
+        ends = (0, parts - 1) if parallel.ends_count else ()
+        layers = tuple(each - ends.count(index) for index in range(parts))
+    return _dealt(model, layers, parallel.pp)
 
-    def part(index: int) -> StagePart:
-        first, last = index == 0, index == parts - 1
-        start, end = max(index * each - ends, 0), min((index + 1) * each - ends, model.layers)
-        return StagePart(
+
+@lru_cache(maxsize=4096)
+def _dealt(model: Model, layers: tuple[int, ...], stages: int) -> tuple[tuple[StagePart, ...], ...]:
+    last = len(layers) - 1
+    dealt = [
+        StagePart(
             layers=end - start, routed=model.experts_between(start, end),
-            embedding=first, head=last, mtp=model.mtp if last else 0,
-        )  # fmt: skip
-
-    return tuple(
-        tuple(part(turn * parallel.pp + stage) for turn in range(parallel.virtual)) for stage in range(parallel.pp)
-    )
+            embedding=index == 0, head=index == last, mtp=model.mtp if index == last else 0,
+        )
+        for index, (start, end) in enumerate(pairwise(accumulate(layers, initial=0)))
+    ]  # fmt: skip
+    return tuple(tuple(dealt[stage::stages]) for stage in range(stages))
 
 
 def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
@@ -186,7 +274,8 @@ def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
 def part_parameters(model: Model, parallel: Parallel, part: StagePart) -> ParameterCount:
     """Return the parameters of one rank that runs this part, before zero shards them."""
     dense, sparse = (
-        layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep) for experts in (None, model.experts)
+        layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut)
+        for experts in (None, model.experts)
     )
     shared = (part.layers - part.routed) * dense.shared + part.routed * sparse.shared
     shared += part.mtp * (sparse.shared + mtp_parameters(model))

@@ -168,10 +168,10 @@ def _on_nodes(job: JobParts, nodes: int, *, weak: bool = False) -> JobParts:
     if weak:
         divides("parallel.dp", job.parallel.dp, "training.global_batch", training.global_batch)
         training = replace(training, global_batch=training.global_batch // job.parallel.dp * parallel.dp)
-    return replace(job, parallel=parallel, training=training, cluster=_with_gpus(job.cluster, gpus))
+    return replace(job, parallel=parallel, training=training, cluster=with_gpus(job.cluster, gpus))
 
 
-def _with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     """Return the cluster for `gpus` GPUs: a named network is built anew, of written-out levels the last may grow."""
     if cluster.network is not None:
         return replace(cluster, levels=levels(cluster.network, gpus))

@@ -257,7 +257,7 @@ class MeshTimes:
 
     def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
         self._times = times
-        self.groups: dict[Axis, Group] = axes(parallel)
+        self.groups: dict[Axis, Group] = dict(axes(parallel))
         # neighbours on a line, not the whole axis: what a stage sends goes to the next one, one after another
         self.groups["pp"] = Group(ranks=min(parallel.pp, 2), stride=self.groups["pp"].stride)
         self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}

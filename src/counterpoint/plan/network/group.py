@@ -11,14 +11,15 @@ Ranks count tp first, then cp, dp, pp. Every axis is then a set of equal groups 
     dp          dp            tp·cp         gradients, and parameters with zero
     pp          pp            tp·cp·dp      activations of a stage, between neighbours only
     dp_cp       dp·cp         tp            gradients where cp > 1: its ranks hold the same parameters
-    ep          ep            tp            tokens to their experts and back
-    expert_dp   dp·cp/ep      tp·ep         gradients of experts
+    ep          ep            cut           tokens to their experts and back
+    expert_dp   dp·cp·tp/cut/ep  cut·ep     gradients of experts; cut: ranks that share a matrix of one, tp or 1
     shard       shard         tp·cp         zero's shards (HSDP); all of dp where `shard` is not given
     replicate   dp/shard      tp·cp·shard   gradients between replicas of the shards
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
 from typing import Literal, NamedTuple, get_args
@@ -56,18 +57,19 @@ class Group(Record, frozen=True, kw_only=True):
         return mesh.swapaxes(1, 2).reshape(-1, self.ranks)
 
 
-def axes(parallel: Parallel) -> dict[Axis, Group]:
-    """Return the group of each axis; axes that are not used have one rank."""
+@lru_cache(maxsize=4096)
+def axes(parallel: Parallel) -> Mapping[Axis, Group]:
+    """Return the group of each axis, not to be changed; axes that are not used have one rank."""
     tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
-    shard = parallel.shard or dp
+    shard, cut = parallel.shard or dp, parallel.experts_cut
     return {
         "tp": Group(ranks=tp),
         "cp": Group(ranks=cp, stride=tp),
         "dp": Group(ranks=dp, stride=tp * cp),
         "pp": Group(ranks=pp, stride=tp * cp * dp),
         "dp_cp": Group(ranks=dp * cp, stride=tp),
-        "ep": Group(ranks=ep, stride=tp),
-        "expert_dp": Group(ranks=dp * cp // ep, stride=tp * ep),
+        "ep": Group(ranks=ep, stride=cut),
+        "expert_dp": Group(ranks=dp * cp * tp // cut // ep, stride=cut * ep),
         "shard": Group(ranks=shard, stride=tp * cp),
         "replicate": Group(ranks=dp // shard, stride=tp * cp * shard),
     }

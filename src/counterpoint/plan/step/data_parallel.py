@@ -108,42 +108,54 @@ def overlapped_in_pieces_us(
 
 
 def layer_collectives(
-    job: Job, prices: MeshTimes, count: ParameterCount
+    job: Job, prices: MeshTimes, count: ParameterCount, element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of forward and those of backward, with zero 3, of a layer or of embedding and head."""
+    """Return the collectives of forward and those of backward, with zero 3, of a layer or of embedding and head.
+
+    Args:
+        job: the job.
+        prices: times of its collectives.
+        count: parameters that are gathered at once.
+        element: bytes of one while it is gathered.
+    """
 
     def alone_us(axis: Axis, operation: str, num_bytes: float) -> float:
         return prices.find(axis, operation, num_bytes).us
 
-    gathered, gradients = _collectives(job, prices, count, alone_us)
+    gathered, gradients = _collectives(job, prices, count, alone_us, element)
     return gathered, [*(gathered if job.parallel.reshard_after_forward else []), *gradients]
 
 
-def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount) -> tuple[float, float]:
+def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
     """Return the µs of FSDP2's copies of one layer, forward and backward.
 
     Whole layers are copied out of the gathered buffer, and gradients into the one that is reduced, unless the mechanism
     sends every byte to where it belongs. The own shard is cast to the dtype in which it is gathered (and copied from
     there into the buffer), and its gradients back to float32.
+
+    Args:
+        job: the job.
+        rates: rates of its GPU.
+        count: parameters of the layer.
+        element: bytes of one while it is gathered.
     """
-    element, gradient = job.training.element_bytes, job.training.grad_bytes
+    made, gradient = job.training.element_bytes, job.training.grad_bytes
     shard = count.total / (job.parallel.dp * job.parallel.cp)
     gather = [MemoryBoundOp(name="cast", num_bytes=(4.0 + element) * shard)] if element < 4 else []
     scatter = [MemoryBoundOp(name="cast back", num_bytes=(gradient + 4.0) * shard)] if gradient < 4 else []
     if job.disturbance_of("dp").copies:
         gather.append(MemoryBoundOp(name="copy of the shard", num_bytes=2.0 * element * shard))
         gather.append(MemoryBoundOp(name="copy out", num_bytes=2.0 * element * count.total))
-        into = (element + gradient) * count.total
-        scatter.append(MemoryBoundOp(name="copy in", num_bytes=into, strided=gradient != element))
+        into = (made + gradient) * count.total
+        scatter.append(MemoryBoundOp(name="copy in", num_bytes=into, strided=gradient != made))
     again = gather if job.parallel.reshard_after_forward else []
     return total_us(tuple(gather), rates), total_us((*again, *scatter), rates)
 
 
 def _collectives(
-    job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float]
+    job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float], element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
     """Return the collectives of parameters and of gradients; replicas of shards add up what each has reduced."""
-    element = job.training.element_bytes
     gathered, gradients = [], []
     for axis, replicas, parameters in _sharded_axes(job, count):
         size = parameters * job.training.grad_bytes
@@ -196,7 +208,7 @@ def replica_exchange(
         buckets = max(num_bytes / job.parallel.bucket_bytes, 1.0)
         return buckets * prices.find(axis, operation, num_bytes / buckets).us
 
-    gathered, gradients = _collectives(job, prices, count, in_buckets_us)
+    gathered, gradients = _collectives(job, prices, count, in_buckets_us, job.training.element_bytes)
     times = job.training.micro_batches(job.parallel) if job.parallel.zero == 2 else 1
     alone_us = times * sum(us for _, us in gradients) + sum(us for _, us in gathered)
     beyond_us = max(alone_us - job.training.micro_batches(job.parallel) * (forward_us + backward_us + host_us), 0.0)

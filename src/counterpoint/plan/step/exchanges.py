@@ -14,11 +14,19 @@ Backward, the gradient of a block's input is on its way while dW is made (`Paral
 is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
+In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them; with scales of
+rows, which differ by direction, of two.
+
+With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole experts: their block needs nothing of tp,
+unless there are shared experts, which tp cuts.
+
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
 """
 
 from __future__ import annotations
+
+from msgspec.structs import replace
 
 from counterpoint.plan.compute.layers import LocalShape
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
@@ -36,6 +44,7 @@ class Exchange(Record, frozen=True, kw_only=True):
     operation: Operation  # PyTorch's name
     num_bytes: int  # of the full array; of one rank's input for all_to_all and send_recv
     count: int = 1  # how many
+    ffn: int = 0  # so many of them belong to the feed-forward block
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
@@ -58,28 +67,44 @@ def layer_exchanges(
     """
     local = LocalShape.of(parallel, training)
     return (
-        *(_tensor(model, parallel, local, experts) if parallel.tp > 1 else ()),
+        *(_in_fp8(_tensor(model, parallel, local, experts), local, experts) if parallel.tp > 1 else ()),
         *(_context(model, parallel, training, local) if parallel.cp > 1 else ()),
         *(_experts(model, experts, local) if experts is not None and parallel.ep > 1 else ()),
     )
 
 
+def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
+    """Return exchanges with what fp8 products gather in one byte: each rank casts its part first.
+
+    Sums are in bf16, and so is what a router reads.
+    """
+    if local.fp8 in ("", "rowwise") or experts is not None:
+        return exchanges
+    return tuple(
+        replace(each, num_bytes=each.num_bytes // local.element_bytes) if each.operation == "all_gather" else each
+        for each in exchanges
+    )
+
+
 def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
+    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # that need other ranks'
     if parallel.pieces_tp:
-        return _tensor_in_pieces(model, local, whole, experts)
+        return _tensor_in_pieces(model, local, whole, experts)[: 5 * blocks]
     if parallel.sequence and model.mla is not None:
-        return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)
+        return _tensor_of_latents(model, model.mla, local, whole, during_dw=during_dw)[: 5 * blocks]
     if not parallel.sequence:
         return (
-            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2),
+            Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, ffn=1),
             Exchange(axis="tp", operation="all_reduce", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
         )
     return (
-        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2),
-        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2),
-        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=4, backward=True),
-        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=2, backward=True, during_dw=during_dw),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=blocks, ffn=blocks - 1),
+        Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, count=blocks, ffn=blocks - 1),
+        Exchange(axis="tp", operation="all_gather", num_bytes=whole, count=2 * blocks, backward=True),
+        Exchange(
+            axis="tp", operation="reduce_scatter", num_bytes=whole, count=blocks, backward=True, during_dw=during_dw
+        ),
     )
 
 
@@ -89,10 +114,10 @@ def _tensor_of_latents(
     """Return the exchanges of a layer with latent attention, whose input stays in parts: its latents are gathered."""
     width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
     found: list[Exchange] = []
-    for entering in (local.tokens * width * local.element_bytes, whole):
+    for ffn, entering in enumerate((local.tokens * width * local.element_bytes, whole)):
         found += [
-            Exchange(axis="tp", operation="all_gather", num_bytes=entering),
-            Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole),
+            Exchange(axis="tp", operation="all_gather", num_bytes=entering, ffn=ffn),
+            Exchange(axis="tp", operation="reduce_scatter", num_bytes=whole, ffn=ffn),
             Exchange(axis="tp", operation="all_gather", num_bytes=whole, backward=True),
             Exchange(axis="tp", operation="all_gather", num_bytes=entering, backward=True),
             Exchange(axis="tp", operation="reduce_scatter", num_bytes=entering, backward=True, during_dw=during_dw),
@@ -109,7 +134,7 @@ def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Expe
     out = model.heads * model.value_width // local.tp
     attention, feed_forward = (queries + keys + values, out), ((2 if model.gated else 1) * width, width)
     found: list[Exchange] = []
-    for (columns, depth), is_cut in ((attention, True), (feed_forward, experts is None)):
+    for ffn, ((columns, depth), is_cut) in enumerate(((attention, True), (feed_forward, experts is None))):
         first, last, gradient = (columns, model.hidden), (model.hidden, depth), (depth, model.hidden)
         kinds: tuple[tuple[Operation, tuple[int, int] | None, bool, bool], ...] = (
             ("all_gather", first, False, False),
@@ -122,7 +147,7 @@ def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Expe
             found.append(
                 Exchange(
                     axis="tp", operation=operation, num_bytes=whole, backward=backward, during_dw=during_dw,
-                    product=product if is_cut else None,
+                    product=product if is_cut else None, ffn=ffn,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -143,7 +168,7 @@ def _experts(model: Model, experts: Experts, local: LocalShape) -> tuple[Exchang
     sent = local.tokens_between * experts.per_token * model.hidden * local.element_bytes
     num_bytes = round(sent * experts.imbalance)
     return (
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2),
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, ffn=2),
         Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, backward=True),
     )
 

@@ -4,7 +4,8 @@ forward   = compute + every exchange                            activations are 
             those in pieces beside a product count what the product takes longer (`pieces.py`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
-recomputed: selective: attention's core; full: forward again, with its exchanges
+recomputed: selective: the chosen modules, a whole feed-forward block with its exchanges; full: forward again, with its
+            exchanges, in all layers of a part or the first few of them, up to the last product or its input
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
 host      + what the host takes longer to launch all kernels and collectives of a micro-batch than the GPU to run them:
             it runs ahead of the GPU, from forward into backward, so only its total counts; none with CUDA graphs
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import astuple, replace
 
 from counterpoint.pair.together import kept_us
 from counterpoint.plan.compute.layers import (
@@ -40,6 +41,7 @@ from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
 from counterpoint.plan.step.pieces import DTYPES, pieces_us
 from counterpoint.records import Record
 
+LAST_PRODUCT = "ffn out"  # of a dense layer: backward needs its input, and nothing behind it
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 
@@ -60,7 +62,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
     @property
     def total_us(self) -> float:
         """Return the sum of all parts."""
-        return float(sum(asdict(self).values()))
+        return float(sum(astuple(self)))
 
     @property
     def compute_us(self) -> float:
@@ -69,8 +71,8 @@ class TimeByPart(Record, frozen=True, kw_only=True):
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
         """Return the sum of this time and `times` times the other."""
-        mine, more = asdict(self), asdict(other)
-        return TimeByPart(**{name: mine[name] + times * more[name] for name in mine})
+        pairs = zip(self.__struct_fields__, astuple(self), astuple(other), strict=True)
+        return TimeByPart(**{name: mine + times * more for name, mine, more in pairs})
 
 
 class MicroBatchTime(Record, frozen=True, kw_only=True):
@@ -121,9 +123,46 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         )
 
 
-def part_time(
-    job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: tuple[MicroBatchTime, MicroBatchTime]
-) -> MicroBatchTime:
+class LayerTimes(Record, frozen=True, kw_only=True):
+    """Holds the times of one layer, dense or with experts, of those whose forward is kept or repeated as the job says.
+
+    Where only some layers are computed again whole, `rest` has the times of the others.
+    """
+
+    dense: MicroBatchTime
+    routed: MicroBatchTime
+    rest: LayerTimes | None = None
+
+    def mean_us(self, model: Model) -> float:
+        """Return the time of one layer, both ways, over all that are not computed again by their number."""
+        if self.rest is not None:
+            return self.rest.mean_us(model)
+        found = self.of_part(StagePart(layers=model.layers, routed=model.expert_layers), 0)
+        return (found.forward.total_us + found.backward.total_us) / model.layers
+
+    def of_part(self, part: StagePart, again: int) -> MicroBatchTime:
+        """Return the time of the layers of a part, `again` of which are computed again whole."""
+        found = MicroBatchTime().plus(self.dense, part.layers - part.routed)
+        if part.routed:
+            found = found.plus(self.routed, part.routed)
+        if self.rest is None or again == part.layers:
+            return found
+        share = again / part.layers
+        return MicroBatchTime().plus(found, share).plus(self.rest.of_part(part, 0), 1 - share)
+
+
+def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
+    """Return the times of one layer of each kind that the job has."""
+    dense = layer_time(job, rates, prices)
+    routed = layer_time(job, rates, prices, job.model.experts) if job.model.expert_layers or job.model.mtp else dense
+    rest = None
+    if job.training.recompute_method == "block":
+        kept = replace(job.training, recompute="none", recompute_method=None, recompute_num_layers=None)
+        rest = layer_times(replace(job, training=kept), rates, prices)
+    return LayerTimes(dense=dense, routed=routed, rest=rest)
+
+
+def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
     """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds.
 
     Args:
@@ -131,16 +170,15 @@ def part_time(
         rates: rates of its GPU.
         prices: times of its collectives.
         part: its layers, and whether it has embedding or head.
-        layers: times of a dense layer and of one with experts; those of multi-token prediction are as the latter.
+        layers: times of one layer of each kind; those of multi-token prediction are as those with experts.
     """
-    dense, routed = layers
-    found = MicroBatchTime().plus(dense, part.layers - part.routed).plus(routed, part.routed)
+    found = layers.of_part(part, job.training.recomputed_layers(part.layers))
     if part.embedding:
         found = found.plus(_end_time(job, rates, embedding_work))
     if part.head:
         found = found.plus(_end_time(job, rates, head_work))
     if part.mtp:
-        found = found.plus(routed, part.mtp).plus(_end_time(job, rates, mtp_work), part.mtp)
+        found = found.plus(layers.routed, part.mtp).plus(_end_time(job, rates, mtp_work), part.mtp)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
         found = found.plus(_sharding_time(job, rates, prices, part, found))
     return found.with_host()
@@ -159,11 +197,10 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)
     forward = _compute(work.forward, rates)
-    again = {"none": (), "selective": work.core, "full": work.forward}[training.recompute]
+    again, repeated = _again(job, work, exchanges, routed=experts is not None)
     backward = (*work.backward, *_accumulation(job, experts))
     back = _compute(backward, rates)
     sent = [exchange for exchange in exchanges if not exchange.backward]
-    repeated = sent if training.recompute == "full" else []
     weight_us = _weight_us(work.backward, rates)
     late = _exposed(job, rates, prices, [e for e in exchanges if e.backward], weight_us)
     for name, us in _exposed(job, rates, prices, repeated, 0.0).items():
@@ -182,6 +219,38 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
         kernels=sum(operation.kernels for operation in (*work.forward, *backward, *again)),
         comm_us=comm_us,
     )
+
+
+def _without_last(exchange: Exchange) -> Exchange:
+    """Return an exchange without that of the last product, which is not repeated where recomputation stops early."""
+    last = exchange.axis == "tp" and exchange.operation in ("reduce_scatter", "all_reduce") and exchange.product is None
+    return msgspec.structs.replace(exchange, count=exchange.count - 1) if last else exchange
+
+
+def _again(
+    job: Job, work: LayerWork, exchanges: Iterable[Exchange], *, routed: bool
+) -> tuple[tuple[Operation, ...], list[Exchange]]:
+    """Return what backward computes and sends again."""
+    training, sent = job.training, [exchange for exchange in exchanges if not exchange.backward]
+    if training.recompute == "full":
+        if not training.early_stop or routed:  # what combines experts needs their products again
+            return work.forward, sent
+        return tuple(op for op in work.forward if op.name != LAST_PRODUCT), [_without_last(each) for each in sent]
+    if training.recompute == "none":
+        return (), []
+    modules = training.recompute_modules
+    block = [replace(exchange, count=exchange.ffn) for exchange in sent if exchange.ffn]
+    return work.recomputed(modules, routed=routed), block if ("moe" if routed else "mlp") in modules else []
+
+
+def end_us(job: Job, rates: GpuRates, layers: LayerTimes) -> tuple[float, float]:
+    """Return the time of embedding and of head, with its modules of multi-token prediction, both ways."""
+    first = _end_time(job, rates, embedding_work)
+    last = _end_time(job, rates, head_work)
+    if job.model.mtp:
+        last = last.plus(layers.routed, job.model.mtp).plus(_end_time(job, rates, mtp_work), job.model.mtp)
+    first_us, last_us = (end.forward.total_us + end.backward.total_us for end in (first, last))
+    return first_us, last_us
 
 
 def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], LayerWork]) -> MicroBatchTime:
@@ -269,7 +338,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
-    elements = layer_parameters(job.model, experts).of_rank(parallel.tp, parallel.ep).total
+    elements = layer_parameters(job.model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut).total
     return (MemoryBoundOp(name="gradients added up", num_bytes=elements * (2 + 2 * training.grad_bytes)),)
 
 
@@ -283,8 +352,9 @@ def _sharding_time(
     layers = part_parameters(job.model, job.parallel, alike)
     ends = part_parameters(job.model, job.parallel, StagePart(layers=0, embedding=part.embedding, head=part.head))
     layer = ParameterCount(shared=layers.shared / count, experts=layers.experts / count)
-    sent, copies = layer_collectives(job, prices, layer), layer_copies_us(job, rates, layers)
-    end_sent, end_copies = layer_collectives(job, prices, ends), layer_copies_us(job, rates, ends)
+    each, end = job.training.gathered_bytes, job.training.element_bytes
+    sent, copies = layer_collectives(job, prices, layer, each), layer_copies_us(job, rates, layers, each)
+    end_sent, end_copies = layer_collectives(job, prices, ends, end), layer_copies_us(job, rates, ends, end)
     found, comm_us = [], 0.0
     for turn, compute in enumerate((alone.forward, alone.backward)):
         comms = [(name, us * (part.layers + part.mtp)) for name, us in sent[turn]]

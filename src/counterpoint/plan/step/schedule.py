@@ -24,6 +24,7 @@ to rounding where sends are short and backward takes longer than forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -75,13 +76,21 @@ class StageTimes(Record, frozen=True, kw_only=True):
         return max(sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True))
 
 
-def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Return the micro-batches whose activations the first stage holds at once, in units of a whole stage."""
+def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1, *, stage: int = 0) -> float:
+    """Return the micro-batches whose activations a stage holds at once, in units of a whole stage.
+
+    Args:
+        name: the schedule.
+        stages: number of stages of the pipeline.
+        micro_batches: number of micro-batches of one step.
+        virtual: parts per stage.
+        stage: which stage; the first holds most.
+    """
     if name == "gpipe":
         return float(micro_batches)
-    if name == "interleaved":
-        return min(stages * (1.0 + (stages - 1.0) / (stages * virtual)), float(micro_batches))
-    return float(min(stages, micro_batches))
+    if name == "interleaved" and virtual > 1:  # those of its warm-up, and one more (`_interleaved`)
+        return min(stages + (2.0 * (stages - stage) - stages - 1.0) / virtual, float(micro_batches))
+    return float(min(stages - stage, micro_batches))
 
 
 def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1) -> tuple[tuple[Slot, ...], ...]:
@@ -156,6 +165,52 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
         period = max(longer - shorter, stages * times.busiest_us())  # never less than what the busiest stage has to do
         found_us = longer + (rounds - SIMULATED_ROUNDS - 1) * period
     return min(found_us, pipeline_us("1f1b", times, micro_batches)) if name == "zero_bubble" else found_us
+
+
+def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
+    """Return a time that `pipeline_us` does not fall below, without following the pipeline.
+
+    A stage begins after the first parts of those before it, does all its work, and its last backward (of its first
+    part, but for zero_bubble, which may end with a postponed dW) goes back through them.
+    """
+    before = after = least = 0.0
+    for forward, backward in zip(times.forward, times.backward, strict=True):
+        least = max(least, before + micro_batches * (sum(forward) + sum(backward)) + after)
+        before += forward[0] + times.send_us
+        after += 0.0 if name == "zero_bubble" else backward[0] + times.send_us
+    return least
+
+
+def least_of_any_stages_us(
+    layers_us: float, ends_us: Sequence[float], micro_batches: int, *, virtual: int = 1, send_us: float = 0.0
+) -> float:
+    """Return a time below `least_pipeline_us` of all ways to deal `layers_us` of one micro-batch to stages.
+
+    Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
+    before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for
+    x_s = (T - before_s) / micro_batches - e_s, or for none. The least T with room for all layers is found by halving.
+
+    Args:
+        layers_us: of all layers for one micro-batch.
+        ends_us: by stage, of what it runs besides layers.
+        micro_batches: number of micro-batches of one step.
+        virtual: parts of a stage; the first of them is no shorter than its others.
+        send_us: of one send.
+    """
+
+    def room_us(within_us: float) -> float:
+        before = total = 0.0
+        for end_us in ends_us:
+            here = max((within_us - before) / micro_batches - end_us, 0.0)
+            total += here
+            before += here / virtual + 2 * send_us
+        return total
+
+    low, high = 0.0, micro_batches * (layers_us + max(ends_us))
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if room_us(middle) < layers_us else (low, middle)
+    return low
 
 
 def _end_us(found: tuple[ScheduledSlot, ...]) -> float:

@@ -24,9 +24,11 @@ How far off such predictions were is in `plan/confidence.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import asdict
@@ -40,12 +42,19 @@ from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
 from counterpoint.plan.step.data_parallel import NOTE, CommTime, replica_exchange
 from counterpoint.plan.step.exchanges import stage_exchanges
-from counterpoint.plan.step.layer_time import MicroBatchTime, TimeByPart, layer_time, part_time
-from counterpoint.plan.step.schedule import StageTimes, pipeline_us
+from counterpoint.plan.step.layer_time import LayerTimes, MicroBatchTime, TimeByPart, layer_times, part_time
+from counterpoint.plan.step.schedule import (
+    ScheduleName,
+    StageTimes,
+    least_of_any_stages_us,
+    least_pipeline_us,
+    pipeline_us,
+)
 from counterpoint.records import Record
 
 Stage = tuple[StagePart, ...]
 PartTimes = dict[StagePart, MicroBatchTime]
+PathTime = Callable[[ScheduleName, StageTimes, int], float]
 OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unscale or clip 8, cast 6, set to zero 4
     "adam": 28 + 22,  # gradient, master, two moments read, three of them written: float32
     "adam8bit": 16 + 22,
@@ -84,22 +93,116 @@ class PredictedStep(Record, frozen=True, kw_only=True):
         return sum(self.comm_us.values()) / (self.serial_us - sum(self.comm_us.values()))
 
 
+class _Timed(NamedTuple):
+    """Holds the parts of a step, and what its summary needs besides."""
+
+    parts: dict[str, float]
+    comm_us: dict[str, float]
+    spent: TimeByPart
+    times: StageTimes
+    slowest_us: float
+    notes: tuple[str, ...]
+
+
 def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuRates | None = None) -> PredictedStep:
     """Predict one step of a job; give the same `prices`, a cache of collectives' times, to all jobs of a search."""
     rates = rates or GpuRates.of(job.cluster.gpu, job.training.precision)
     mesh = MeshTimes(prices or CollectiveTimes(network_of(job.cluster)), job.parallel)
+    found = _timed(job, rates, mesh, layer_times(job, rates, mesh), pipeline_us)
+    return _summary(job, rates, *found)
+
+
+def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
+    """Return a time that `predict_step` does not fall below, without following the pipeline.
+
+    Args:
+        job: the job.
+        rates: rates of its GPU.
+        mesh: times of its collectives.
+        layers: times of its layers.
+    """
+    return sum(_timed(job, rates, mesh, layers, least_pipeline_us).parts.values())
+
+
+def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
+    """Return a time below that of all jobs with these degrees, whatever the pipeline, zero and recomputation.
+
+    The busiest stage does the mean of all stages, or more: of the layers without what zero adds, and of both ends. The
+    slowest of all ranks takes longer by its part of the layers' compute.
+
+    Args:
+        job: a job without zero and recomputation.
+        rates: rates of its GPU.
+        mesh: times of its collectives.
+        layers: times of its layers.
+    """
+    whole = StagePart(
+        layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
+    )
+    time, micro = part_time(job, rates, mesh, whole, layers), job.training.micro_batches(job.parallel)
+    return micro / job.parallel.pp * _both_us(time) + _least_stragglers_us(job, layers)
+
+
+def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
+    """Return a time below that of all jobs with this job's pipeline, whatever zero and recomputation.
+
+    Args:
+        job: a job without zero and recomputation.
+        rates: rates of its GPU.
+        mesh: times of its collectives.
+        layers: times of its layers.
+    """
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
-    part_times = _part_times(job, rates, mesh, stages)
-    sends = stage_exchanges(job.model, job.parallel, job.training) if job.parallel.pp > 1 else ()
-    send_us = sum(exchange.us(mesh) for exchange in sends)
-    times = _stage_times(job, part_times, stages, send_us, micro)
+    times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers), least_pipeline_us)
+    return least_pipeline_us(job.parallel.schedule, times, micro) + _least_stragglers_us(job, layers)
+
+
+def least_dealt_us(
+    job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, stages: Sequence[int], ends_us: Sequence[float]
+) -> float:
+    """Return a time below that of all jobs with this job's schedule, however its layers are dealt.
+
+    Args:
+        job: a job without zero and recomputation.
+        rates: rates of its GPU.
+        mesh: times of its collectives.
+        layers: times of its layers.
+        stages: the layers of each stage, dealt so that the busiest has least to do.
+        ends_us: by stage, the time of what it runs besides layers.
+    """
+    parallel, micro, layer_us = job.parallel, job.training.micro_batches(job.parallel), layers.mean_us(job.model)
+    least_us = micro * max(count * layer_us + us for count, us in zip(stages, ends_us, strict=True))
+    if parallel.schedule != "zero_bubble":  # whose drain has no dW
+        path_us = least_of_any_stages_us(
+            job.model.layers * layer_us, ends_us, micro, virtual=parallel.virtual, send_us=_send_us(job, mesh)
+        )
+        least_us = max(least_us, path_us)
+    return least_us + _least_stragglers_us(job, layers)
+
+
+def _both_us(time: MicroBatchTime) -> float:
+    return time.forward.total_us + time.backward.total_us
+
+
+def _least_stragglers_us(job: Job, layers: LayerTimes) -> float:
+    inside = layers.of_part(StagePart(layers=job.model.layers, routed=job.model.expert_layers), 0)
+    compute_us = inside.forward.compute_us + inside.backward.compute_us
+    micro = job.training.micro_batches(job.parallel)
+    return (_slowest(job) - 1.0) * micro / job.parallel.pp * compute_us
+
+
+def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path: PathTime) -> _Timed:
+    stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
+    part_times = _part_times(job, rates, mesh, stages, layers)
+    times = _stage_times(job, mesh, stages, part_times, path)
     busiest = max(range(len(stages)), key=lambda s: sum(part_times[part].total_us for part in stages[s]))
     mine = [part_times[part] for part in stages[busiest]]
     spent = TimeByPart()
-    for part in mine:
-        spent = spent.plus(part.forward, micro).plus(part.backward, micro)
+    for part, times_of_it in Counter(stages[busiest]).items():
+        time = part_times[part]
+        spent = spent.plus(time.forward, times_of_it * micro).plus(time.backward, times_of_it * micro)
     parts = asdict(spent)
-    path_us = max(pipeline_us(job.parallel.schedule, times, micro), spent.total_us)
+    path_us = max(path(job.parallel.schedule, times, micro), spent.total_us)
     parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
     exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # once a step: the first, which ends last
     ends = _ends(job, rates, mesh, exchanging, part_times)
@@ -108,9 +211,8 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     busy_us = spent.compute_us + parts["optimizer_us"]
     parts["stragglers_us"] = (_slowest(job) - 1.0) * busy_us
     slowest_us = (expected_slowest(rates.efficiency.spread, job.parallel.world_size) - 1.0) * busy_us
-    comm_us = _comm_us(mine, micro, ends)
     notes = (*_notes(job, rates), *_launch_bound(mine, stages[busiest]))
-    return _summary(job, rates, parts, comm_us, spent, times, slowest_us, notes)
+    return _Timed(parts, _comm_us(mine, micro, ends), spent, times, slowest_us, notes)
 
 
 def _summary(
@@ -159,25 +261,27 @@ def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...]) -> PartTimes:
+def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...], layers: LayerTimes) -> PartTimes:
     """Return the time of each different part; stages inside a pipeline have equal parts, computed once."""
     kinds = {part for stage in stages for part in stage}
-    dense = layer_time(job, rates, mesh)
-    routed = layer_time(job, rates, mesh, job.model.experts) if any(part.routed + part.mtp for part in kinds) else dense
-    return {part: part_time(job, rates, mesh, part, (dense, routed)) for part in kinds}
+    return {part: part_time(job, rates, mesh, part, layers) for part in kinds}
 
 
-def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], send_us: float, micro: int) -> StageTimes:
+def _stage_times(
+    job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes, path: PathTime
+) -> StageTimes:
     """Return the times of all parts on the GPUs, or the hosts' times to launch them where those end later.
 
     Without overlap sender and receiver wait, so a send becomes part of both. What a host adds to its GPU's time cannot
     be divided among slots: in whichever shares, some slot gets shorter where a kernel gets longer.
     """
+    send_us = _send_us(job, mesh)
     waits = 0.0 if job.parallel.overlap_pp else send_us
     apart = job.parallel.schedule == "zero_bubble"
 
     def of_parts(us: Callable[[MicroBatchTime], float]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(us(part_times[part]) for part in stage) for stage in stages)
+        each = {part: us(time) for part, time in part_times.items()}
+        return tuple(tuple(each[part] for part in stage) for stage in stages)
 
     gpus = StageTimes(
         forward=of_parts(lambda time: time.forward.total_us + waits),
@@ -193,7 +297,13 @@ def _stage_times(job: Job, part_times: PartTimes, stages: tuple[Stage, ...], sen
         weight=of_parts(lambda time: time.weight_launch_us) if apart else (),
         send_us=send_us,
     )
-    return max(gpus, hosts, key=lambda times: pipeline_us(job.parallel.schedule, times, micro))
+    micro = job.training.micro_batches(job.parallel)
+    return max(gpus, hosts, key=lambda times: path(job.parallel.schedule, times, micro))
+
+
+def _send_us(job: Job, mesh: MeshTimes) -> float:
+    sends = stage_exchanges(job.model, job.parallel, job.training) if job.parallel.pp > 1 else ()
+    return sum(exchange.us(mesh) for exchange in sends)
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:

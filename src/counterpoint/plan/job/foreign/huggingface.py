@@ -65,7 +65,7 @@ NEUTRAL = re.compile(
     |reorder_and_upcast_attn|vision_config|use_bfloat16|activation_function|hidden_act(ivation)?|hidden_activation
     |head_dim_original|use_sliding_window|clip_qkv|image_.*|mm_.*|chunk_size_feed_forward|is_encoder_decoder|quantization_config
     |qk_head_dim|is_decoder|classifier_dropout|moe_norm_min|moe_layers|init_std|layerdrop|attention_out_bias
-    |word_embed_proj_dim|do_layer_norm_before|mlp_only_layers|rms_norm|use_qk_norm_.*|text_config|resid_dropout
+    |embd_pdrop|embedding_dropout|initial_context_length|experts_per_token|word_embed_proj_dim|do_layer_norm_before|mlp_only_layers|rms_norm|use_qk_norm_.*|text_config|resid_dropout
     |num_key_value_groups|rope_parameters|original_max_position_embeddings|.*_bidirectional_.*|tie_encoder_decoder""",
     re.VERBOSE,
 )

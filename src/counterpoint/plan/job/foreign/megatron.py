@@ -295,8 +295,10 @@ def _parallel(reading: Reading, layers: int, tp: int) -> dict[str, Any]:
     found["overlap_dp"] = any(overlapped)
     _is(reading, "overlap-param-gather")
     expert_tp = _whole(reading, "expert-tensor-parallel-size")
-    if expert_tp is not None and expert_tp != tp:
-        reading.say(f"assumed: tp = {tp} cuts experts, too, not {expert_tp} as --expert-tensor-parallel-size says")
+    if expert_tp == 1 and tp > 1:
+        found["expert_tp"] = 1
+    elif expert_tp is not None and expert_tp != tp:
+        raise reading.wrong(("--expert-tensor-parallel-size",), expert_tp, f"allowed are 1 and {tp}, as other matrices")
     each, parts = _whole(reading, "num-layers-per-virtual-pipeline-stage"), _whole(reading, "virtual-stages")
     if each is not None and layers % (pp * each):
         raise reading.wrong(

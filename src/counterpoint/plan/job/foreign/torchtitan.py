@@ -126,8 +126,10 @@ def _parallel(reading: Reading) -> tuple[dict[str, Any], int]:
         "ep": _degree(reading, "expert_parallel_degree") or 1, "zero": 0 if shard == 1 else 3,
     }  # fmt: skip
     expert_tp = reading.whole("parallelism.expert_tensor_parallel_degree")
-    if expert_tp is not None and expert_tp != tp and tp > 1:
-        reading.say(f"assumed: tensor_parallel_degree = {tp} cuts experts, too, not {expert_tp} as the file says")
+    if expert_tp in (None, 1) and tp > 1 and found["ep"] > 1:
+        found["expert_tp"] = 1
+    elif expert_tp not in (None, 1, tp):
+        raise reading.wrong(("parallelism.expert_tensor_parallel_degree",), expert_tp, f"allowed are 1 and {tp}")
     if shard > 0:
         found["dp"] = shard * replicas
         if replicas > 1 and shard > 1:

@@ -1,0 +1,380 @@
+"""Find the fastest ways to divide a job: best first, by times that are proved not to be above what a way takes.
+
+    division        tp, cp, pp, dp, ep, micro-batch         `least_division_us`: no bubble, recomputation, shards
+    pipeline        with schedule, parts, layers            `least_stages_us`, `least_of_balanced_us`: with a bubble
+    recomputation   with what backward computes again       the same
+    way             with zero and shards                    `least_step_us`, if it fits in memory: all but the pipeline
+    answer          the same way                            `predict_step`
+
+What has the least time so far is opened: a division becomes its pipelines, and so on.
+An answer that is opened is next in the result, since all that is left takes as long or longer.
+So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
+Of the ways that differ in recomputation only, the fastest that fits is listed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+from msgspec.structs import replace
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.compute.memory import least_gib, least_totals, stage_totals
+from counterpoint.plan.compute.roofline import GpuRates
+from counterpoint.plan.confidence import fits_in_memory, step_interval, too_close
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
+from counterpoint.plan.job.what_if import with_gpus
+from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
+from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.search.space import (
+    AXES,
+    Division,
+    Fixed,
+    Pipeline,
+    Recomputation,
+    Sharding,
+    check_fixed,
+    divided,
+    divisions,
+    piped,
+    pipelines,
+    recomputations,
+    recomputing,
+    sharded,
+    shardings,
+)
+from counterpoint.plan.search.stages import balanced_job, least_of_balanced_us
+from counterpoint.plan.step.layer_time import LayerTimes, end_us, layer_times
+from counterpoint.plan.step.step import (
+    PredictedStep,
+    least_division_us,
+    least_stages_us,
+    least_step_us,
+    predict_step,
+)
+from counterpoint.records.prediction import Choice, SearchResult
+
+ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
+UNDIVIDED: dict[str, Any] = {
+    **dict.fromkeys(("dp", "tp", "cp", "pp", "ep", "virtual"), 1),
+    "schedule": "1f1b",
+    "shard": None,
+    "stage_layers": None,
+    "ends_count": False,
+    "pieces_tp": False,
+}
+UNRECOMPUTED: dict[str, Any] = {
+    "recompute": "none",
+    "recompute_modules": CORE_ONLY,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
+
+
+class _OpenDivision(NamedTuple):
+    job: Job
+    division: Division
+
+
+class _OpenPipeline(NamedTuple):
+    job: Job
+    division: Division
+    pipeline: Pipeline
+
+
+class _OpenRecomputation(NamedTuple):
+    job: Job
+    division: Division
+    pipeline: Pipeline
+    again: Recomputation
+
+
+class _Way(NamedTuple):
+    job: Job
+    family: _Family
+
+
+class _Answer(NamedTuple):
+    job: Job
+    family: _Family
+    step: PredictedStep
+
+
+_Family: TypeAlias = tuple[Division, Pipeline, Sharding]
+_Node: TypeAlias = _OpenDivision | _OpenPipeline | _OpenRecomputation | _Way | _Answer
+Progress: TypeAlias = Callable[[int, int, float | None], None]
+"""Told of divisions that are done, of all of them, and of the fastest step so far."""
+
+
+def search(
+    job: Job,
+    *,
+    best: int = 10,
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    gpus: int | None = None,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Return the `best` fastest ways to divide this job's model and batch, on its kind of GPUs.
+
+    Args:
+        job: the job; what is no axis of a search stays as it is.
+        best: how many ways to return.
+        fixed: values of axes, by field or its last word: only these are tried.
+        gpus: how many GPUs; None: the job's ranks, or the whole cluster for a job that is not divided at all.
+        progress: called now and then.
+
+    Raises:
+        Misconfigured: nothing fits, or a fixed value cannot be.
+    """
+    if best < 1:
+        raise Misconfigured(f"{best} ways: give 1 or more")
+    ranks = job.parallel.world_size
+    gpus = gpus or (ranks if ranks > 1 else job.cluster.num_gpus)
+    return _Search(_on_gpus(job, gpus), gpus, check_fixed(fixed or {}), best, progress).result()
+
+
+def search_each(
+    job: Job,
+    counts: Sequence[int | None],
+    *,
+    best: int = 10,
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    progress: Progress | None = None,
+) -> tuple[SearchResult, ...]:
+    """Return the result of `search` for each number of GPUs; where there is none it has the reason and no choices.
+
+    Args:
+        job: as `search` takes it.
+        counts: numbers of GPUs; None: as `search` takes it.
+        best: as `search` takes it.
+        fixed: as `search` takes it.
+        progress: as `search` takes it.
+
+    Raises:
+        Misconfigured: there is no result for any number of GPUs; the reason is that of the first.
+    """
+    found = []
+    for gpus in counts:
+        try:
+            found.append(search(job, best=best, fixed=fixed, gpus=gpus, progress=progress))
+        except Misconfigured as error:
+            found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
+    if not any(each.choices for each in found):
+        raise Misconfigured(found[0].why_not or "")
+    return tuple(found)
+
+
+def chosen_job(job: Job, result: SearchResult) -> Job:
+    """Return the job with the settings of the fastest choice, on as many GPUs."""
+    tables: dict[str, dict[str, object]] = {"parallel": dict(UNDIVIDED), "training": dict(UNRECOMPUTED)}
+    for field, value in result.choices[0].settings.items():
+        if value is not None:
+            table, _, name = field.partition(".")
+            tables[table][name] = value
+    parallel, training = replace(job.parallel, **tables["parallel"]), replace(job.training, **tables["training"])
+    return replace(job, parallel=parallel, training=training, cluster=_on_gpus(job, result.gpus).cluster)
+
+
+def _on_gpus(job: Job, gpus: int) -> Job:
+    """Return the job, not divided, on a cluster of so many GPUs."""
+    alone = replace(job.parallel, **UNDIVIDED)
+    if gpus == job.cluster.num_gpus or gpus == job.parallel.world_size:
+        return replace(job, parallel=alone)
+    return replace(job, parallel=alone, cluster=with_gpus(job.cluster, gpus))
+
+
+class _Search:
+    """Holds the open nodes of one search, and counts what it has seen."""
+
+    def __init__(self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None) -> None:
+        self.job, self.gpus, self.fixed, self.best, self.progress = job, gpus, fixed, best, progress
+        self.rates = GpuRates.of(job.cluster.gpu, job.training.precision)
+        self.prices = CollectiveTimes(network_of(job.cluster))
+        self.again = recomputations(job, fixed)
+        self.layers: dict[object, LayerTimes] = {}
+        self.open: list[tuple[float, int, _Node]] = []
+        self.order = count()
+        self.considered = self.priced = self.too_large = self.impossible = 0
+        self.smallest = float("inf")
+        self.fastest: float | None = None
+
+    def result(self) -> SearchResult:
+        """Return the fastest ways, or raise Misconfigured if nothing fits."""
+        self._begin()
+        total, done = len(self.open), 0
+        choices: list[Choice] = []
+        families = set()
+        while self.open and len(choices) < self.best:
+            _, _, node = heapq.heappop(self.open)
+            if isinstance(node, _OpenDivision):
+                done += 1
+                self._open_division(node)
+            elif isinstance(node, _OpenPipeline):
+                self._open_pipeline(node)
+            elif isinstance(node, _OpenRecomputation):
+                self._open_recomputation(node)
+            elif node.family in families:
+                continue  # the same with another recomputation was faster
+            elif isinstance(node, _Way):
+                self._answer(node)
+            else:
+                families.add(node.family)
+                choices.append(_choice(node, choices[0].step_us if choices else node.step.step_us))
+            if self.progress is not None:
+                self.progress(done, total, self.fastest)
+        if not choices:
+            if self.smallest == float("inf"):
+                raise Misconfigured(
+                    f"no way to divide the job over {self.gpus:,} GPUs: give a batch, GPUs or fixed values that divide "
+                    "one another"
+                )
+            gib = f"at least {self.smallest:.1f} of {self.job.cluster.gpu.memory_gib:g} GiB"
+            ways = f"none of {self.considered:,} ways to divide the job over {self.gpus:,} GPUs fits"
+            raise Misconfigured(f"{ways}: the smallest takes {gib}; {ADVICE}")
+        return SearchResult(
+            gpus=self.gpus,
+            considered=self.considered,
+            priced=self.priced,
+            too_large=self.too_large,
+            impossible=self.impossible,
+            choices=tuple(choices),
+        )
+
+    def _push(self, least_us: float, node: _Node) -> None:
+        heapq.heappush(self.open, (least_us * (1 if isinstance(node, _Answer) else ROUNDING), next(self.order), node))
+
+    def _begin(self) -> None:
+        for division in divisions(self.job, self.gpus, self.fixed):
+            self.considered += (ways := self._ways(division))
+            try:
+                job = divided(self.job, division)
+                least = least_gib(job)
+                if least > job.cluster.gpu.memory_gib:
+                    self.too_large, self.smallest = self.too_large + ways, min(self.smallest, least)
+                    continue
+                self._push(self._least(job, least_division_us), _OpenDivision(job, division))
+            except Misconfigured:
+                self.impossible += ways
+
+    def _ways(self, division: Division) -> int:
+        """Return the number of ways with this division; 1 if the batch cannot be divided so."""
+        found = sum(1 for _ in pipelines(self.job, division, self.fixed))
+        return max(found * sum(1 for _ in shardings(self.job, division, self.fixed)) * len(self.again), 1)
+
+    def _least(self, job: Job, least: Callable[[Job, GpuRates, MeshTimes, LayerTimes], float]) -> float:
+        """Return the least time of a job that may yet be sharded: with zero 3 no kernel adds gradients up."""
+        mesh = MeshTimes(self.prices, job.parallel)
+        layers = self._layer_times(job, mesh)
+        if not job.training.fused_accumulation:
+            layers = min(
+                layers, self._layer_times(sharded(job, Sharding(3, None)), mesh), key=lambda x: x.mean_us(job.model)
+            )
+        return least(job, self.rates, mesh, layers)
+
+    def _layer_times(self, job: Job, mesh: MeshTimes) -> LayerTimes:
+        """Return the times of a job's layers, which do not depend on its pipeline, on shards, or on zero below 3."""
+        parallel = replace(
+            job.parallel, pp=1, virtual=1, schedule="1f1b", ends_count=False, stage_layers=None, shard=None,
+            zero=3 if job.parallel.zero == 3 else 0,
+        )  # fmt: skip
+        key = (parallel, job.training)
+        if key not in self.layers:
+            self.layers[key] = layer_times(job, self.rates, mesh)
+        return self.layers[key]
+
+    def _open_division(self, node: _OpenDivision) -> None:
+        for pipeline in pipelines(self.job, node.division, self.fixed):
+            try:
+                job = piped(node.job, pipeline)
+                self._push(self._least_of_stages(job, pipeline), _OpenPipeline(job, node.division, pipeline))
+            except Misconfigured:
+                self.impossible += len(self.again) * sum(1 for _ in shardings(self.job, node.division, self.fixed))
+
+    def _open_pipeline(self, node: _OpenPipeline) -> None:
+        for again in self.again:
+            job = node.job if again.num_layers == 0 else recomputing(node.job, again)
+            self._push(self._least_of_stages(job, node.pipeline), _OpenRecomputation(job, *node[1:], again))
+
+    def _least_of_stages(self, job: Job, pipeline: Pipeline) -> float:
+        return self._least(job, least_of_balanced_us if pipeline.layers == "balanced" else least_stages_us)
+
+    def _open_recomputation(self, node: _OpenRecomputation) -> None:
+        found = list(shardings(self.job, node.division, self.fixed))
+        if self._that_fits(node.job, node, least_totals) is None:  # however it is sharded
+            self.too_large += len(found)
+            return
+        for sharding in found:
+            try:
+                job = self._that_fits(sharded(node.job, sharding), node, stage_totals)
+                if job is None:
+                    self.too_large += 1
+                else:
+                    mesh = MeshTimes(self.prices, job.parallel)
+                    least_us = least_step_us(job, self.rates, mesh, self._layer_times(job, mesh))
+                    self._push(least_us, _Way(job, (node.division, node.pipeline, sharding)))
+            except Misconfigured:
+                self.impossible += 1
+
+    def _that_fits(self, job: Job, node: _OpenRecomputation, totals: Callable[[Job], list[float]]) -> Job | None:
+        """Return the job if it fits in memory: with stages dealt and as few layers computed again as the node asks."""
+        if node.again.num_layers != 0:
+            return self._dealt(job, node.pipeline, totals)
+        parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
+        found, fewest, most = None, 1, max(parts)
+        while fewest <= most:
+            middle = (fewest + most) // 2
+            again = node.again._replace(num_layers=middle)
+            tried = self._dealt(recomputing(job, again), node.pipeline, totals)
+            if tried is None:
+                fewest = middle + 1
+            else:
+                found, most = tried, middle - 1
+        return found
+
+    def _dealt(self, job: Job, pipeline: Pipeline, totals: Callable[[Job], list[float]]) -> Job | None:
+        if pipeline.layers != "balanced":
+            largest = max(totals(job))
+            self.smallest = min(self.smallest, largest)
+            return job if largest <= job.cluster.gpu.memory_gib else None
+        mesh = MeshTimes(self.prices, job.parallel)
+        layers = self._layer_times(job, mesh)
+        ends_us = end_us(job, self.rates, layers)
+        found = balanced_job(job, layers.mean_us(job.model), ends_us, totals)
+        if found is not None and len(set(found.parallel.stage_layers or ())) == 1 and totals is stage_totals:
+            return None  # equal stages are a way of their own
+        return found
+
+    def _answer(self, node: _Way) -> None:
+        try:
+            step = predict_step(node.job, prices=self.prices, rates=self.rates)
+        except Misconfigured:
+            self.impossible += 1
+            return
+        self.priced += 1
+        self.fastest = min(self.fastest or step.step_us, step.step_us)
+        self._push(step.step_us, _Answer(*node, step))
+
+
+def _choice(node: _Answer, fastest_us: float) -> Choice:
+    job, step = node.job, node.step
+    interval = step_interval(job, step)
+    settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
+    settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
+    if job.training.recompute != "selective":
+        settings["training.recompute_modules"] = None
+    return Choice(
+        settings=settings,
+        step_us=step.step_us,
+        low_us=interval.low_us,
+        high_us=interval.high_us,
+        mfu=step.mfu,
+        memory_gib=step.memory.total_gib,
+        fits_probability=fits_in_memory(step),
+        too_close=too_close(step.step_us, fastest_us),
+        tokens_per_s=step.tokens_per_s,
+    )

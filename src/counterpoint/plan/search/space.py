@@ -1,0 +1,274 @@
+"""List the ways to divide a job: the axes of a search, the values of each, and those that the user fixed.
+
+| axis | values |
+|---|---|
+| tp | divisors of the GPUs and of the heads, up to a node |
+| cp | divisors of the GPUs and of the sequence |
+| pp | divisors of the GPUs, up to the layers |
+| dp | what is left of the GPUs |
+| ep | divisors of dp · cp and of the experts |
+| micro_batch | divisors of a replica's samples, up to 64 |
+| schedule | 1f1b, interleaved, the job's own; others where they are fixed |
+| virtual | with interleaved, divisors of the layers of a stage above 1 |
+| stage_layers | equal; ends (`ends_count`); balanced (`stages.py`): the first two where they divide the layers |
+| zero, shard | 0 to 3; shards over all replicas, or over those of a unit of the network, such as a node |
+| recompute | none; every set of modules; full; full of the fewest layers of each part that fits |
+
+A value that is fixed is taken even where the list does not have it, such as tp = 16 or zero_bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import combinations, product
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+from msgspec.structs import replace
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.fields import parse_record, read_value
+from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.parallel import CORE_ONLY, MAX_PARTS, Parallel, RecomputeModule, Training
+from counterpoint.records import Record
+
+MAX_MICRO_BATCH = 64
+LAYOUTS = ("equal", "ends", "balanced")
+AXES = {
+    **{
+        name: f"parallel.{name}"
+        for name in ("dp", "tp", "cp", "pp", "virtual", "schedule", "stage_layers", "ep", "zero", "shard")
+    },
+    **{
+        name: f"training.{name}"
+        for name in ("micro_batch", "recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
+    },
+}
+Fixed = Mapping[str, tuple[Any, ...]]
+"""Values of axes, by the last word of the field; an axis that is not in it is free."""
+
+
+class Division(NamedTuple):
+    """Holds the degrees that decide on the shapes of a layer, and on what a replica is."""
+
+    dp: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    micro_batch: int
+
+
+class Pipeline(NamedTuple):
+    """Describes how layers are dealt to stages and scheduled; `layers` is one of LAYOUTS, or those of each part."""
+
+    schedule: str
+    virtual: int
+    layers: str | tuple[int, ...]
+
+
+class Sharding(NamedTuple):
+    """Holds what is sharded, and over how many ranks."""
+
+    zero: int
+    shard: int | None
+
+
+class Recomputation(NamedTuple):
+    """Holds what backward computes again; `num_layers` = 0: the fewest that fit."""
+
+    recompute: str = "none"
+    modules: tuple[RecomputeModule, ...] = CORE_ONLY
+    method: str | None = None
+    num_layers: int | None = None
+
+
+def read_fixed(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return what `AXIS=VALUE,VALUE` says, by axis; a value in brackets, such as stage_layers=[7,8,8,7], is one."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise Misconfigured(f"--fix {printable(text, 120)}: give AXIS=VALUE or AXIS=VALUE,VALUE, as in tp=4,8")
+        if name in found:
+            raise Misconfigured(f"--fix {printable(name, 80)} comes twice: give all its values at once")
+        parts = [value] if value.startswith("[") else value.split(",")
+        found[name] = tuple(read_value(part.strip()) for part in parts)
+    return found
+
+
+def check_fixed(given: Mapping[str, tuple[Any, ...]]) -> Fixed:
+    """Return fixed values by axis; Misconfigured for an unknown axis or a value that its field cannot have."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, values in given.items():
+        axis = name.rpartition(".")[2]
+        if axis not in AXES or name not in (axis, AXES[axis]):
+            raise Misconfigured(
+                f"{printable(name)} is no axis of a search: give one of {', '.join(AXES)}; "
+                "other fields are set in the job"
+            )
+        if not values:
+            raise Misconfigured(f"{name}: no value; give at least one")
+        found[axis] = tuple(_checked(axis, value) for value in values)
+    return found
+
+
+def _checked(axis: str, value: object) -> Any:
+    if axis == "stage_layers" and isinstance(value, str):
+        if value not in LAYOUTS:
+            raise Misconfigured(
+                f"stage_layers = {printable(value)}: give {', '.join(LAYOUTS)}, or the layers of every part"
+            )
+        return value
+    table, kind = ("parallel", Parallel) if AXES[axis].startswith("parallel") else ("training", Training)
+    only: type[Any] = msgspec.defstruct(
+        kind.__name__, [(axis, get_type_hints(kind, include_extras=True)[axis])], bases=(Record,)
+    )
+    return getattr(parse_record(table, {axis: value}, only), axis)
+
+
+def divisions(job: Job, gpus: int, fixed: Fixed) -> Iterator[Division]:
+    """Yield all divisions of `gpus` GPUs; those that the model or the batch rules out are among them."""
+    node = job.cluster.gpus_per_node
+    experts = job.model.experts.count if job.model.experts else 1
+    every = divisors(gpus)
+    tps = fixed.get("tp", tuple(n for n in every if n <= node))
+    cps = fixed.get("cp", tuple(n for n in every if job.training.sequence % n == 0))
+    pps = fixed.get("pp", tuple(n for n in every if n <= min(job.model.layers, MAX_PARTS)))
+    for tp, cp, pp in product(tps, cps, pps):
+        if gpus % (tp * cp * pp):
+            continue
+        dp = gpus // (tp * cp * pp)
+        if dp not in fixed.get("dp", (dp,)):
+            continue
+        samples, left_out = divmod(job.training.global_batch, dp)
+        micros = divisors(samples, MAX_MICRO_BATCH) if not left_out else (1,)
+        for ep in fixed.get("ep", divisors(experts)):
+            if (dp * cp) % ep == 0:
+                yield from (Division(dp, tp, cp, pp, ep, micro) for micro in fixed.get("micro_batch", micros))
+
+
+def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
+    """Yield all pipelines of a division."""
+    pp, layers = division.pp, job.model.layers
+    samples = job.training.global_batch // division.dp // division.micro_batch
+    own = ("1f1b", *(("interleaved",) if pp > 1 and samples % pp == 0 else ()))
+    if pp > 1 and job.parallel.schedule not in ("1f1b", "interleaved"):
+        own += (job.parallel.schedule,)
+    for schedule in fixed.get("schedule", own):
+        for virtual in fixed.get("virtual", _virtual(layers, pp) if schedule == "interleaved" else (1,)):
+            parts = pp * virtual
+            for layout in fixed.get("stage_layers", LAYOUTS):
+                possible = {"equal": layers % parts == 0, "ends": parts > 1 and (layers + 2) % parts == 0}
+                possible["balanced"] = pp > 1 and layers >= parts
+                if layout not in LAYOUTS or possible[layout]:
+                    yield Pipeline(schedule, virtual, layout)
+
+
+def _virtual(layers: int, pp: int) -> tuple[int, ...]:
+    """Return the parts per stage, above 1, that divide the layers of a full stage, or those beside the ends."""
+    each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
+    return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
+
+
+def shardings(job: Job, division: Division, fixed: Fixed) -> Iterator[Sharding]:
+    """Yield zero and its shards: over all replicas, or over those of one unit of a level of the network."""
+    dp = division.dp
+    replica = division.tp * division.cp
+    units = {level.size // replica for level in job.cluster.levels[:-1] if level.size % replica == 0}
+    inside = sorted(n for n in units if 1 < n < dp and dp % n == 0)
+    for zero in fixed.get("zero", (0, 1, 2, 3) if dp * division.cp > 1 else (0,)):
+        for shard in fixed.get("shard", (None, *(inside if zero else ()))):
+            yield Sharding(zero, shard)
+
+
+def recomputations(job: Job, fixed: Fixed) -> tuple[Recomputation, ...]:
+    """Return all kinds of recomputation."""
+    kinds = fixed.get("recompute", ("none", "selective", "full"))
+    if "recompute_modules" in fixed:
+        kinds = tuple(kind for kind in kinds if kind == "selective")
+    if "recompute_num_layers" in fixed or "recompute_method" in fixed:
+        kinds = tuple(kind for kind in kinds if kind == "full")
+    found = [Recomputation()] if "none" in kinds else []
+    if "selective" in kinds:
+        found += [Recomputation("selective", each) for each in fixed.get("recompute_modules", _module_sets(job))]
+    if "full" in kinds:
+        counts, methods = fixed.get("recompute_num_layers"), fixed.get("recompute_method", ("block",))
+        if counts is None and "recompute_method" not in fixed:
+            found.append(Recomputation("full"))
+        found += [
+            Recomputation("full", method=method, num_layers=count)
+            for method in methods
+            for count in counts or ((0,) if method == "block" else (1,))
+        ]
+    return tuple(found)
+
+
+def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
+    """Return the sets of modules; attention's core saves nothing with flash attention, and moe has moe_act in it."""
+    modules: list[RecomputeModule] = ["layernorm"]
+    if not job.training.flash_attention:
+        modules.append("core_attn")
+    if job.model.expert_layers < job.model.layers:
+        modules.append("mlp")
+    if job.model.expert_layers:
+        modules += ["moe_act", "moe"]
+    found = [each for count in range(1, len(modules) + 1) for each in combinations(modules, count)]
+    return [each for each in found if not {"moe", "moe_act"} <= set(each)]
+
+
+def divided(job: Job, division: Division) -> Job:
+    """Return the job so divided, with stages as even as they can be and nothing sharded or computed again.
+
+    Raises:
+        Misconfigured: the model or the batch cannot be divided so.
+    """
+    each, more = divmod(job.model.layers, division.pp)
+    degrees = division._asdict()
+    del degrees["micro_batch"]
+    parallel = replace(
+        job.parallel, **degrees, virtual=1, schedule="1f1b", zero=0, shard=None, ends_count=False,
+        stage_layers=tuple(each + (stage >= division.pp - more) for stage in range(division.pp)),
+        pieces_tp=job.parallel.pieces_tp and division.tp > 1,
+    )  # fmt: skip
+    training = replace(_recomputing(job.training, Recomputation()), micro_batch=division.micro_batch)
+    return replace(job, parallel=parallel, training=training)
+
+
+def piped(job: Job, pipeline: Pipeline) -> Job:
+    """Return the job with this pipeline; with balanced stages the even ones stay, until the search deals them."""
+    layers = pipeline.layers
+    stages = layers if isinstance(layers, tuple) else None
+    if layers == "balanced":
+        parts = job.parallel.pp * pipeline.virtual
+        each, more = divmod(job.model.layers, parts)
+        stages = tuple(each + (part >= parts - more) for part in range(parts))
+    parallel = replace(
+        job.parallel, schedule=pipeline.schedule, virtual=pipeline.virtual,
+        ends_count=layers == "ends", stage_layers=stages,
+    )  # fmt: skip
+    return replace(job, parallel=parallel)
+
+
+def sharded(job: Job, sharding: Sharding) -> Job:
+    """Return the job so sharded."""
+    return replace(job, parallel=replace(job.parallel, **sharding._asdict()))
+
+
+def recomputing(job: Job, again: Recomputation) -> Job:
+    """Return the job that computes so much again."""
+    return replace(job, training=_recomputing(job.training, again))
+
+
+def _recomputing(training: Training, again: Recomputation) -> Training:
+    return replace(
+        training, recompute=again.recompute, recompute_modules=again.modules, recompute_method=again.method,
+        recompute_num_layers=again.num_layers,
+    )  # fmt: skip
+
+
+@cache
+def divisors(number: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of a number, up to `most`."""
+    return tuple(n for n in range(1, min(number, most or number) + 1) if number % n == 0)

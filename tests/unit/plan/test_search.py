@@ -1,0 +1,77 @@
+"""A search: fixed axes, results for several numbers of GPUs, and the job of the fastest way."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import Misconfigured
+from counterpoint.plan.job.job import job_toml, parse_job
+from counterpoint.plan.search.search import chosen_job, search, search_each
+from counterpoint.plan.search.space import read_fixed
+from counterpoint.plan.step.step import predict_step
+from counterpoint.rendering.search_csv import search_csv
+
+TABLES: dict[str, Any] = {
+    "model": {"name": "llama3-8b"},
+    "training": {"sequence": 4096, "global_batch": 32},
+    "cluster": {"gpu": "H100", "network": "h100-ndr-400", "gpus": 8},
+}
+
+
+def test_a_job_that_is_not_divided_is_divided_over_its_cluster() -> None:
+    """Eight GPUs; the job of the fastest way is predicted as the search predicted it, also when it is read again."""
+    job = parse_job(TABLES)
+    found = search(job, best=1)
+    chosen = chosen_job(job, found)
+    assert (found.gpus, chosen.parallel.world_size) == (8, 8)
+    assert predict_step(chosen).step_us == found.choices[0].step_us
+    assert parse_job(tomllib.loads(job_toml(chosen))) == chosen
+
+
+def test_fixed_axes_have_their_values() -> None:
+    """One, several, or a list; tp = 16 and zero_bubble are tried where they are asked for."""
+    job = parse_job(TABLES)
+    fixed = read_fixed(["parallel.pp=2,4", "micro_batch=1", "recompute=full"])
+    for choice in search(job, fixed=fixed).choices:
+        settings = choice.settings
+        assert settings["parallel.pp"] in (2, 4)
+        assert (settings["training.micro_batch"], settings["training.recompute"]) == (1, "full")
+    uneven = search(job, fixed=read_fixed(["stage_layers=[15, 17]", "pp=2", "virtual=1"])).choices
+    assert {choice.settings["parallel.stage_layers"] for choice in uneven} == {(15, 17)}
+    bubble = search(job, fixed=read_fixed(["schedule=zero_bubble", "pp=2"])).choices
+    assert {choice.settings["parallel.schedule"] for choice in bubble} == {"zero_bubble"}
+    wide = search(job, gpus=16, fixed=read_fixed(["tp=16"])).choices
+    assert {choice.settings["parallel.tp"] for choice in wide} == {16}
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["tp"], "give AXIS=VALUE"),
+        (["tp=2", "tp=4"], "comes twice"),
+        (["colour=2"], "colour is no axis of a search: give one of dp, tp"),
+        (["training.tp=2"], "training.tp is no axis"),
+        (["tp=0"], r"parallel\.tp = 0"),
+        (["zero=4"], r"parallel\.zero = 4"),
+        (["stage_layers=flat"], "give equal, ends, balanced"),
+        (["pp=3"], "no way to divide the job over 8 GPUs"),
+    ],
+)
+def test_values_that_cannot_be_fixed_are_refused(texts: list[str], said: str) -> None:
+    """With what is allowed."""
+    with pytest.raises(Misconfigured, match=said):
+        search(parse_job(TABLES), fixed=read_fixed(texts))
+
+
+def test_each_number_of_gpus_has_its_result() -> None:
+    """Or the reason why it has none; the CSV has all ways."""
+    found = search_each(parse_job(TABLES), [1, 8, 16], best=2)
+    assert [(each.gpus, len(each.choices)) for each in found] == [(1, 0), (8, 2), (16, 2)]
+    assert found[0].why_not is not None
+    assert "fits" in found[0].why_not
+    lines = search_csv(found).splitlines()
+    assert lines[0].startswith("gpus,parallel.dp,parallel.tp")
+    assert [line.split(",")[0] for line in lines[1:]] == ["8", "8", "16", "16"]
