@@ -15,7 +15,7 @@ from counterpoint.plan.confidence import fits_in_memory, job_features, measured_
 from counterpoint.plan.goodput import training_run
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.what_if import WHAT_IFS, what_if
+from counterpoint.plan.job.what_if import SAME_GPUS, WHAT_IFS, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
@@ -125,7 +125,14 @@ def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
     points = tuple(_point(value, job) for value, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
-    return Curve(name=name, unit=WHAT_IFS[name].unit if name in WHAT_IFS else "", points=points)
+    return _curve(name, points)
+
+
+def _curve(name: str, points: Iterable[Point]) -> Curve:
+    if name in WHAT_IFS:
+        return Curve(name=name, unit=WHAT_IFS[name].unit, means=WHAT_IFS[name].means, points=tuple(points))
+    means = "On as many GPUs: parallel.dp takes those that it leaves." if name in SAME_GPUS else ""
+    return Curve(name=name, unit="", means=means, points=tuple(points))
 
 
 def _point(value: str, job: Job | Misconfigured) -> Point:
@@ -139,6 +146,7 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         return Point(value=value, why_not=str(error))
     return Point(
         value=value,
+        gpus=job.parallel.world_size,
         step_us=found.step_us,
         low_us=interval.low_us,
         high_us=interval.high_us,
@@ -164,7 +172,7 @@ def scaling(job: Job) -> tuple[Curve, ...]:
                 points.append(_point(count, what_if(job, name, count)))
         points = [point for point in points if not point.why_not]
         if len(points) > 1:
-            found.append(Curve(name=name, unit=WHAT_IFS[name].unit, points=tuple(points)))
+            found.append(_curve(name, points))
     return tuple(found)
 
 

@@ -86,6 +86,7 @@ class Point(Record, frozen=True, kw_only=True):
     """Predicts the job with one value changed; if that is impossible, `why_not` says why and all else is null."""
 
     value: str
+    gpus: int | None = None  # of the job, which the value may change
     step_us: float | None = None
     low_us: float | None = None  # ends of the step's interval
     high_us: float | None = None
@@ -104,6 +105,7 @@ class Curve(Record, frozen=True, kw_only=True):
 
     name: str
     unit: str
+    means: str = ""  # what the values change, and what stays, for people: a sentence
     points: tuple[Point, ...]
 
 

@@ -38,6 +38,8 @@ LOOKS = {  # of a part: class of its bar
 KINDS = {"F": ("forward", "--compute"), "B": ("backward", "--overlapped"), "W": ("weight gradients", "--memcpy")}
 STAGE_PX = 22
 CURVE_PX = 260
+TICK = 10  # characters of a name below an axis
+LONG_US = 1e8  # from here on seconds, whose numbers fit beside an axis
 
 
 def write_plan_page(path: Path, found: Prediction) -> None:
@@ -60,6 +62,8 @@ def write_plan_page(path: Path, found: Prediction) -> None:
             "signed": partial(say.percent, digits=1, sign=True),
             "ends": say.interval,
             "fits_note": fits_note,
+            "words": words,
+            "curve_title": curve_title,
             "setting": setting,
         },
         p=found,
@@ -78,6 +82,16 @@ def write_plan_page(path: Path, found: Prediction) -> None:
         figures=figures,
         stages=len({bar.stage for bar in found.timeline}),
     )
+
+
+def words(name: str) -> str:
+    """Return the name of a part, a what-if or a field as people write it: `weak_nodes` as nodes."""
+    return name.removeprefix("weak_").replace("_", " ")
+
+
+def curve_title(curve: Curve) -> str:
+    """Return what a curve's values change: of a what-if its sentence, of a field its name."""
+    return curve.means.removesuffix(".") if curve.unit else f"Over {curve.name}"
 
 
 def timeline_figure(bars: Sequence[Bar]) -> Figure:
@@ -112,17 +126,21 @@ def curves_figure(curve: Curve) -> Figure:
     """Return a figure with one panel each for step time, MFU and the exposed share, over the curve's values."""
     points = [point for point in curve.points if point.step_us is not None]
     names = [clean(point.value, 40) for point in points]
-    x = Axis(label=clean(curve.name, 40), low=-0.3, high=len(points) - 0.7, ticks=list(enumerate(names)))
+    beside = max(0.3, 0.06 * (len(points) - 1))  # room for half a name at both ends
+    ticks = [(place, clean(name, TICK)) for place, name in enumerate(names)]
+    x = Axis(label=clean(words(curve.name), 40), low=-beside, high=len(points) - 1 + beside, ticks=ticks)
+    unit, us = ("s", 1e6) if max(point.high_us or point.step_us or 0.0 for point in points) >= LONG_US else ("ms", 1e3)
+    step = f"step, {unit}"
     shown: tuple[tuple[str, str, list[float | None]], ...] = (
-        ("step, ms", "--overlapped", [(point.step_us or 0.0) / 1e3 for point in points]),
+        (step, "--overlapped", [(point.step_us or 0.0) / us for point in points]),
         ("MFU", "--compute", [point.mfu for point in points]),
         ("exposed", "--transfer", [(point.exposed_comm_us or 0.0) / (point.step_us or 1.0) for point in points]),
     )
     panels = []
     for look, (name, _, found) in enumerate(shown):
         values = {place: value for place, value in enumerate(found) if value is not None}
-        percent = name != "step, ms"
-        band = [] if percent else _band(points, look)
+        percent = name != step
+        band = [] if percent else _band(points, look, us)
         highest = max([*values.values(), *(end for marks in band for end in marks.ends)], default=0.0)
         y = Axis(label="", low=0.0, high=1.08 * highest or 1.0, percent=percent)
         line = Marks(kind="line", look=look, x=list(values), y=list(values.values()))
@@ -133,11 +151,11 @@ def curves_figure(curve: Curve) -> Figure:
     return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)
 
 
-def _band(points: Sequence[Point], look: int) -> list[Marks]:
-    """Return the band of the steps' intervals, in ms, from the first to the last point; none where one lacks it."""
+def _band(points: Sequence[Point], look: int, us: float) -> list[Marks]:
+    """Return the band of the steps' intervals from the first to the last point; none where one lacks it."""
     ends = [(point.low_us, point.high_us) for point in points]
-    low = [low / 1e3 for low, _ in ends if low is not None]
-    high = [high / 1e3 for _, high in ends if high is not None]
+    low = [low / us for low, _ in ends if low is not None]
+    high = [high / us for _, high in ends if high is not None]
     if not len(low) == len(high) == len(points):
         return []
     return [Marks(kind="band", look=look, x=list(range(len(points))), y=low, ends=high)]

@@ -187,8 +187,8 @@ def _run(run: TrainingRun, console: Console) -> None:
 
 
 def _curve(curve: Curve, console: Console) -> None:
-    _heading(console, f"{curve.name}{f': {curve.unit}' if curve.unit else ''}")
-    columns = ("value", "step, ms", "P10, P90", "MFU", "exposed", "tokens/s", "GiB", "")
+    _heading(console, f"{curve.name}{f': {curve.means}' if curve.means else ''}".removesuffix("."))
+    columns = ("value", "GPUs", "step, ms", "P10, P90", "MFU", "exposed", "tokens/s", "GiB", "")
     _table(console, columns, map(_point, curve.points))
     if any(point.run for point in curve.points):
         _runs(curve, console)
@@ -208,10 +208,10 @@ def _runs(curve: Curve, console: Console) -> None:
 
 def _point(point: Point) -> tuple[str | Text, ...]:
     if point.step_us is None:
-        return (point.value, "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
+        return (point.value, "", "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
     return (
-        point.value, say.milliseconds(point.step_us, 1), _spread(point),
-        say.percent(point.mfu, digits=1),
+        point.value, "" if point.gpus is None else f"{point.gpus:,}", say.milliseconds(point.step_us, 1),
+        _spread(point), say.percent(point.mfu, digits=1),
         say.percent((point.exposed_comm_us or 0.0) / point.step_us), f"{point.tokens_per_s:,.0f}",
         f"{point.memory_gib:.1f}", fits_note(point),
     )  # fmt: skip

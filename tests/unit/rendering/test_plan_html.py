@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from counterpoint.records.prediction import Prediction
-from counterpoint.rendering.plan_html import curves_figure, timeline_figure, write_plan_page
+from counterpoint.records.prediction import Curve, Point, Prediction
+from counterpoint.rendering.plan_html import curve_title, curves_figure, timeline_figure, words, write_plan_page
 from counterpoint.rendering.plan_terminal import headline, render_prediction
 from tests.support import example_prediction as predicted
 
@@ -149,3 +149,33 @@ def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:
     """The three scripts are ours; the name appears, escaped."""
     text = page(tmp_path, "hostile").read_text()
     assert (len(re.findall(r"<script[ >]", text)), "alert(1)" in text, "\x1b" in text) == (3, True, False)
+
+
+def test_what_is_varied_has_words() -> None:
+    """A what-if its sentence, a field its name; parts and axes no underscores."""
+    weak = Curve(name="weak_nodes", unit="a number of nodes", means="Train on more nodes (weak scaling).", points=())
+    assert (curve_title(weak), words(weak.name)) == ("Train on more nodes (weak scaling)", "nodes")
+    assert curve_title(Curve(name="parallel.tp", unit="", means="On as many GPUs.", points=())) == "Over parallel.tp"
+    assert words("memory_bound") == "memory bound"
+
+
+def test_names_below_an_axis_have_room() -> None:
+    """Long names are cut, the first and last of many are not beyond the edge, and long steps are in seconds."""
+    points = tuple(Point(value="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
+    axis = (figure := curves_figure(Curve(name="global_batch", unit="", points=points))).panels[0].x
+    assert {len(text) for _, text in axis.ticks} == {10}
+    assert (round(axis.low, 6), round(axis.high, 6)) == (-1.2, 21.2)
+    assert (figure.panels[0].title, figure.panels[0].marks[0].y[0]) == ("step, s", 200.0)
+
+
+def test_points_say_how_many_gpus_they_have(tmp_path: Path) -> None:
+    """In the terminal and on the page; a reason stands beside its value, where a phone shows it."""
+    found = predicted.usual()
+    curve = found.curves[0]
+    points = tuple(msgspec.structs.replace(point, gpus=None if point.why_not else 4096) for point in curve.points)
+    found = msgspec.structs.replace(found, curves=(msgspec.structs.replace(curve, points=points),))
+    write_plan_page(tmp_path / "page.html", found)
+    text = (tmp_path / "page.html").read_text()
+    assert re.search(r'<th scope="row">2</th><td>4,096</td>', text)
+    assert re.search(r'<th scope="row">3</th><td class="text wide" colspan="8">3 does not divide 16', text)
+    assert re.search(r"^2 +4,096 +10\.0 ", printed(found, 120), re.MULTILINE)

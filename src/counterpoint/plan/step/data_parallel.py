@@ -83,14 +83,15 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
 
 
 def overlapped_in_pieces_us(
-    compute_us: float, comms: Sequence[CollectiveTime], pieces: int, mechanism: Disturbance, *, persistent: bool
+    compute_us: float, comms: Sequence[CollectiveTime], pieces: float, mechanism: Disturbance, *, persistent: bool
 ) -> float:
     """Return the time of compute and collectives in equal pieces; those of a piece overlap compute of its neighbour.
 
     Args:
         compute_us: compute alone, of all pieces.
         comms: collectives of all pieces.
-        pieces: number of buckets or layers.
+        pieces: number of layers, or of buckets, the last of which is a part of one: in whole ones, time would fall
+            where more bytes begin another bucket.
         mechanism: how much collectives and compute slow each other down.
         persistent: whether matmuls hold their SMs to their end.
 
@@ -182,8 +183,9 @@ def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axi
 
 
 def replica_exchange(
-    job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float
-) -> CommTime:
+    job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float,
+    host_us: float,
+) -> CommTime:  # fmt: skip
     """Return the time of what replicas send with zero 0 to 2: gradients after backward, parameters before forward.
 
     Args:
@@ -191,8 +193,10 @@ def replica_exchange(
         rates: rates of its GPU.
         prices: times of its collectives.
         count: parameters of the stage that ends last.
-        forward_us: forward of one micro-batch on that stage.
-        backward_us: backward of one micro-batch on that stage.
+        forward_us: forward of one micro-batch on that stage's GPU.
+        backward_us: backward of one micro-batch on that stage's GPU.
+        host_us: what its host takes longer. It may hide what either direction sends: in shares, a kernel that takes
+            longer could move it to where it hides more.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -201,22 +205,25 @@ def replica_exchange(
         return _compressed(job, prices, count)
 
     def in_buckets_us(axis: Axis, operation: str, num_bytes: float) -> float:
-        buckets = max(round(num_bytes / job.parallel.bucket_bytes), 1)
+        buckets = max(num_bytes / job.parallel.bucket_bytes, 1.0)
         return buckets * prices.find(axis, operation, num_bytes / buckets).us
 
     gathered, gradients = _collectives(job, prices, count, in_buckets_us, job.training.element_bytes)
     times = job.training.micro_batches(job.parallel) if job.parallel.zero == 2 else 1
     alone_us = times * sum(us for _, us in gradients) + sum(us for _, us in gathered)
+    beyond_us = max(alone_us - job.training.micro_batches(job.parallel) * (forward_us + backward_us + host_us), 0.0)
     if job.training.asynchronous:
-        compute_us = job.training.micro_batches(job.parallel) * (forward_us + backward_us)
-        return CommTime(alone_us=alone_us, exposed_us=max(alone_us - compute_us, 0.0))
+        return CommTime(alone_us=alone_us, exposed_us=beyond_us)
     if not job.parallel.overlap_dp:
         return CommTime(alone_us=alone_us, exposed_us=alone_us)
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
-    pieces = max(round(count.total * job.training.grad_bytes / job.parallel.bucket_bytes), 1)
-    behind = overlapped_in_pieces_us(backward_us, gradients, pieces, mechanism, persistent=persistent) - backward_us
-    ahead = overlapped_in_pieces_us(forward_us, gathered, pieces, mechanism, persistent=persistent) - forward_us
-    return CommTime(alone_us=alone_us, exposed_us=times * behind + ahead)
+    pieces = max(count.total * job.training.grad_bytes / job.parallel.bucket_bytes, 1.0)
+
+    def exposed_us(comms: Sequence[CollectiveTime], compute_us: float) -> float:
+        return overlapped_in_pieces_us(compute_us, comms, pieces, mechanism, persistent=persistent) - compute_us
+
+    behind, ahead = exposed_us(gradients, backward_us + host_us), exposed_us(gathered, forward_us + host_us)
+    return CommTime(alone_us=alone_us, exposed_us=max(times * behind + ahead, beyond_us))
 
 
 def _compressed(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:

@@ -55,6 +55,7 @@ from counterpoint.records import Record
 
 Stage = tuple[StagePart, ...]
 PartTimes = dict[StagePart, MicroBatchTime]
+PathTime = Callable[[ScheduleName, StageTimes, int], float]
 OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unscale or clip 8, cast 6, set to zero 4
     "adam": 28 + 22,  # gradient, master, two moments read, three of them written: float32
     "adam8bit": 16 + 22,
@@ -153,7 +154,7 @@ def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTim
         layers: times of its layers.
     """
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
-    times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers))
+    times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers), least_pipeline_us)
     return least_pipeline_us(job.parallel.schedule, times, micro) + _least_stragglers_us(job, layers)
 
 
@@ -191,16 +192,10 @@ def _least_stragglers_us(job: Job, layers: LayerTimes) -> float:
     return (_slowest(job) - 1.0) * micro / job.parallel.pp * compute_us
 
 
-def _timed(
-    job: Job,
-    rates: GpuRates,
-    mesh: MeshTimes,
-    layers: LayerTimes,
-    path: Callable[[ScheduleName, StageTimes, int], float],
-) -> _Timed:
+def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path: PathTime) -> _Timed:
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
     part_times = _part_times(job, rates, mesh, stages, layers)
-    times = _stage_times(job, mesh, stages, part_times)
+    times = _stage_times(job, mesh, stages, part_times, path)
     busiest = max(range(len(stages)), key=lambda s: sum(part_times[part].total_us for part in stages[s]))
     mine = [part_times[part] for part in stages[busiest]]
     spent = TimeByPart()
@@ -275,39 +270,38 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
     return {part: part_time(job, rates, mesh, part, layers) for part in kinds}
 
 
-def _stage_times(job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes) -> StageTimes:
-    """Return the times of all parts; without overlap sender and receiver wait, so a send becomes part of both.
+def _stage_times(
+    job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes, path: PathTime
+) -> StageTimes:
+    """Return the times of all parts on the GPUs, or the hosts' times to launch them where those end later.
 
-    Of a launch-bound backward nobody can say which part is that of dW, which zero_bubble puts off: its pipeline is
-    that of the GPUs alone or that of the hosts alone, whichever ends later.
+    Without overlap sender and receiver wait, so a send becomes part of both. What a host adds to its GPU's time cannot
+    be divided among slots: in whichever shares, some slot gets shorter where a kernel gets longer.
     """
     send_us = _send_us(job, mesh)
     waits = 0.0 if job.parallel.overlap_pp else send_us
+    apart = job.parallel.schedule == "zero_bubble"
 
     def of_parts(us: Callable[[MicroBatchTime], float]) -> tuple[tuple[float, ...], ...]:
         each = {part: us(time) for part, time in part_times.items()}
         return tuple(tuple(each[part] for part in stage) for stage in stages)
 
-    if job.parallel.schedule != "zero_bubble":
-        return StageTimes(
-            forward=of_parts(lambda time: time.forward.total_us + waits),
-            backward=of_parts(lambda time: time.backward.total_us + waits),
-            send_us=send_us - waits,
-        )
     gpus = StageTimes(
-        forward=of_parts(lambda time: time.forward.total_us - time.forward.host_us + waits),
+        forward=of_parts(lambda time: time.forward.total_us + waits),
         backward=of_parts(lambda time: time.backward.total_us - time.backward.host_us + waits),
-        weight=of_parts(lambda time: time.weight_us),
+        weight=of_parts(lambda time: time.weight_us) if apart else (),
         send_us=send_us - waits,
     )
+    if job.training.cuda_graphs:
+        return gpus
     hosts = StageTimes(
         forward=of_parts(lambda time: time.launch_us[0]),
         backward=of_parts(lambda time: time.launch_us[1]),
-        weight=of_parts(lambda time: time.weight_launch_us),
+        weight=of_parts(lambda time: time.weight_launch_us) if apart else (),
         send_us=send_us,
     )
     micro = job.training.micro_batches(job.parallel)
-    return max(gpus, hosts, key=lambda times: pipeline_us("zero_bubble", times, micro))
+    return max(gpus, hosts, key=lambda times: path(job.parallel.schedule, times, micro))
 
 
 def _send_us(job: Job, mesh: MeshTimes) -> float:
@@ -323,7 +317,8 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
         found = replica_exchange(
             job, rates, mesh, part_parameters(job.model, job.parallel, whole_stage(stage)),
             forward_us=sum(part_times[part].forward.total_us for part in stage),
-            backward_us=sum(part_times[part].backward.total_us for part in stage),
+            backward_us=sum(part_times[part].backward.total_us - part_times[part].backward.host_us for part in stage),
+            host_us=sum(part_times[part].backward.host_us for part in stage),
         )  # fmt: skip
     if (
         job.model.tied or job.model.mtp
