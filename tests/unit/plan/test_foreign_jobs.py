@@ -180,6 +180,10 @@ def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
         "config.json: not all that a job needs is in config.json of Hugging Face: add --set training.sequence=TOKENS "
         "--global-batch SAMPLES --gpu NAME --network NAME --nodes N (or --set parallel.dp=N)"
     )
+    with pytest.raises(Misconfigured, match=r"add --network NAME$"):
+        read_job_file(path, {"training.sequence": "8192", "global_batch": "64", "nodes": "2", "gpu": "H100"})
+    with pytest.raises(Misconfigured, match=r"nodes = 1e9: give a number of nodes"):
+        job_of(path, training__sequence="8192", global_batch="64", nodes="1e9", **MACHINES)
     found = job_of(path, training__sequence="8192", global_batch="64", nodes="2", parallel__tp="4", **MACHINES)
     assert (found.parallel.dp, found.parallel.tp, found.cluster.num_gpus, found.training.global_batch) == (4, 4, 16, 64)
 

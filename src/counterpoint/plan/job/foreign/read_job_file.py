@@ -28,6 +28,7 @@ NEEDED = {  # what a job must say, and the flags that say it
     "cluster.network": "--network NAME",
     "parallel.dp": "--nodes N (or --set parallel.dp=N)",
 }
+COUNTS = ("nodes", "weak_nodes", "cluster.gpus")  # which decide on parallel.dp
 BY_FLAG = {"training.global_batch": "global_batch", "cluster.gpu": "gpu", "cluster.network": "network"}
 
 
@@ -86,12 +87,9 @@ def _completed(found: ForeignJob, changes: Mapping[str, str]) -> dict[str, Any]:
     dp = _number(changes, "parallel.dp") or tables["parallel"].get("dp")
     if dp is not None and found.replicas > 1 and "shard" not in tables["parallel"] and dp % found.replicas == 0:
         tables["parallel"]["shard"] = dp // found.replicas
-    if dp is not None and found.per_replica is not None:
-        tables["training"].setdefault("global_batch", found.per_replica * dp)
-    missing = [flag for field, flag in NEEDED.items() if not _is_said(tables, changes, field)]
-    if found.per_replica is not None and dp is None:
-        missing = [flag for flag in missing if flag != NEEDED["training.global_batch"]]  # it follows from dp
-    if missing:
+    if found.per_replica is not None:
+        tables["training"].setdefault("global_batch", found.per_replica * (dp or 1))
+    if missing := [flag for field, flag in NEEDED.items() if not _is_said(tables, changes, field)]:
         raise Misconfigured(f"not all that a job needs is in {found.what}: add {' '.join(missing)}")
     return tables
 
@@ -101,6 +99,8 @@ def _is_said(tables: Mapping[str, Any], changes: Mapping[str, str], field: str) 
     if field == "model.vocab" and "layers" not in tables["model"]:
         return True  # a model with a name
     if field == "cluster.network" and "cluster.levels" in changes:
+        return True
+    if field == "parallel.dp" and any(count in changes for count in COUNTS):
         return True
     return name in tables[table] or field in changes or any(each.startswith(f"{field}.") for each in changes)
 
