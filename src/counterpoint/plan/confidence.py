@@ -53,10 +53,12 @@ RANKS = (1, 8, 64, 512, 4096)  # last of each band of ranks, and of tokens
 TOKENS = (1024, 4096, 16384, 65536)
 SIXTEEN_BIT = ("bf16", "fp16")
 
-ALIKE = ("GPU", "ranks", "network", "tokens", "precision", "recomputation", "sharding", "experts")
+FEATURES = (
+    "GPU", "ranks", "network", "tokens", "precision", "recomputation", "sharding", "experts", "axes", "kernels",
+    "collectives", "other",
+)  # fmt: skip
 LADDER: tuple[tuple[str, ...], ...] = (
-    (*ALIKE, "axes", "kernels", "collectives", "other"),
-    ALIKE,
+    FEATURES,
     ("GPU", "network", "precision", "sharding", "experts"),
     ("GPU", "precision", "experts"),
     ("GPU", "experts"),
@@ -272,7 +274,7 @@ class MeasuredErrors:
             low_us=step_us * math.exp(min(low, 0.0)),
             high_us=step_us * math.exp(max(high, 0.0)) + wider,
             alike=rows.equal,
-            differ=tuple(name for name in LADDER[0] if name not in rows.equal),
+            differ=tuple(name for name in FEATURES if name not in rows.equal),
             rows=len(rows.errors),
             sources=rows.sources,
             slowest_us=wider,
@@ -285,19 +287,18 @@ class MeasuredErrors:
             (key for key in self._classes if key[0] == 0),
             key=lambda key: (key[1][0] != values[0], sum(map(str.__ne__, key[1], values))),
         )
-        rows = AlikeRows(LADDER[0], self._classes[closest])
+        rows = AlikeRows(FEATURES, self._classes[closest])
         measured = f"{len(rows.errors)} measured step{'' if len(rows.errors) == 1 else 's'} of {_listed(rows.sources)}"
         differs = [
             f"{name}: {mine}, not {theirs}"
-            for name, mine, theirs in zip(LADDER[0], values, closest[1], strict=True)
+            for name, mine, theirs in zip(FEATURES, values, closest[1], strict=True)
             if mine != theirs
         ]
         if differs:
             return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
         if len(rows.errors) < LIKE_IT:
             return f"not validated: only {measured} like it: {rows.mean_and_worst}"
-        alike = f"alike in all {len(LADDER[0])} features (--explain interval)"
-        return f"validated: {rows.mean_and_worst} on {measured}, {alike}"
+        return f"validated: {rows.mean_and_worst} on {measured}, alike in all {len(FEATURES)} features"
 
     @cached_property
     def comparisons(self) -> RatioError | None:
@@ -351,8 +352,8 @@ def read_rows(path: Path) -> MeasuredErrors:
         found = msgspec.json.decode(content, type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Misconfigured(f"{name}: {printable(str(error))}; {REMEDY}") from None
-    if any(features.keys() != set(LADDER[0]) for features in found.features):
-        raise Misconfigured(f"{name}: other features than {_listed(LADDER[0])}; {REMEDY}")
+    if any(features.keys() != set(FEATURES) for features in found.features):
+        raise Misconfigured(f"{name}: other features than {_listed(FEATURES)}; {REMEDY}")
     if not found.steps or max(row.features for row in found.steps) >= len(found.features):
         raise Misconfigured(f"{name}: no steps, or one whose features are not in the file; {REMEDY}")
     rows = (CalibrationRow(**asdict(row) | {"features": found.features[row.features]}) for row in found.steps)

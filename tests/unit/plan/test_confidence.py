@@ -239,7 +239,7 @@ def test_the_closest_have_the_same_gpu_where_any_have() -> None:
     other_gpu, far = {**like, "GPU": "A100"}, {**like, "ranks": "1", "experts": "experts"}
     known = MeasuredErrors(rows([0.1] * 3, "one", other_gpu) + rows([0.2] * 3, "two", far))
     assert known.validated(like).startswith(
-        "not validated: ranks: 65 to 512, not 1; experts: dense, not experts; closest"
+        "not validated: ranks: 65 to 512, not 1; experts: dense, not experts; closest: 3 measured steps of two: "
     )
 
 
