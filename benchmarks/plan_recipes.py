@@ -3,7 +3,7 @@
     python benchmarks/plan_recipes.py                 # every recipe, as a table in Markdown
     python benchmarks/plan_recipes.py --only 70B      # those whose name has this in it
 
-Memory is a limit for both: where a recipe is predicted not to fit (it did), the search gets as much as the recipe takes.
+Memory is a limit for both: where a recipe is predicted not to fit (it did), the search gets as much as it takes.
 A recipe is in the space if the search finds it once its axes are fixed; its rank counts the ways that are faster.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
