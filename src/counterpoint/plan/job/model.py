@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -199,6 +199,7 @@ def divides(small: str, divisor: int, large: str, number: int) -> None:
         raise Misconfigured(f"{small} = {divisor} does not divide {large} = {number}: give a divisor of {number}")
 
 
+@lru_cache(maxsize=256)
 def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterCount:
     """Return the parameters of one whole layer, dense or with these experts."""
     matrices, biased = 3 if model.gated else 2, model.biased == "all"
