@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MIN_WIDTH = 80
+BEST = 10  # ways that --search lists
 
 
 def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,7 +83,9 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="Let --search find the fastest way for each number of GPUs, as in 64,128,256.")
     ] = None,
-    top: Annotated[int, typer.Option(help="List so many ways of --search.", min=1, max=10_000)] = 10,
+    top: Annotated[
+        int | None, typer.Option(help="List so many ways of --search; 10 unless given.", min=1, max=10_000)
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the ways that --search lists as CSV.")] = None,
     winner: Annotated[
         Path | None, typer.Option(help="Write the job in the fastest way of --search as TOML, to go on from.")
@@ -239,7 +242,7 @@ class _Looking(NamedTuple):
 
     fix: tuple[str, ...]
     gpus: str | None
-    top: int
+    top: int | None
     csv: Path | None
     winner: Path | None
 
@@ -259,7 +262,9 @@ class _Looking(NamedTuple):
             def told(done: int, total: int, fastest_us: float | None) -> None:
                 tell(done, total, "search" if fastest_us is None else f"search: {fastest_us / 1e3:,.1f} ms so far")
 
-            found = search_each(job, counts, best=self.top, fixed=read_fixed(self.fix), progress=told)
+            found = search_each(job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told)
+        if all(not each.choices for each in found):
+            raise Misconfigured(f"--gpus {self.gpus}: none of these can be: {found[0].why_not}")
         if self.csv is not None:
             with writing(self.csv), replacing(self.csv) as opened:
                 opened.write(search_csv(found).encode())
@@ -273,7 +278,7 @@ def _looking(search: bool, asked: _Looking) -> _Looking | None:
     """Return how to search, None for no search; Misconfigured for flags about a search without one."""
     if search:
         return asked
-    flags = {"--fix": asked.fix, "--gpus": asked.gpus, "--csv": asked.csv, "--winner": asked.winner}
+    flags = {"--fix": asked.fix, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv, "--winner": asked.winner}
     for flag, value in flags.items():
         if value:
             raise Misconfigured(f"{flag} is about --search: give it, too")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import tomllib
 from collections.abc import Iterator
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from counterpoint.cli import main
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
 from counterpoint.plan.job.fields import CheckedRecord
-from counterpoint.plan.job.job import Ranks, parse_job
+from counterpoint.plan.job.job import Ranks, parse_job, read_tables
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.job.run import Run
@@ -94,3 +97,86 @@ def test_a_field_is_finite_or_refused(record: type[CheckedRecord], name: str) ->
         else:
             assert is_finite(msgspec.to_builtins(found)), value
             assert found.step_us > 0
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "plan" / "llama3-70b-64-gpus.toml"
+WHOLE = EXAMPLE.read_bytes()
+FILES = {
+    "empty": b"",
+    "utf-16": WHOLE.decode().encode("utf-16"),
+    "latin-1": b"# \xff\n" + WHOLE,
+    "nul": WHOLE + b"\0",
+    "arrays in each other": b"a = " + b"[" * 1_900,
+    "tables in each other": b"[model" + b".a" * 900 + b"]\nb = 1\n",
+    "a key of thousands of parts": b".".join([b"a"] * 30_000) + b" = 1\n",
+    "many such keys": b"\n".join(b"a" + str(k).encode() + b".a" * 900 + b" = 1" for k in range(60)),
+    "a field twice": WHOLE + b"\n[model]\n",
+    "10 MB": WHOLE + b"#" * 10_000_000,
+    "a number of thousands of digits": WHOLE.replace(b"dp = 8", b"dp = " + b"9" * 1_990),
+    "a long hexadecimal number": WHOLE.replace(b"dp = 8", b"dp = 0x" + b"f" * 1_900),
+    "a date": WHOLE.replace(b"dp = 8", b"dp = 2020-01-01"),
+    "escape in a name": WHOLE.replace(b'"llama3-70b"', b'"\\u001b[2J"'),
+    "escape in a field": WHOLE + b'["\\u001b[2J\\n"]\n',
+    "an array for a table": b"model = []\n",
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[str, str]:
+    """Return standard output and standard error of `counterpoint plan`, which exits with 2."""
+    monkeypatch.setattr("sys.argv", ["counterpoint", "plan", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES.keys())
+def test_a_hostile_file_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, printable, and nothing else."""
+    (tmp_path / "job.toml").write_bytes(content)
+    out, error = run(capsys, monkeypatch, tmp_path / "job.toml")
+    assert (out, error[-1:], error[:-1].isprintable()) == ("", "\n", True)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    """Editors of one system write it."""
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + WHOLE)
+    assert read_tables(tmp_path / "job.toml") == read_tables(EXAMPLE)
+
+
+def test_what_is_no_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to would wait for ever; names are shown without their escapes."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    for path in (tmp_path, tmp_path / "pipe.toml", tmp_path / "loop.toml", "/dev/zero", "\x1b[2J.toml", "\udcff"):
+        out, error = run(capsys, monkeypatch, path)
+        assert (out, error[:-1].isprintable()) == ("", True)
+
+
+FLAGS = """--nodes 0|--nodes nan|--nodes 1e9|--nodes 99999999999999999999|--nodes x|--nodes []|--nodes true
+--weak-nodes inf|--nic-gbit nan|--nic-gbit inf|--nic-gbit 1e300|--nic-gbit 1e-300|--nics 1.5|--nics 999999999999
+--failed-nics 8|--oversubscription nan|--oversubscription 1e10|--global-batch 7|--global-batch 1e300|--global-batch true
+--micro-batch 999999999|--accumulation 99999999999999|--bucket-mib inf|--bucket-mib 1e300|--bucket-mib 1e-300
+--precision fp9|--precision true|--recompute []|--compression topk:nan|--compression topk:|--compression none:3
+--compression powersgd:0|--compression {}|--mechanism {a=1}|--local-steps nan|--asynchronous maybe|--slow-rank inf
+--jitter 1e300|--gpu {}|--gpu 3|--network []|--set parallel.tp|--set parallel=3|--set parallel.tp.x=3|--set x.y=3
+--set parallel.schedule=foo|--set parallel.pp=1000|--set training.sequence=9000000000000000000|--set cluster.gpu.sms=0
+--set ranks.jitter=nan|--sweep nodes|--sweep nodes=,|--sweep nodes=1,x|--sweep x=1|--sweep parallel.tp=nan
+--explain x|--explain step --search|--json /|--html /nowhere/x|--hosts n[1-8]|--recorded-on x|--top 3|--gpus 8
+--nodes 4 --weak-nodes 4|--global-batch 64 --accumulation 3|--set parallel.tp=2 --set parallel.tp=4|--bogus|--nodes
+--tokens nan|--tokens 1e300|--machine /dev/zero|--clock-ghz inf|--power-watts 1""".replace("\n", "|")
+
+
+@pytest.mark.parametrize("flags", FLAGS.split("|"))
+def test_a_hostile_flag_is_one_line(
+    flags: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are none, of another type, too large, too small; flags without what they need, or against others."""
+    out, error = run(capsys, monkeypatch, EXAMPLE, *flags.split())
+    assert (out, error[-1:], error[:-1].isprintable()) == ("", "\n", True)
+    assert error.startswith("counterpoint: ")
