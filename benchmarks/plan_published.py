@@ -60,7 +60,7 @@ from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
 from counterpoint.plan.network.protocols import levels, network_of
-from counterpoint.plan.step.step import PredictedStep, expected_slowest, predict_step
+from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -227,12 +227,6 @@ def without_update(job: Job, found: PredictedStep) -> float:
     return (found.step_us - found.parts["optimizer_us"]) / 1e3
 
 
-def slowest_of(ranks: int) -> Read:
-    """One GPU that waits for nobody, but of so many the slowest was noted."""
-    slowest = expected_slowest(shipped_profile("H200").efficiency.spread, ranks)
-    return lambda job, found: without_update(job, found) * slowest
-
-
 def with_copies(job: Job, found: PredictedStep) -> float:
     """Collectives do nothing, FSDP2's copies stay."""
     return without_update(job, found) - found.parts["shards_us"] / 1e3
@@ -245,7 +239,7 @@ def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, time
         "zero-SM": ("zero_sm", without_update),
         "zero-SM, copied": ("zero_sm_copied", without_update),
         "bound": ("nccl", with_copies),
-        "floor": ("nccl", slowest_of(ranks)),
+        "floor": ("nccl", without_update),
     }
     found = []
     for kind in times:
