@@ -85,3 +85,11 @@ def test_what_is_no_axis_stays_as_it_is() -> None:
     chosen = chosen_job(job, found)
     assert (chosen.parallel.pieces_tp, chosen.parallel.bucket_bytes) == (True, 1 << 28)
     assert not chosen_job(job, search(job, best=1, fixed=read_fixed(["tp=1"]))).parallel.pieces_tp
+
+
+def test_the_schedule_of_the_job_is_tried() -> None:
+    """zero_bubble is no choice of its own, but that of a job that has it."""
+    tables = TABLES | {"parallel": {"dp": 4, "pp": 2, "schedule": "zero_bubble"}}
+    fixed = read_fixed(["pp=2", "tp=1", "micro_batch=1", "zero=1"])
+    found = search(parse_job(tables), best=50, fixed=fixed)
+    assert "zero_bubble" in {choice.settings["parallel.schedule"] for choice in found.choices}

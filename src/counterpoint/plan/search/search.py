@@ -61,7 +61,6 @@ from counterpoint.records.prediction import Choice, SearchResult
 ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
 UNDIVIDED: dict[str, Any] = {
     **dict.fromkeys(("dp", "tp", "cp", "pp", "ep", "virtual"), 1),
-    "schedule": "1f1b",
     "shard": None,
     "stage_layers": None,
     "ends_count": False,
