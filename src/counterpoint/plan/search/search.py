@@ -305,7 +305,9 @@ class _Search:
 
     def _open_recomputation(self, node: _OpenRecomputation) -> None:
         found = list(shardings(self.job, node.division, self.fixed))
-        if self._that_fits(node.job, node, least_totals) is None:  # however it is sharded
+        alike = node.job.model.expert_layers in (0, node.job.model.layers)  # else fewer layers may take more memory
+        monotone = alike or node.pipeline.layers != "balanced"
+        if monotone and self._that_fits(node.job, node, least_totals) is None:  # however it is sharded
             self.too_large += len(found)
             return
         for sharding in found:
