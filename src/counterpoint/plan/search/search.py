@@ -327,7 +327,7 @@ class _Search:
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
-        found, fewest, most = None, 1, max(parts)
+        found, fewest, most = None, 1, job.model.layers if node.pipeline.layers == "balanced" else max(parts)
         while fewest <= most:
             middle = (fewest + most) // 2
             again = node.again._replace(num_layers=middle)
