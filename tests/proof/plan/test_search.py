@@ -102,6 +102,8 @@ def every_way(job: Job, gpus: int, given_fixed: dict[str, tuple[Any, ...]]) -> I
                     found = dealt(whole) if pipeline.layers == "balanced" else whole
                     if found is not None and memory(found).fits:
                         yield (division, pipeline, sharding), found
+                        if pipeline.layers == "balanced":  # the fewest layers that fit, as stages depend on them
+                            break
 
 
 def dealt(job: Job) -> Job | None:

@@ -305,7 +305,9 @@ class _Search:
 
     def _open_recomputation(self, node: _OpenRecomputation) -> None:
         found = list(shardings(self.job, node.division, self.fixed))
-        if self._that_fits(node.job, node, least_totals) is None:  # however it is sharded
+        alike = node.job.model.expert_layers in (0, node.job.model.layers)  # else fewer layers may take more memory
+        monotone = alike or node.pipeline.layers != "balanced"
+        if monotone and self._that_fits(node.job, node, least_totals) is None:  # however it is sharded
             self.too_large += len(found)
             return
         for sharding in found:
@@ -325,7 +327,7 @@ class _Search:
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
-        found, fewest, most = None, 1, max(parts)
+        found, fewest, most = None, 1, job.model.layers if node.pipeline.layers == "balanced" else max(parts)
         while fewest <= most:
             middle = (fewest + most) // 2
             again = node.again._replace(num_layers=middle)
