@@ -1,11 +1,12 @@
 """Predict the step of a job on other machines, and place its ranks: formulas and measured constants, no torch.
 
 answer.py      the records that `counterpoint plan` prints: step, curves, sensitivities, placement
+confidence.py  how sure a prediction is, by measured_steps.json: interval, "validated", P(fits)
 explain.py     the formula behind each number
-search.py      the fastest way to divide a job
 goodput.py     days, GPU-hours, cost and losses of the whole training
 from_trace.py  a measured step on other machines
-job/, compute/, network/, step/, placement/: see the docstring of each
+read_file.py   the text of a file that a user names
+job/, compute/, network/, step/, search/, placement/: see the docstring of each
 
-Other packages import `job.job`, `job.what_if`, `step.step.predict_step`, and the four files above.
+Other packages import `job.job`, `job.what_if`, `step.step.predict_step`, `search.search`, and the files above.
 """

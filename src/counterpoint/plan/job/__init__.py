@@ -7,4 +7,5 @@ cluster.py   `Cluster`: a GPU, by name or by its figures, and the levels of netw
 run.py       `Run`: the whole training, its failures and prices
 job.py       `Job`, which joins them, and the reader of its TOML file
 what_if.py   changes of a job: `Job -> Job`
+foreign/     readers of config.json of Hugging Face, Megatron-LM's arguments, torchtitan's files
 """
