@@ -67,6 +67,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
 OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
+GROUP_COLUMNS = ("source", "rows", "mean", "bias", "worst")
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
 CLOCKED = ("H100", "H200", "B200", "GB200")  # GPUs whose clock under load was chosen with public rows
@@ -355,11 +356,10 @@ def leave_out(predictions: Predictions, fitted: Sequence[Row]) -> dict[str, floa
     return found
 
 
-def summary(errors: dict[str, list[float]]) -> list[str]:
-    """A line for each group."""
+def by_group(errors: dict[str, list[float]]) -> list[list[str]]:
+    """A row for each group."""
     return [
-        f"{group}: mean {fmean(map(abs, each)):.1%}, bias {fmean(each):+.1%}, worst {max(each, key=abs):+.1%} "
-        f"of {len(each)}"
+        [group, str(len(each)), f"{fmean(map(abs, each)):.1%}", f"{fmean(each):+.1%}", f"{max(each, key=abs):+.1%}"]
         for group, each in errors.items()
     ]
 
@@ -420,9 +420,10 @@ def main() -> None:
         errors.setdefault(line[0], []).append(error)
         lines.append(line)
         kept.append({"group": row.group, "row": row.name, "published": row.published, "unit": row.unit,
-                     "predicted": value, "error": error, "parts_us": found.parts})  # fmt: skip
+                     "predicted": float(f"{value:.6g}"), "error": round(error, 5)})  # fmt: skip
+    groups, said = by_group(errors), memory_summary(published()[1])
     print_table(COLUMNS, lines, width=140)
-    said = [*summary(errors), *memory_summary(published()[1])]
+    print_table(GROUP_COLUMNS, groups, width=140)
     print("\n".join(said))
     known = calibration(predicted)
     intervals = coverage(known.rows, OWN)
@@ -432,13 +433,14 @@ def main() -> None:
     if args.calibrate:
         FILE.write_bytes(encode_rows(known, "benchmarks/plan_published.py --calibrate"))
     result: dict[str, Any] = {
-        "provenance": provenance(("counterpoint",)), "rows": kept, "summary": said, "coverage": intervals,
+        "provenance": provenance(("counterpoint",)), "rows": kept, "groups": groups, "summary": said,
+        "coverage": intervals,
     }  # fmt: skip
     if args.leave_out:
         left = leave_out(predictions, [row for row in rows() if row.fitted])
         result["leave_one_model_out"] = left
         print(f"leave one model out: mean {fmean(left.values()):.1%}, worst {max(left.values()):.1%}: {left}")
-    write_result(args.out, result, COLUMNS, lines)
+    write_result(args.out, result, GROUP_COLUMNS, groups)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare the recipes that NVIDIA published for H100 with what a search finds for the same model, batch and GPUs.
 
-    python benchmarks/plan_recipes.py                 # every recipe, as a table in Markdown
+    python benchmarks/plan_recipes.py                 # every recipe, results/plan-recipes.{json,md} (20 minutes)
     python benchmarks/plan_recipes.py --only 70B      # those whose name has this in it
 
 Memory is a limit for both: where a recipe is predicted not to fit (it did), the search gets as much as it takes.
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
-from plan_published import PUBLISHED, Row, read_source
+from plan_published import PUBLISHED, ROOT, Row, read_source
+from provenance import provenance, write_result
+from tables import print_table
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.job import Job, job_toml
@@ -24,6 +27,7 @@ from counterpoint.records.prediction import Choice
 from counterpoint.rendering.plan_terminal import setting, varying
 
 SOURCES = ("nemo-h100-2024-12", "megatron-bridge-h100", "nemo-h100-long-2024-12", "megatron-lm-h100-2024-07")
+COLUMNS = ("recipe", "its step, ms", "best found, ms", "gained", "in the space", "rank", "CPU s", "best")
 RANKED = 20  # ways that are listed to find the recipe among them
 
 
@@ -78,22 +82,27 @@ def compare(row: Row) -> Found:
     return Found(row.name, step.step_us, choices[0], in_space, faster + 1 if faster < RANKED else None, cpu_s)
 
 
+def line(found: Found) -> list[str]:
+    """Return the row of the table."""
+    settings = found.best.settings
+    return [
+        found.name, f"{found.recipe_us / 1e3:,.1f}", f"{found.best.step_us / 1e3:,.1f}",
+        f"{1 - found.best.step_us / found.recipe_us:.1%}", "yes" if found.in_space else "no",
+        str(found.rank or f"> {RANKED}"), f"{found.cpu_s:.1f}",
+        ", ".join(f"{name.partition('.')[2]} {setting(settings[name])}" for name in varying([found.best])),
+    ]  # fmt: skip
+
+
 def main() -> None:
-    """Print the table."""
+    """Search for every recipe, print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="recipes whose name has this in it")
-    print("| recipe | its step, ms | best found, ms | gained | in the space | rank | best | CPU s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in recipes(parser.parse_args().only):
-        found = compare(row)
-        settings = found.best.settings
-        way = ", ".join(f"{name.partition('.')[2]} {setting(settings[name])}" for name in varying([found.best]))
-        gained = 1 - found.best.step_us / found.recipe_us
-        print(
-            f"| {found.name} | {found.recipe_us / 1e3:,.1f} | {found.best.step_us / 1e3:,.1f} | {gained:.1%} | "
-            f"{'yes' if found.in_space else 'no'} | {found.rank or f'> {RANKED}'} | {way} | {found.cpu_s:.1f} |",
-            flush=True,
-        )
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "plan-recipes.json")
+    args = parser.parse_args()
+    lines = [line(compare(row)) for row in recipes(args.only)]
+    print_table(COLUMNS, lines, width=140)
+    rows = [dict(zip(COLUMNS, each, strict=True)) for each in lines]
+    write_result(args.out, {"provenance": provenance(("counterpoint",)), "rows": rows}, COLUMNS, lines)
 
 
 if __name__ == "__main__":
