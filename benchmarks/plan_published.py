@@ -68,8 +68,12 @@ PUBLISHED = ROOT / "benchmarks" / "published"
 OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 GROUP_COLUMNS = ("source", "rows", "mean", "bias", "worst")
+CLASS_COLUMNS = (
+    "dense models", "files", "rows", "chosen with: mean of files", "of rows", "checked: mean of files", "of rows",
+)  # fmt: skip
 VARIANTS = {"stock": "stock", "overlap": "zero-SM", "bound": "bound", "floor": "floor"}  # of fsdp_step.py, and here
 PROTOTYPE = {"stock": "stock", "copied": "zero-SM, copied", "bound": "bound", "floor": "floor"}
+KINDS_OF_GPUS = (("A100", "A100-40"), ("H100", "H200"), ("B200", "GB200"), ("B300", "GB300"))
 CLOCKED = ("H100", "H200", "B200", "GB200")  # GPUs whose clock under load was chosen with public rows
 Read = Callable[[Job, PredictedStep], float]
 
@@ -184,7 +188,12 @@ def read_source(path: Path) -> tuple[Row, ...] | tuple[MemoryRow, ...]:
 
 def is_chosen_with(stem: str, job: Job) -> bool:
     """Whether a constant was chosen with a file's rows: the clock of its GPU, or what norms of operators take."""
-    return crc32(stem.encode()) % 2 == 0 and (job.cluster.gpu.name in CLOCKED or not job.training.fused_norms)
+    return is_of_choosing_half(stem) and (job.cluster.gpu.name in CLOCKED or not job.training.fused_norms)
+
+
+def is_of_choosing_half(stem: str) -> bool:
+    """Whether a file is of the half that constants were chosen with."""
+    return crc32(stem.encode()) % 2 == 0
 
 
 def check_columns(where: str, source: Source) -> None:
@@ -364,6 +373,26 @@ def by_group(errors: dict[str, list[float]]) -> list[list[str]]:
     ]
 
 
+def by_class(found: Iterable[tuple[Row, float]]) -> list[list[str]]:
+    """A row for each kind of GPU and precision, of dense models: the half of the files that chose, and the other."""
+    classes: dict[str, tuple[dict[str, list[float]], dict[str, list[float]]]] = {}
+    for row, error in found:
+        kind = next((kind for kind in KINDS_OF_GPUS if row.job.cluster.gpu.name in kind), None)
+        if row.source == OWN or row.job.model.experts is not None or kind is None:
+            continue
+        precision = "fp8" if row.job.training.precision == "fp8" else "16 bit"
+        halves = classes.setdefault(f"{' and '.join(kind)}, {precision}", ({}, {}))
+        halves[not is_of_choosing_half(row.group)].setdefault(row.group, []).append(abs(error))
+    lines = []
+    for name, halves in sorted(classes.items()):
+        line = [name, str(sum(map(len, halves))), str(sum(len(each) for half in halves for each in half.values()))]
+        for half in halves:
+            rows_of_it = [error for each in half.values() for error in each]
+            line += [f"{fmean(map(fmean, half.values())):.1%}", f"{fmean(rows_of_it):.1%}"] if half else ["", ""]
+        lines.append(line)
+    return lines
+
+
 def memory_summary(found: Iterable[MemoryRow]) -> list[str]:
     """A line for each group: how many jobs the planner calls right."""
     groups: dict[str, list[tuple[bool, bool]]] = {}
@@ -407,7 +436,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plan-published.json")
     args = parser.parse_args()
     predictions = Predictions()
-    lines, kept, errors = [], [], dict[str, list[float]]()
+    lines, kept, errors, off = [], [], dict[str, list[float]](), []
     predicted = [(row, predictions.step(row)) for row in rows()]
     for row, found in predicted:
         value, error = row.read(row.job, found), error_of(row, found)
@@ -418,12 +447,15 @@ def main() -> None:
             f"{found.parts['bubble_us'] / found.step_us:.0%}",
         ]  # fmt: skip
         errors.setdefault(line[0], []).append(error)
+        off.append((row, error))
         lines.append(line)
         kept.append({"group": row.group, "row": row.name, "published": row.published, "unit": row.unit,
                      "predicted": float(f"{value:.6g}"), "error": round(error, 5)})  # fmt: skip
     groups, said = by_group(errors), memory_summary(published()[1])
     print_table(COLUMNS, lines, width=140)
     print_table(GROUP_COLUMNS, groups, width=140)
+    classes = by_class(off)
+    print_table(CLASS_COLUMNS, classes, width=140)
     print("\n".join(said))
     known = calibration(predicted)
     intervals = coverage(known.rows, OWN)
@@ -433,8 +465,8 @@ def main() -> None:
     if args.calibrate:
         FILE.write_bytes(encode_rows(known, "benchmarks/plan_published.py --calibrate"))
     result: dict[str, Any] = {
-        "provenance": provenance(("counterpoint",)), "rows": kept, "groups": groups, "summary": said,
-        "coverage": intervals,
+        "provenance": provenance(("counterpoint",)), "rows": kept, "groups": groups, "classes": classes,
+        "summary": said, "coverage": intervals,
     }  # fmt: skip
     if args.leave_out:
         left = leave_out(predictions, [row for row in rows() if row.fitted])

@@ -60,7 +60,7 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("counterpoint.commands.measure.replacing", full)
+    monkeypatch.setattr("counterpoint.commands.terminal.replacing", full)
     with pytest.raises(CounterpointError, match=r"No space left.*kept in .*x.json.partial.jsonl"):
         run(monkeypatch, "--out", tmp_path / "x.json")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json.partial.jsonl"]

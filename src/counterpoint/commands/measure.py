@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from counterpoint.commands.terminal import ReaderGone, check_outputs, json_file, progress, write_json, writing
+from counterpoint.commands.terminal import (
+    ReaderGone,
+    check_outputs,
+    json_file,
+    progress,
+    write_file,
+    write_json,
+    writing,
+)
 from counterpoint.errors import CounterpointError, Misconfigured
-from counterpoint.rendering.files import is_stream, replacing
+from counterpoint.rendering.files import is_stream
 
 if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
@@ -140,13 +148,11 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
         text = msgspec.json.encode(measured)
         for first_key in (b'{"scenario"', b'{"what"'):  # a line for each row; in a string the quotes are escaped
             text = text.replace(first_key, b"\n" + first_key)
-        with writing(out), replacing(out) as file:
-            file.write(text + b"\n")
+        write_file(out, text + b"\n")
     if table is not None:
         from counterpoint.rendering.measurement_text import markdown
 
-        with writing(table), replacing(table) as file:
-            file.write(markdown(measured).encode())
+        write_file(table, markdown(measured).encode())
     if html is not None:
         from counterpoint.rendering.measurement_html import write_overlap_plot
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, write_file, write_json, writing
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
 
@@ -123,7 +123,7 @@ def plan(
 ) -> None:
     """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
     others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
-    _check_explain(explain, [name for name in others if others[name] is not None])
+    _check_explain(explain, _named(others))
     json_path = json_file(json)
     check_outputs(html, json_path, csv, winner)
     looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner))
@@ -134,7 +134,7 @@ def plan(
             "--search": search or None, "--explain": explain, "--topology": topology, "--html": html,
             "--write-job": write_job,
         }  # fmt: skip
-        _fit(fit, ranks, asked, [name for name in given if given[name] is not None], write_network, json)
+        _fit(fit, ranks, asked, _named(given), write_network, json, json_path)
         return
     _check_fit(ranks, write_network)
     if from_trace is not None:
@@ -142,7 +142,7 @@ def plan(
             "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
             "--topology": topology, "--write-job": write_job,
         }  # fmt: skip
-        found = _from_trace(from_trace, recorded_on, asked, [name for name in given if given[name] is not None])
+        found = _from_trace(from_trace, recorded_on, asked, _named(given))
     elif recorded_on is not None:
         raise Misconfigured("--recorded-on is about --from-trace: give both, or a network in the job")
     elif job is None:
@@ -160,6 +160,11 @@ def plan(
     _write(found, html, json, json_path)
 
 
+def _named(given: Mapping[str, object]) -> list[str]:
+    """Return the names of options that were given."""
+    return [name for name, value in given.items() if value is not None]
+
+
 def _check_explain(explain: str | None, also: list[str]) -> None:
     if explain is not None and also:
         raise Misconfigured(f"--explain prints a formula and nothing else: give it, or {also[0]}, not both")
@@ -172,8 +177,9 @@ def _check_fit(ranks: int | None, path: Path | None) -> None:
 
 
 def _fit(
-    files: list[str], ranks: int | None, asked: Mapping[str, str], also: list[str], path: Path | None, json: str | None
-) -> None:
+    files: list[str], ranks: int | None, asked: Mapping[str, str], also: list[str], path: Path | None,
+    json: str | None, json_path: Path | None,
+) -> None:  # fmt: skip
     """Fit a network, print how far it is off, and write it."""
     if also or asked.keys() - {"gpu", "network"}:
         other = (also or [f"--{name.replace('_', '-')}" for name in asked if name not in ("gpu", "network")])[0]
@@ -188,7 +194,7 @@ def _fit(
     if path is not None:
         write_json(found.network, path)
     if json is not None:
-        write_json(found, json_file(json))
+        write_json(found, json_path)
     if json != "-":
         render_network_fit(found.errors, found.host_bound, str(path) if path else None, _console())
 
@@ -251,7 +257,6 @@ class _Looking(NamedTuple):
         from counterpoint.plan.job.job import job_toml
         from counterpoint.plan.search.search import chosen_job, search_each
         from counterpoint.plan.search.space import read_fixed
-        from counterpoint.rendering.files import replacing
         from counterpoint.rendering.search_csv import search_csv
 
         counts = [None] if self.gpus is None else _numbers("--gpus", self.gpus)
@@ -263,14 +268,10 @@ class _Looking(NamedTuple):
                 tell(done, total, "search" if fastest_us is None else f"search: {fastest_us / 1e3:,.1f} ms so far")
 
             found = search_each(job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told)
-        if all(not each.choices for each in found):
-            raise Misconfigured(f"--gpus {self.gpus}: none of these can be: {found[0].why_not}")
         if self.csv is not None:
-            with writing(self.csv), replacing(self.csv) as opened:
-                opened.write(search_csv(found).encode())
+            write_file(self.csv, search_csv(found).encode())
         if self.winner is not None:
-            with writing(self.winner), replacing(self.winner) as opened:
-                opened.write(job_toml(chosen_job(job, found[0])).encode())
+            write_file(self.winner, job_toml(chosen_job(job, found[0])).encode())
         return found
 
 
@@ -305,10 +306,8 @@ class _Request:
 
     def write_job(self, path: Path) -> None:
         from counterpoint.plan.job.job import job_toml
-        from counterpoint.rendering.files import replacing
 
-        with writing(path), replacing(path) as opened:
-            opened.write(job_toml(self.job).encode())
+        write_file(path, job_toml(self.job).encode())
 
     def explain(self, word: str) -> None:
         from counterpoint.plan.explain import explain

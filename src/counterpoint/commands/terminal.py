@@ -98,6 +98,12 @@ def json_file(json: str | None) -> Path | None:
     return Path(json) if json is not None and json != "-" else None
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole, or leave what was there; an `OSError` becomes as in `writing`."""
+    with writing(path), replacing(path) as file:
+        file.write(content)
+
+
 def write_json(record: object, path: Path | None) -> None:
     """Write a record to `path` as indented JSON; if `path` is None, print it in one line."""
     import msgspec
@@ -107,8 +113,7 @@ def write_json(record: object, path: Path | None) -> None:
         sys.stdout.buffer.write(text + b"\n")
         sys.stdout.flush()
         return
-    with writing(path), replacing(path) as file:
-        file.write(msgspec.json.format(text, indent=1) + b"\n")
+    write_file(path, msgspec.json.format(text, indent=1) + b"\n")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 from math import expm1, inf, sqrt
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.compute.memory import STATE_BYTES
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import Parallel, deal_layers, part_parameters, whole_stage
 from counterpoint.plan.job.run import Run
@@ -25,7 +26,7 @@ from counterpoint.records import Record
 from counterpoint.records.prediction import RunLoss, TrainingRun
 
 HOUR, DAY = 3600.0, 86400.0
-CHECKPOINT_BYTES = {"adam": 14, "adam8bit": 8, "sgd": 10}  # of a parameter: bf16, and states as `memory.py` has them
+PARAMETER_BYTES = 2  # in a checkpoint, bf16; besides the optimizer's states
 MOST = 1000.0  # times the time of all steps: more never ends
 
 
@@ -155,7 +156,7 @@ def _checkpoint_seconds(job: Job, run: Run) -> tuple[float, str]:
         return run.checkpoint_seconds, f"{run.checkpoint_seconds:g} s each"
     size = run.checkpoint_gb
     if size is None:
-        size = _parameters(job) * CHECKPOINT_BYTES[job.training.optimizer] / 1e9
+        size = _parameters(job) * (PARAMETER_BYTES + STATE_BYTES[job.training.optimizer]) / 1e9
     seconds = size / run.storage_gb_per_s
     return seconds, f"{size:,.0f} GB each at {run.storage_gb_per_s:g} GB/s, {seconds:.3g} s"
 

@@ -101,17 +101,15 @@ class Plans:
         plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor)
         if asked == "auto" or asked == plan.mechanism:
             return plan
+        taken, why = asked, f"asked for {asked}"
         if asked == "flagged" and flagged_factor is None:
-            return replace(
-                plan, mechanism="cuts", pieces=cut(task, rank, self._profile).pieces,
-                why="asked for flagged, which does not do this call",
-            )  # fmt: skip
-        if asked == "cuts":
+            taken, why = "cuts", f"{why}, which does not do this call"
+        if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
         else:
             axis = RowAxis.of(task, rank, self._profile, None, None)
             pieces = axis.pieces([0, len(axis.cells)])
-        return replace(plan, mechanism=asked, pieces=pieces, why=f"asked for {asked}")
+        return replace(plan, mechanism=taken, pieces=pieces, why=why)
 
     def _flagged_factor(self, shape: MatmulShape, task: ShardedMatmul, device: torch.device) -> float | None:
         """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all."""

@@ -37,6 +37,7 @@ from counterpoint.plan.job.parallel import (
     CORE_ONLY,
     RecomputeModule,
     StagePart,
+    Training,
     deal_layers,
     part_parameters,
     whole_stage,
@@ -109,8 +110,7 @@ def least_gib(job: Job) -> float:
     """Return GiB that the fullest stage does not fall below, whatever is sharded, recomputed or dealt to stages."""
     whole = StagePart(layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True)
     training = job.training
-    states = STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
-    each = training.element_bytes + training.grad_bytes + states
+    each = training.element_bytes + training.grad_bytes + _state_bytes(training)
     return each * sharded_parameters(job, whole) / job.parallel.pp / GIB + RESERVED_GIB
 
 
@@ -121,18 +121,22 @@ def sharded_parameters(job: Job, stage: StagePart) -> float:
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
 
 
+def _state_bytes(training: Training) -> int:
+    """Return the bytes of the optimizer's states of one parameter; in fp32 the parameters are their own copy."""
+    return STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
+
+
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
     """Return the GiB that do not depend on the place of the stage in the pipeline, by purpose."""
     model, training, parallel = job.model, job.training, job.parallel
     whole, sharded = part_parameters(model, parallel, stage).total, sharded_parameters(job, stage)
     local, element = LocalShape.of(parallel, training), training.element_bytes
     feeds_back = job.compression is not None and job.compression.error_feedback
-    states = STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
     zero = parallel.zero
     sizes = {
         "parameters": element * (sharded if zero == 3 else whole),
         "gradients": training.grad_bytes * (sharded if zero >= 2 else whole) * (2 if feeds_back else 1),
-        "optimizer": states * (sharded if zero >= 1 else whole),
+        "optimizer": _state_bytes(training) * (sharded if zero >= 1 else whole),
         "gathered": _gathered(job, stage) if zero == 3 else 0.0,
         "activations": 0.0,
         "head": (1 + stage.mtp) * float(local.tokens) * model.vocab / local.tp * (element + 4) if stage.head else 0.0,

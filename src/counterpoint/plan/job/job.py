@@ -122,11 +122,6 @@ class Job(JobParts, frozen=True, kw_only=True):
         """Return the profile of the job's GPUs: what was measured on them."""
         return self.cluster.gpu.profile
 
-    @property
-    def disturbance(self) -> Disturbance:
-        """Return how much compute and collectives by the job's mechanism slow each other down."""
-        return disturbance(self.mechanism, self.profile)
-
     def mechanism_of(self, axis: str) -> str:
         """Return the mechanism of the collectives of one axis."""
         return self.mechanisms.get(axis, self.mechanism)

@@ -229,16 +229,21 @@ def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
     Raises:
         Misconfigured: the model or the batch cannot be divided so.
     """
-    each, more = divmod(job.model.layers, division.pp)
     degrees = division._asdict()
     del degrees["micro_batch"]
     parallel = replace(
         job.parallel, **degrees, virtual=1, schedule="1f1b", zero=0, shard=None, ends_count=False,
-        stage_layers=tuple(each + (stage >= division.pp - more) for stage in range(division.pp)),
+        stage_layers=_even(job.model.layers, division.pp),
         pieces_tp=pieces_tp and division.tp > 1,
     )  # fmt: skip
     training = replace(_recomputing(job.training, Recomputation()), micro_batch=division.micro_batch)
     return replace(job, parallel=parallel, training=training)
+
+
+def _even(layers: int, parts: int) -> tuple[int, ...]:
+    """Return the layers of each part, as even as they can be: the last ones have one more."""
+    each, more = divmod(layers, parts)
+    return tuple(each + (part >= parts - more) for part in range(parts))
 
 
 def piped(job: Job, pipeline: Pipeline) -> Job:
@@ -246,9 +251,7 @@ def piped(job: Job, pipeline: Pipeline) -> Job:
     layers = pipeline.layers
     stages = layers if isinstance(layers, tuple) else None
     if layers == "balanced":
-        parts = job.parallel.pp * pipeline.virtual
-        each, more = divmod(job.model.layers, parts)
-        stages = tuple(each + (part >= parts - more) for part in range(parts))
+        stages = _even(job.model.layers, job.parallel.pp * pipeline.virtual)
     parallel = replace(
         job.parallel, schedule=pipeline.schedule, virtual=pipeline.virtual,
         ends_count=layers == "ends", stage_layers=stages,

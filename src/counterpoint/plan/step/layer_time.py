@@ -138,7 +138,7 @@ class LayerTimes(Record, frozen=True, kw_only=True):
         if self.rest is not None:
             return self.rest.mean_us(model)
         found = self.of_part(StagePart(layers=model.layers, routed=model.expert_layers), 0)
-        return (found.forward.total_us + found.backward.total_us) / model.layers
+        return found.total_us / model.layers
 
     def of_part(self, part: StagePart, again: int) -> MicroBatchTime:
         """Return the time of the layers of a part, `again` of which are computed again whole."""
@@ -173,12 +173,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
         layers: times of one layer of each kind; those of multi-token prediction are as those with experts.
     """
     found = layers.of_part(part, job.training.recomputed_layers(part.layers))
-    if part.embedding:
-        found = found.plus(_end_time(job, rates, embedding_work))
-    if part.head:
-        found = found.plus(_end_time(job, rates, head_work))
-    if part.mtp:
-        found = found.plus(layers.routed, part.mtp).plus(_end_time(job, rates, mtp_work), part.mtp)
+    found = _with_ends(found, job, rates, part, layers)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
         found = found.plus(_sharding_time(job, rates, prices, part, found))
     return found.with_host()
@@ -196,25 +191,27 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     model, parallel, training = job.model, job.parallel, job.training
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)
+    sent, sent_back = ([each for each in exchanges if each.backward == back] for back in (False, True))
     forward = _compute(work.forward, rates)
-    again, repeated = _again(job, work, exchanges, routed=experts is not None)
+    again, repeated = _again(job, work, sent, routed=experts is not None)
     backward = (*work.backward, *_accumulation(job, experts))
     back = _compute(backward, rates)
-    sent = [exchange for exchange in exchanges if not exchange.backward]
     weight_us = _weight_us(work.backward, rates)
-    late = _exposed(job, rates, prices, [e for e in exchanges if e.backward], weight_us)
+    late = _exposed(job, rates, prices, sent_back, weight_us)
     for name, us in _exposed(job, rates, prices, repeated, 0.0).items():
         late[name] = late.get(name, 0.0) + us
     recompute_us = _compute(again, rates).total_us
     comm_us: dict[str, float] = {}
     for exchange in (*exchanges, *repeated):
         comm_us[exchange.axis] = comm_us.get(exchange.axis, 0.0) + exchange.us(prices)
-    late_sent = [*(exchange for exchange in exchanges if exchange.backward), *repeated]
     return MicroBatchTime(
         forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0))),
         backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
         weight_us=weight_us,
-        launch_us=(_launch_us(job, rates, work.forward, sent), _launch_us(job, rates, (*backward, *again), late_sent)),
+        launch_us=(
+            _launch_us(job, rates, work.forward, sent),
+            _launch_us(job, rates, (*backward, *again), (*sent_back, *repeated)),
+        ),
         weight_launch_us=_launch_us(job, rates, _weight_gradients(work.backward), ()),
         kernels=sum(operation.kernels for operation in (*work.forward, *backward, *again)),
         comm_us=comm_us,
@@ -228,10 +225,10 @@ def _without_last(exchange: Exchange) -> Exchange:
 
 
 def _again(
-    job: Job, work: LayerWork, exchanges: Iterable[Exchange], *, routed: bool
+    job: Job, work: LayerWork, sent: list[Exchange], *, routed: bool
 ) -> tuple[tuple[Operation, ...], list[Exchange]]:
-    """Return what backward computes and sends again."""
-    training, sent = job.training, [exchange for exchange in exchanges if not exchange.backward]
+    """Return what backward computes and sends again, of what forward has computed and `sent`."""
+    training = job.training
     if training.recompute == "full":
         if not training.early_stop or routed:  # what combines experts needs their products again
             return work.forward, sent
@@ -245,12 +242,20 @@ def _again(
 
 def end_us(job: Job, rates: GpuRates, layers: LayerTimes) -> tuple[float, float]:
     """Return the time of embedding and of head, with its modules of multi-token prediction, both ways."""
-    first = _end_time(job, rates, embedding_work)
-    last = _end_time(job, rates, head_work)
-    if job.model.mtp:
-        last = last.plus(layers.routed, job.model.mtp).plus(_end_time(job, rates, mtp_work), job.model.mtp)
-    first_us, last_us = (end.forward.total_us + end.backward.total_us for end in (first, last))
-    return first_us, last_us
+    ends = StagePart(layers=0, embedding=True), StagePart(layers=0, head=True, mtp=job.model.mtp)
+    first, last = (_with_ends(MicroBatchTime(), job, rates, end, layers) for end in ends)
+    return first.total_us, last.total_us
+
+
+def _with_ends(found: MicroBatchTime, job: Job, rates: GpuRates, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
+    """Return a time with that of what a part has besides layers: embedding, head, multi-token prediction."""
+    if part.embedding:
+        found = found.plus(_end_time(job, rates, embedding_work))
+    if part.head:
+        found = found.plus(_end_time(job, rates, head_work))
+    if part.mtp:
+        found = found.plus(layers.routed, part.mtp).plus(_end_time(job, rates, mtp_work), part.mtp)
+    return found
 
 
 def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], LayerWork]) -> MicroBatchTime:

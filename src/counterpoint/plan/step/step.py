@@ -141,7 +141,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
     )
     time, micro = part_time(job, rates, mesh, whole, layers), job.training.micro_batches(job.parallel)
-    return micro / job.parallel.pp * _both_us(time) + _least_stragglers_us(job, layers)
+    return micro / job.parallel.pp * time.total_us + _least_stragglers_us(job, layers)
 
 
 def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
@@ -179,10 +179,6 @@ def least_dealt_us(
         )
         least_us = max(least_us, path_us)
     return least_us + _least_stragglers_us(job, layers)
-
-
-def _both_us(time: MicroBatchTime) -> float:
-    return time.forward.total_us + time.backward.total_us
 
 
 def _least_stragglers_us(job: Job, layers: LayerTimes) -> float:
@@ -320,9 +316,8 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
             backward_us=sum(part_times[part].backward.total_us - part_times[part].backward.host_us for part in stage),
             host_us=sum(part_times[part].backward.host_us for part in stage),
         )  # fmt: skip
-    if (
-        job.model.tied or job.model.mtp
-    ) and job.parallel.pp > 1:  # first and last stage add up the gradients of the table they share
+    shares_table = job.model.tied or job.model.mtp  # first and last stage, which add up its gradients
+    if shares_table and job.parallel.pp > 1:
         size = job.model.vocab * job.model.hidden / job.parallel.tp * job.training.grad_bytes
         stride = mesh.groups["pp"].stride * (job.parallel.pp - 1)
         us = mesh.between(2, stride, "all_reduce", size)
