@@ -7,6 +7,7 @@
 | garbage_collection | Python collects garbage in the middle of the forward pass | thousands of live objects |
 | allocator | `empty_cache()` before every layer: memory is freed and allocated again and again | 1 |
 | uneven_batch | the rank has more tokens than the others | factor |
+| hot_experts | tokens of all ranks prefer the rank's experts | added to the router's scores of them |
 | slow_gpu | another process multiplies matrices on the rank's GPU | fraction of the time |
 
 The first three happen in the chosen steps, the others last for the whole run. A garbage collection has no event of its
@@ -20,14 +21,14 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 DEFAULT_AMOUNT = {
@@ -37,6 +38,7 @@ DEFAULT_AMOUNT = {
     "garbage_collection": 80.0,
     "allocator": 1.0,
     "uneven_batch": 1.5,
+    "hot_experts": 1.0,
     "slow_gpu": 0.8,
 }
 UNIT = {
@@ -44,15 +46,23 @@ UNIT = {
     "late_input": "ms",
     "garbage_collection": "thousand objects",
     "uneven_batch": "times tokens",
+    "hot_experts": "added to scores",
     "slow_gpu": "fraction of the time",
 }
-EXPECTED_CAUSE = {"slow_gpu": "slow_kernels", "uneven_batch": "more_work", "late_input": "late_input"}
+EXPECTED_CAUSE = {
+    "slow_gpu": "slow_kernels",
+    "uneven_batch": "more_work",
+    "hot_experts": "more_work",
+    "late_input": "late_input",
+}
+OF_EXPERTS = ("hot_experts",)
+KINDS = tuple(kind for kind in DEFAULT_AMOUNT if kind not in ("none", *OF_EXPERTS))  # of any model
 IN_CHOSEN_STEPS = ("host_stall", "late_input", "garbage_collection")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that choose a fault."""
-    parser.add_argument("--fault", choices=tuple(DEFAULT_AMOUNT), default="none")
+def add_arguments(parser: argparse.ArgumentParser, kinds: Iterable[str] = KINDS) -> None:
+    """The options that choose a fault, one of `kinds`."""
+    parser.add_argument("--fault", choices=("none", *kinds), default="none")
     parser.add_argument("--fault-rank", type=int, default=5)
     parser.add_argument("--fault-amount", type=float, help="how much, see the table in faults.py; default per kind")
     parser.add_argument("--fault-steps", default="1", help="recorded steps that have it, 0 is the first; or 'all'")
@@ -73,8 +83,10 @@ class Fault:
     garbage: list[Any] = field(default_factory=list)
 
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace, *, rank: int, warmup: int, steps: int) -> Fault:
-        """The fault that the options ask for, as `rank` sees it."""
+    def from_arguments(cls, args: argparse.Namespace, *, rank: int, world_size: int, warmup: int, steps: int) -> Fault:
+        """The fault that the options ask for, as `rank` sees it; ends the program where the job has no such rank."""
+        if not 0 <= args.fault_rank < world_size and args.fault != "none":
+            raise SystemExit(f"--fault-rank {args.fault_rank}: this job has ranks 0 to {world_size - 1}")
         chosen = range(steps) if args.fault_steps == "all" else (int(part) for part in args.fault_steps.split(","))
         return cls(
             kind=args.fault,
@@ -122,6 +134,19 @@ class Fault:
             layer.register_forward_pre_hook(lambda *_: self.before_layer())
         if self.here and self.kind == "garbage_collection":
             self.garbage = [{"index": index} for index in range(int(self.amount * 1e3))]
+
+    def plant_in_routers(self, routers: Iterable[nn.Module], ranks: int) -> None:
+        """Hook a preference for the experts of the faulty one of `ranks` into routers; called on all ranks."""
+        if self.kind != "hot_experts":
+            return
+
+        def prefer(module: nn.Module, inputs: Any, scores: Tensor) -> Tensor:
+            local = scores.shape[-1] // ranks
+            hot = torch.arange(scores.shape[-1], device=scores.device) // local == self.rank % ranks
+            return scores + self.amount * hot
+
+        for router in routers:
+            router.register_forward_hook(prefer)
 
     def in_forward(self) -> None:
         """Called in the middle of the forward pass."""

@@ -5,6 +5,7 @@ Input: token ids [sequences, length] and labels of the same shape. Output: the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,12 +83,12 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One decoder layer, pre-norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ffn: Callable[[Shape], nn.Module] = FeedForward) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.hidden)
-        self.ffn = FeedForward(shape)
+        self.ffn = ffn(shape)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table)
@@ -98,10 +99,10 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """Embedding, layers, head and loss."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ffn: Callable[[Shape], nn.Module] = FeedForward) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape, ffn) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 

@@ -87,9 +87,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace, job: Job) -> None:
     """Build the job with its fault, run and record it."""
-    fault = Fault.from_arguments(args, rank=job.rank, warmup=job.warmup, steps=job.steps)
-    if not 0 <= fault.rank < job.world_size and fault.kind != "none":
-        raise SystemExit(f"--fault-rank {fault.rank}: this job has ranks 0 to {job.world_size - 1}")
+    fault = Fault.from_arguments(args, rank=job.rank, world_size=job.world_size, warmup=job.warmup, steps=job.steps)
     shape = TINY if args.tiny else Shape(layers=args.layers, vocabulary=args.vocabulary)
     tokens = fault.tokens(128 if args.tiny else args.tokens, multiple=64)
     model = sharded_model(shape, job, reduce_dtype=getattr(torch, args.reduce_dtype))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ def train(
     same_text: bool = False,
 ) -> None:
     """Train, print loss and speed every ten steps, and record the last steps if asked to."""
-    rank, ranks, shape = dist.get_rank(), dist.get_world_size(), SHAPES[args.shape]
+    rank, ranks, shape = dist.get_rank(), dist.get_world_size(), args.sizes
     model = build(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     table = rotary_table(args.tokens, shape.head_dim, device)
@@ -130,23 +130,31 @@ def recorder(folder: Path | None, steps: int, device: torch.device) -> profile:
     )
 
 
-def arguments(description: str | None = __doc__) -> argparse.Namespace:
+def arguments(
+    description: str | None = __doc__,
+    shapes: Mapping[str, Shape] = SHAPES,
+    *,
+    on_gpu: str = "8b",
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
     """Read the command line; sizes that are not given follow from the device."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--overlap", action="store_true", help="use counterpoint's collectives")
     parser.add_argument("--trace", type=Path, help="folder for traces of the last 3 steps, one for each rank")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="by default 8b on GPUs and tiny on CPUs")
+    parser.add_argument("--shape", choices=tuple(shapes), help=f"by default {on_gpu} on GPUs and tiny on CPUs")
     parser.add_argument("--tokens", type=int, help="per rank and step: by default 2048 on GPUs and 256 on CPUs")
     parser.add_argument("--lr", type=float, help="by default 3e-4 on GPUs and 3e-3 on CPUs")
     parser.add_argument("--slow-input-ms", type=float, default=0.0, help="a fault to find: the last rank's batches")
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare batches ahead")
+    if extend is not None:
+        extend(parser)
     args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    args.shape = args.shape or ("8b" if on_gpu else "tiny")
-    args.tokens = args.tokens or (2048 if on_gpu else 256)
-    args.lr = args.lr or (3e-4 if on_gpu else 3e-3)
+    is_gpu = args.device == "cuda"
+    args.sizes = shapes[args.shape or (on_gpu if is_gpu else "tiny")]
+    args.tokens = args.tokens or (2048 if is_gpu else 256)
+    args.lr = args.lr or (3e-4 if is_gpu else 3e-3)
     if args.trace and args.steps <= RECORDED_STEPS:
         parser.error(f"--steps {args.steps}: --trace needs {RECORDED_STEPS + 1} or more")
     if "RANK" not in os.environ:

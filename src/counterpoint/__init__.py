@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.measurement.api import measure
     from counterpoint.monitoring.api import watch
     from counterpoint.parallel import ddp
+    from counterpoint.parallel import expert as expert_parallel
     from counterpoint.parallel import tensor as tensor_parallel
     from counterpoint.parallel.backend.group import report
     from counterpoint.parallel.backend.symmetric import symmetric_memory
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "ddp",
     "diagnose",
+    "expert_parallel",
     "measure",
     "overlap",
     "report",
@@ -52,7 +54,11 @@ __all__ = [
     "watch",
 ]
 
-_SUBMODULES = {"ddp": "counterpoint.parallel.ddp", "tensor_parallel": "counterpoint.parallel.tensor"}
+_SUBMODULES = {
+    "ddp": "counterpoint.parallel.ddp",
+    "expert_parallel": "counterpoint.parallel.expert",
+    "tensor_parallel": "counterpoint.parallel.tensor",
+}
 _MODULES = {
     "Measurement": "counterpoint.records.measurement",
     "Result": "counterpoint.diagnosis.api",

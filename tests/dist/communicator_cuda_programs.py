@@ -210,7 +210,7 @@ def captured(session: Session) -> list[list[float]]:
 
 
 def refused_in_a_capture(session: Session) -> list[str]:
-    """What is said to an early release, to a region that would have to be made, and to a call with neither."""
+    """What is said to an early release, to a region that has to be made beside the capture, and to a call with neither."""
     gpu, told = SoftwareGpu(), list[str]()
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         n, rank = communicator.world_size, communicator.rank

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.dist.communicator_cuda_programs import delays
+from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.cuts import Cuts, RowAxis
+from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
@@ -27,8 +32,39 @@ OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
 
+class HostStreamDriver(SoftwareDriver):
+    """The host waits for what is given to stream `host`, as if torch's own work on host memory ran there."""
+
+    host = 0
+
+    def enqueue(self, stream: int, name: str, action: Callable[[], object]) -> None:
+        super().enqueue(stream, name, action)
+        self._join(stream)
+
+    def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[int]:
+        result = super().cuStreamWaitEvent(stream, event, flags)
+        self._join(stream)
+        return result
+
+    def _join(self, stream: int) -> None:
+        if stream == self.host:
+            done = threading.Event()
+            self.streams[stream].put(done.set)
+            done.wait()
+
+
+def on_software_gpu(rank: int, module: Any = group_of_ranks) -> Any:
+    """Communicators that a module makes are on a GPU made of threads, some of whose actions come late."""
+    gpu = SoftwareGpu(delays(7, rank), HostStreamDriver)
+    assert isinstance(gpu.driver, HostStreamDriver)
+    gpu.driver.host = gpu.current_stream()
+    return patch.object(
+        module, "Communicator", lambda group, device, options: Communicator(group, device=gpu, options=options)
+    )
+
+
 @contextmanager
-def opened(session: Session, seed: int) -> Iterator[tuple[TensorGroup, random.Random, str]]:
+def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[TensorGroup, random.Random, str]]:
     """Run calls in pieces that are cut anywhere, on each rank differently; draws are equal on all ranks."""
     mine = random.Random(seed * 100 + session.rank)
 
@@ -40,7 +76,7 @@ def opened(session: Session, seed: int) -> Iterator[tuple[TensorGroup, random.Ra
 
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions(mechanism="cuts", measure=False, timeout_s=60))
-    with patch.object(plans, "cut", anywhere):
+    with patch.object(plans, "cut", anywhere), on_software_gpu(session.rank) if gpu else nullcontext():
         yield group, random.Random(seed), name
     group.close()
 
@@ -68,10 +104,10 @@ def drawn(draw: random.Random, n: int) -> tuple[tuple[int, ...], int, torch.dtyp
     return shape, dim, draw.choice([torch.bfloat16, torch.float32])
 
 
-def gathered(session: Session, seed: int, calls: int) -> list[str]:
+def gathered(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
     """Results and derivatives of random all_gather_matmuls; return by which paths they went."""
     n = dist.get_world_size()
-    with opened(session, seed) as (group, draw, name):
+    with opened(session, seed, gpu) as (group, draw, name):
         for number in range(calls):
             torch.manual_seed(1000 * number + session.rank)
             shape, dim, dtype = drawn(draw, n)
@@ -118,10 +154,10 @@ def gathered(session: Session, seed: int, calls: int) -> list[str]:
         return sorted({row.path for row in group.report().rows})
 
 
-def scattered(session: Session, seed: int, calls: int) -> list[str]:
+def scattered(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
     """Results and derivatives of random matmul_reduce_scatters; return by which paths they went."""
     n = dist.get_world_size()
-    with opened(session, seed) as (group, draw, name):
+    with opened(session, seed, gpu) as (group, draw, name):
         for number in range(calls):
             torch.manual_seed(1000 * number + session.rank)
             shape, dim, dtype = drawn(draw, n)
@@ -144,10 +180,10 @@ def scattered(session: Session, seed: int, calls: int) -> list[str]:
         return sorted({row.path for row in group.report().rows})
 
 
-def all_reduced(session: Session, seed: int, calls: int) -> list[str]:
+def all_reduced(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
     """Results of random matmul_all_reduces, equal on all ranks, and derivatives; return by which paths they went."""
     n = dist.get_world_size()
-    with opened(session, seed) as (group, draw, name):
+    with opened(session, seed, gpu) as (group, draw, name):
         for number in range(calls):
             torch.manual_seed(1000 * number + session.rank)
             shape, _, dtype = drawn(draw, n)

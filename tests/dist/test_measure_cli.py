@@ -172,12 +172,34 @@ def test_the_command_is_kept_with_the_results(story: Story) -> None:
 def test_matmuls_are_measured_on_cpus(tmp_path: Path) -> None:
     """The suite `tensor` in small, to the table and the last line."""
     out = tmp_path / "x.json"
-    done = measure("tensor", "--device", "cpu", "--rounds", "5", "--mechanism", "torch", "--mechanism", "cuts", "--out", out)
+    done = measure(
+        "tensor", "--device", "cpu", "--rounds", "5", "--mechanism", "torch", "--mechanism", "cuts", "--out", out
+    )
     assert (done.returncode, done.stderr) == (0, "")
     rows = msgspec.json.decode(out.read_bytes(), type=Measurement).blocks
     assert [row.path for row in rows] == [None, None, "torch", "cuts"] * 2
     assert "Over all matmuls" in done.stdout
     assert list(json.loads(done.stdout.splitlines()[-1])["times_torch"]) == ["torch", "cuts"]
+
+
+def test_exchanges_are_measured_on_cpus(tmp_path: Path) -> None:
+    """The suite `expert` in small: both legs alone and beside three works, and where ours loses."""
+    out = tmp_path / "x.json"
+    chosen = [word for name in ("torch", "nccl", "symm_mem", "gather") for word in ("--mechanism", name)]
+    done = measure("expert", "--device", "cpu", "--rounds", "5", *chosen, "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = msgspec.json.decode(out.read_bytes(), type=Measurement)
+    alone = [(row.what, row.mechanism, row.path) for row in found.blocks]
+    assert len(set(alone)) == len(alone) == 2 * 3 * 3
+    assert {(mechanism, path) for _, mechanism, path in alone} == {
+        ("torch", "torch"), ("nccl", None), ("gather", "gather"),
+    }  # fmt: skip
+    assert {row.workload.partition(" ")[0] for row in found.rows} == {"experts", "gemm", "all_gather"}
+    assert len(found.rows) == 3 * len(alone)
+    assert {row.marked for row in found.rows} | {row.marked for row in found.blocks} == {None}
+    assert found.unavailable == {"symm_mem": "torch's all_to_all_vdev_2d runs on GPUs only"}
+    assert "Where ours loses" in done.stdout
+    assert {"lost", "auto_lost"} <= set(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("number", sweep([signal.SIGKILL, signal.SIGINT], every=2), ids=lambda number: number.name)

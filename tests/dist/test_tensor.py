@@ -24,6 +24,12 @@ def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
     assert "cuts" in two_ranks.run(getattr(programs, name), 2, 30)[0]
 
 
+@OPERATIONS
+def test_random_calls_on_software_gpus(three_ranks: Ranks, name: str) -> None:
+    """The same in the order of streams, with early releases, driver calls made once, and threads that come late."""
+    assert "cuts" in three_ranks.run(getattr(programs, name), 3, 30, True)[0]
+
+
 def test_a_bias_of_each_rank_is_added_before_the_sum(two_ranks: Ranks) -> None:
     """Results and all derivatives, also where the biases differ."""
     for paths in two_ranks.run(programs.biased, 5):

@@ -61,6 +61,18 @@ def test_tensor_parallel_training_prints_the_same_losses(two_ranks: Ranks, tmp_p
     assert len(list(tmp_path.glob("rank*.json.gz"))) == 2
 
 
+def test_expert_parallel_training_prints_the_same_losses(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
+    """examples/train_moe.py: by torch's all_to_all_single and by ours; experts on all ranks and on pairs."""
+    traced = two_ranks.run(programs.printed, "train_moe.py", "--steps", "6", "--trace", str(tmp_path))
+    overlapped = two_ranks.run(programs.printed, "train_moe.py", "--steps", "6", "--overlap")
+    assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", traced[0])
+    assert LOSSES.findall(overlapped[0]) == LOSSES.findall(traced[0]) != []
+    assert len(list(tmp_path.glob("rank*.json.gz"))) == 2
+    pairs = four_ranks.run(programs.printed, "train_moe.py", "--steps", "2", "--overlap", "--ep", "2")
+    assert re.search(r"layers.3.ffn.experts +2 ", pairs[0])
+    assert len(LOSSES.findall(pairs[0])) == 1
+
+
 @pytest.mark.usefixtures("stock")
 def test_diagnose_finds_the_rank_with_late_input(traces: Path) -> None:
     """Of the three recorded steps, rank 1 is named first of the ranks that make others wait."""

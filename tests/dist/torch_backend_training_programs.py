@@ -249,6 +249,7 @@ def begun_as(_: Session, spelling: str, path: str) -> Any:
     dist.all_gather_object(values, rank)
     dist.barrier()
     half = dist.new_group([0, 1], backend=spelling, pg_options=taking())
+    dist.barrier(half)  # a rank may not leave while another still connects
     again = init_device_mesh("cpu", (size,)).get_group()
     found = tensor[0].item(), values, taken(None), again is dist.group.WORLD, backend.report(half).taken
     dist.destroy_process_group()

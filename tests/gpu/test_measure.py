@@ -107,3 +107,23 @@ def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
     """What the host queued before a trial, however long it takes, is done when both sides are released."""
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr
+
+
+@pytest.fixture(scope="module")
+def matmuls(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    """The suite `tensor`, once, by every mechanism."""
+    out = tmp_path_factory.mktemp("measure") / "tensor.json"
+    command = [sys.executable, "-m", "counterpoint", "measure", "tensor", "--nproc", "2", "--rounds", "6"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=500, start_new_session=True
+    )
+    assert done.returncode == 0, done.stderr
+    return msgspec.json.decode(out.read_bytes(), type=Measurement)
+
+
+@pytest.mark.gpu(2)
+def test_matmuls_run_as_they_were_asked_to(matmuls: Measurement) -> None:
+    """Torch's fused operations run, and no result is wrong; only where no cut helps, `cuts` is in one piece."""
+    marks = {(row.mechanism, row.marked) for row in matmuls.blocks if row.marked}
+    assert [(name, why) for name, why in marks if name != "cuts" or not str(why).startswith("ran as serial")] == []
+    assert ("symm_mem" in {row.mechanism for row in matmuls.blocks}, matmuls.unavailable) == (True, {})

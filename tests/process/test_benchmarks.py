@@ -7,16 +7,31 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import expert_clock
+import expert_layer
 import measure_row_curves
 import pytest
 import tensor_block
 import tensor_clock
+import tensor_step
 import torch
 from process_cost import run
+from step_rig import Step
 from torch_tests import Runner
 
 ROOT = Path(__file__).parents[2]
+
+
+def on_two_ranks(script: str, arguments: list[str], folder: Path) -> Any:
+    """Run a benchmark on two ranks, and return what it kept."""
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"benchmarks/{script}"]
+    out = folder / "result.json"
+    command = [sys.executable, *launched, *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
 
 
 def test_the_memory_of_children_counts() -> None:
@@ -43,12 +58,8 @@ def test_trace_load_runs(tmp_path: Path) -> None:
 def test_pipeline_step_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: both variants have the same loss."""
     arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/pipeline_step.py"]
-    out = tmp_path / "pipeline.json"
-    command = [sys.executable, *launched, *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    result = on_two_ranks("pipeline_step.py", arguments, tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
 
 
@@ -56,14 +67,90 @@ def test_tensor_block_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: variants agree in loss and gradients, and only ours takes its calls."""
     arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
     arguments += ["--mechanism", "cuts", "--variants", "direct", "direct, torch's way"]
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/tensor_block.py"]
-    out = tmp_path / "block.json"
-    command = [sys.executable, *launched, *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    result = on_two_ranks("tensor_block.py", arguments, tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
     assert {name: row["fused"] for name, row in rows.items()} == {"eager": 0, "direct": 8, "direct, torch's way": 0}
     assert 0 < rows["direct"]["difference"] < 1e-5
+
+
+def test_expert_permute_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on a CPU: every operation is right, and has a time beside torch's."""
+    out = tmp_path / "permute.json"
+    arguments = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--routings",
+        "uniform",
+        "zipf",
+        "--rounds",
+        "2",
+        "--json",
+        str(out),
+    ]
+    command = [sys.executable, "benchmarks/expert_permute.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len({(row["operation"], row["routing"]) for row in rows}) == len(rows) == 16
+    assert all(row["equal"] and row["us"] > 0 and row["torch_us"] > 0 for row in rows)
+
+
+def test_tensor_host_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: every call by every mechanism, in launches of the same mechanism's matmul."""
+    arguments = ["--device", "cpu", "--rows", "64", "--size", "32", "--rounds", "1", "--calls", "2"]
+    result = on_two_ranks("tensor_host.py", arguments, tmp_path)
+    rows = result["rows"]
+    assert len({(row["call"], row["mechanism"]) for row in rows}) == len(rows) == 21
+    assert [row["launches"] for row in rows if row["call"] == "mm"] == [1.0] * 3
+    assert min(row["launches"] for row in rows) == 1.0
+
+
+def test_expert_layer_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: all variants have the error of plain torch and go the way asked for."""
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
+    arguments += ["--layers", "2", "--mechanisms", "torch", "gather"]
+    result = on_two_ranks("expert_layer.py", arguments, tmp_path)
+    rows = {(row["what"], row["variant"]): row for row in result["rows"]}
+    ways = {name: row.get("ran_as") for (what, name), row in rows.items() if what == "step"}
+    assert ways == {
+        "all_to_all_single": None, "torch": "torch", "torch, 2 parts": "torch", "gather": "gather",
+        "gather, 2 parts": "gather",
+    }  # fmt: skip
+    assert {name for what, name in rows if what == "layer"} == {*ways, "NCCL", "experts alone"}
+    assert all(row["error"] <= expert_layer.MOST_ERROR for row in rows.values() if "error" in row)
+
+
+def test_an_expert_layer_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant whose output has three times the error of plain torch ends the benchmark; a missing gradient, too."""
+    bench = object.__new__(expert_layer.Bench)
+    bench.args, bench.device, bench.dtype = argparse.Namespace(rounds=1, steps=1), torch.device("cpu"), torch.float32
+    bench.model, bench.dispatchers = torch.nn.Linear(2, 2), {}  # type: ignore[assignment]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
+    outputs = {"all_to_all_single": 1.0 + 1e-6, "gather": 1.0 + 3e-6}
+    monkeypatch.setattr(bench, "routes", lambda what: ((name, name, None) for name in outputs))
+
+    def made(route: str, model: torch.nn.Linear) -> Step:
+        exact = model.weight.dtype == torch.float64
+        return lambda: {"output": torch.full((2,), 1.0 if exact else outputs[route], dtype=torch.float64)}
+
+    monkeypatch.setattr(bench, "layer_step", made)
+    with pytest.raises(RuntimeError, match=r"layer by gather has 3.00 times the error of all_to_all_single; 2 are"):
+        bench.timed("layer")
+    with pytest.raises(RuntimeError, match=r"gradients of \['output'\] are missing or too many"):
+        expert_layer.errors({}, {"output": torch.ones(1)})
+
+
+def test_expert_clock_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of decoding go to torch; 4096 of top-8 beside experts are gathered, and mostly hide."""
+    out = tmp_path / "clock.json"
+    arguments = ["--layers", "qwen3-30b-a3b", "--ranks", "8", "--tokens", "128", "4096", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["expert_clock.py", *arguments])
+    expert_clock.main()
+    rows = [dict(zip(expert_clock.COLUMNS, row, strict=True)) for row in json.loads(out.read_text())["rows"]]
+    assert [(row["tokens"], row["beside"]) for row in rows] == [("128", "torch"), ("4096", "gather")]
+    assert float(rows[1]["hidden"]) > 0.85
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.0, "is rounding"), (0.0, "every matmul of its step waits")])
@@ -82,6 +169,41 @@ def test_a_tensor_block_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
     with pytest.raises(RuntimeError, match=f"direct.*{said}"):
         bench.look(32)
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("transformers", marks=pytest.mark.needs("transformers"))])
+def test_tensor_step_runs(tmp_path: Path, model: str) -> None:
+    """The benchmark in small, on CPUs: overlap has the loss and gradients of stock, and takes its calls."""
+    arguments = ["--model", model, "--device", "cpu", "--shape", "tiny", "--layers", "1", "--vocabulary", "512"]
+    arguments += ["--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
+    result = on_two_ranks("tensor_step.py", arguments, tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert list(rows) == ["stock", "overlap"]
+    assert 0 < rows["overlap"]["difference"] < 1e-5
+    assert rows["overlap"]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-5)
+    assert any("matmul" in line and "asked for cuts" in line for line in result["report"])
+
+
+@pytest.mark.parametrize(("loss", "factor", "said"), [(1.0, 0.9, "weight"), (1.01, 1.0, "the loss"), (1.0, 1.0, "")])
+def test_a_tensor_step_that_is_wrong_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, loss: float, factor: float, said: str
+) -> None:
+    """Neither gradients nor a loss that differ; those that do not are one."""
+    bench = object.__new__(tensor_step.Bench)
+    bench.models = {name: torch.nn.Linear(3, 3) for name in ("stock", "overlap")}
+    bench.dtype, bench.device, bench.size, bench.outside_before = torch.float32, torch.device("cpu"), 1, None
+    looks = {
+        bench.models["stock"]: (1.0, {"weight": torch.ones(3)}, None),
+        bench.models["overlap"]: (loss, {"weight": torch.ones(3) * factor}, None),
+    }
+    monkeypatch.setattr(bench, "looked_at", lambda model, tokens: looks[model])
+    monkeypatch.setattr(bench, "outside", lambda: 0.0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
+    if said:
+        with pytest.raises(RuntimeError, match=f"overlap differs from stock by 1.0e.* of {said}; at most 1e-04"):
+            bench.look(32)
+    else:
+        assert bench.look(32)["overlap"]["difference"] == 0.0
 
 
 def test_a_torch_test_that_crashes_is_alone(tmp_path: Path) -> None:

@@ -63,6 +63,23 @@ def blocks() -> Measurement:
     return measurement(suite="blocks", blocks=(block,))
 
 
+def exchanges() -> Measurement:
+    """Alone `nccl` is fastest and `auto` took `gather`, which lost to torch; beside experts `gather` is fastest."""
+    made, pairs = [], []
+    for leg, longer in (("dispatch", 1.0), ("combine", 2.0)):
+        what = f"{leg} mixtral-8x7b 1024 zipf"
+        alone = {"torch": 100.0, "nccl": 80.0, "gather": 110.0, "push": 10.0, "auto": 111.0}
+        for mechanism, us in alone.items():
+            path = {"auto": "gather", "nccl": None}.get(mechanism, mechanism)
+            marked = "wrong on rank 1" if mechanism == "push" else None
+            made.append(BlockRow(what=what, mechanism=mechanism, time=timing(longer * us), path=path, marked=marked))
+        pairs += [
+            row(mechanism, together=longer * us, scenario=f"{what} | x", workload="experts x", collective=what)
+            for mechanism, us in {"torch": 200.0, "gather": 120.0, "auto": 121.0}.items()
+        ]
+    return measurement(*pairs, suite="expert", blocks=tuple(made))
+
+
 def matmuls() -> Measurement:
     """One that can hide, where `cuts` is 1.25 times as fast as torch, and one that cannot, where `cuts` is marked."""
     made = []

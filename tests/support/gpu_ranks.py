@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import counterpoint
 
-__all__ = ["Ended", "run_ranks"]
+__all__ = ["Ended", "run_ranks", "run_scenarios", "scenario_results"]
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -78,3 +81,48 @@ def run_ranks(
 def _words(arguments: Sequence[str | Path]) -> list[str]:
     """Those that tell two runs in one folder apart."""
     return [argument.replace(" ", "_") for argument in arguments if isinstance(argument, str)]
+
+
+def run_scenarios(folder: Path, scenarios: Mapping[str, Callable[[], dict[str, str]]], *, by_default: bool) -> None:
+    """Runs all scenarios of a worker, which `run_ranks` has started, and writes what they found for `scenario_results`.
+
+    Args:
+        folder: for the meeting of the ranks and the results.
+        scenarios: by name; all ranks run them in this order.
+        by_default: tensors of this process are made on its GPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if by_default:
+        torch.set_default_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+        device_id=device,
+    )
+    found: dict[str, dict[str, str]] = {}
+    for name, scenario in scenarios.items():
+        started = time.monotonic()
+        found[name] = scenario()
+        if rank == 0:
+            print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
+        (folder / f"found{rank}.json").write_bytes(msgspec.json.encode(found))
+
+
+def scenario_results(worker: Path, folder: Path, *, timeout_s: float) -> list[dict[str, dict[str, str]]]:
+    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8."""
+    import torch
+
+    world_size, root = min(torch.cuda.device_count(), 8), Path(__file__).parents[2]
+    ended = run_ranks(worker, folder, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root])
+    ended.well()
+    print(ended.logs[0])
+    kind = dict[str, dict[str, str]]
+    return [msgspec.json.decode((folder / f"found{rank}.json").read_bytes(), type=kind) for rank in range(world_size)]

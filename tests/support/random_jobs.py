@@ -28,6 +28,7 @@ def random_job(seed: int) -> Job:
 def random_tables(draw: Random) -> dict[str, Any]:
     """Return the tables of a job's file; where they do not go together, the reader refuses them."""
     parallel = _parallel(draw)
+    parallel |= _expert_exchange(Random(repr(parallel)))  # of its own, so that all else is as it was drawn before
     tables: dict[str, Any] = {
         "model": _model(draw),
         "training": _training(draw, parallel["dp"], parallel["pp"]),
@@ -104,6 +105,14 @@ def _parallel(draw: Random) -> dict[str, Any]:
     }
     flags = ("sequence", "reshard_after_forward", "overlap_tp", "overlap_dp", "overlap_pp")
     return parallel | {name: draw.random() < 0.7 for name in flags}
+
+
+def _expert_exchange(draw: Random) -> dict[str, Any]:
+    return {
+        "expert_exchange": draw.choice(["all_to_all", "gather", "push", "slabs"]),
+        "capacity_factor": draw.choice([0.8, 1.0, 1.25, 2.0]),
+        "overlap_ep": draw.random() < 0.5,
+    }
 
 
 def _training(draw: Random, dp: int, pp: int) -> dict[str, Any]:

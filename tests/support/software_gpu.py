@@ -133,6 +133,10 @@ class SoftwareDriver:
         self.enqueue(stream, "copy", lambda: ctypes.memmove(target, source, num_bytes))
         return (0,)
 
+    def cuMemcpyDtoHAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[int]:
+        self.enqueue(stream, "copy to host", lambda: ctypes.memmove(target, source, num_bytes))
+        return (0,)
+
     def cuMemsetD32Async(self, target: int, value: int, count: int, stream: int) -> tuple[int]:
         words = (ctypes.c_uint32 * count).from_address(target)
 
@@ -276,11 +280,12 @@ class SoftwareGpu:
 
     Args:
         before: as of `SoftwareDriver`.
+        driver: makes its driver.
     """
 
-    def __init__(self, before: Before | None = None) -> None:
+    def __init__(self, before: Before | None = None, driver: type[SoftwareDriver] = SoftwareDriver) -> None:
         self.device, self.name = torch.device("cpu"), "software"
-        self.driver = SoftwareDriver(before)
+        self.driver = driver(before)
         self._main = self.new_stream()
         self._current = threading.local()
         self.summed_on: set[int | None] = set()  # SMs that sums were asked to run on
@@ -323,6 +328,13 @@ class SoftwareGpu:
     def relaxed(self) -> nullcontext[None]:
         """It forbids nothing."""
         return nullcontext()
+
+    def beside_capture(self) -> nullcontext[None]:
+        """Its memory needs no stream."""
+        return nullcontext()
+
+    def pinned_numbers(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int64)
 
     def new_stream(self) -> int:
         """A stream of the caller's."""

@@ -28,12 +28,13 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
     "torch_backend": {"parallel"},
+    "torchtitan": {"parallel"},
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
 NO_TORCH = {"errors", "records", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
-GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend"}
+GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend", "torchtitan"}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 

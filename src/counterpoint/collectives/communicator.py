@@ -35,8 +35,9 @@ from counterpoint.collectives.connect import GpuStandIn, device_profile, open_tr
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
+from counterpoint.collectives.program.late_sizes import FIELDS
 from counterpoint.collectives.program.operations import find_operation
-from counterpoint.collectives.submit import partitioned, request
+from counterpoint.collectives.submit import late_sizes, partitioned, request
 from counterpoint.collectives.submit.fallback import Fallback, Path
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import TensorList, reduction_name, tensor_list
@@ -356,6 +357,45 @@ class Communicator:
             return self._submitter.submit(request.all_to_all, output, input, channel, async_op, leave_own)
         sizes = output_split_sizes, input_split_sizes
         return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
+
+    def all_to_all_vdev(self, output: Tensor, input: Tensor, blocks: Tensor, *, channel: int = 0) -> Work:
+        """Send rows of the input to each rank, as many and where to as a table on the device says.
+
+        The host waits for nothing: on a GPU a thread of this rank issues the copies when it sees the table, and
+        `Work.wait` lets the current stream wait for the arrivals, also before that. Receivers have to know from
+        elsewhere how many rows came. This rank's own rows stay in the input. The call runs beside others of its
+        channel. Torch takes no such call, and a graph capture cannot hold it.
+
+        Args:
+            output: new tensor of `empty(early_release=True)`, `[rows, ...]`, equal in shape on all ranks; rows that no
+                rank sends are not written.
+            input: `[rows, ...]`, of torch's memory; not overwritten before the call `is_completed`, but it may be
+                dropped.
+            blocks: int64, `[world_size, 3]`: first row in `input`, first row in the `output` of that rank, and number
+                of rows. Rows that several ranks send to one do not overlap. On a GPU kept as it is until the current
+                stream has passed this call.
+            channel: counts the call.
+
+        Returns:
+            The call's work.
+
+        Raises:
+            Misconfigured: the tensors do not fit, `output` was used before, or the current stream is in a capture.
+        """
+        if (
+            blocks.shape != (self.world_size, FIELDS)
+            or str(blocks.dtype) != "torch.int64"
+            or not blocks.is_contiguous()
+        ):
+            raise Misconfigured(
+                f"all_to_all_vdev: blocks of {blocks.dtype}, {tuple(blocks.shape)}; give contiguous int64 numbers, "
+                f"{(self.world_size, FIELDS)}"
+            )
+        if blocks.device != self.device:
+            raise Misconfigured(f"all_to_all_vdev: blocks on {blocks.device}; give them on {self.device}")
+        build = late_sizes.all_to_all_vdev
+        work = self._submitter.submit(build, output, input, channel, True, blocks.data_ptr())
+        return cast("Work", work)
 
     def partitioned_all_gather(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from counterpoint.collectives.program.calls import ALIGNMENT
 from counterpoint.collectives.program.mailbox import SLOTS
@@ -68,6 +68,10 @@ class CommunicatorOptions:
                 f"mailbox_bytes={self.mailbox_bytes}: give a positive multiple of {SLOTS * ALIGNMENT}, or None"
             )
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
+
+    def of_communicator(self) -> dict[str, Any]:
+        """Return those of these options that every communicator has, by name."""
+        return {name: getattr(self, name) for name in CommunicatorOptions.__dataclass_fields__}
 
     def shared(self, *, on_gpu: bool, crossover_bytes: Mapping[str, int], profile: Profile) -> dict[str, object]:
         """Return the options that must be equal on all ranks: those that shape programs, and on GPUs memory regions."""

@@ -35,7 +35,9 @@ IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their 
 def measure(
     suite: Annotated[
         str,
-        typer.Argument(help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, full."),
+        typer.Argument(
+            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, full."
+        ),
     ],
     mechanism: Annotated[
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")

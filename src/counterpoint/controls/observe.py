@@ -19,7 +19,8 @@ import msgspec
 from counterpoint.controls.control import Control, Lanes, applied, call_driver
 from counterpoint.errors import NoEffect, Unsupported
 from counterpoint.records.measurement import Evidence, Launched, Observation
-from counterpoint.trace.classify import is_nccl
+from counterpoint.trace.classify import is_nccl, kernel_kind
+from counterpoint.trace.timeline import Kind
 
 Sides = tuple[tuple[Launched, ...], tuple[Launched, ...]]  # what ran of compute and of the collective
 
@@ -309,6 +310,11 @@ def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
         compute = tuple(one for one in members if one.stream == number)
         found.append((compute, tuple(one for one in members if one.stream != number)))
     return found
+
+
+def communicates(one: Launched) -> bool:
+    """Return whether this is a kernel of communication, which takes SMs, by its name."""
+    return one.kind == "kernel" and kernel_kind(one.name) == Kind.COMM
 
 
 def sm_ids(stream: Any) -> tuple[int, ...]:

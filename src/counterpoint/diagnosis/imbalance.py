@@ -3,7 +3,10 @@
 Experts: tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
 tokens comes last to the combine, and the others wait. What lies between a dispatch and its combine is known by the
 kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as it received, and gets back what it sent.
-Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely.
+Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely. So
+they do between an all-gather of all tokens and the reduce-scatter of their sums, surely if the group is named after
+experts, and between peer copies. An operation of copies starts when its rank is ready; what follows on the others'
+compute streams waits for the last one's.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
 from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.parallel_groups import parallels
 from counterpoint.records.diagnosis import Collective, Finding, Straggler, severity_of
 from counterpoint.trace.classify import expert_leg
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
@@ -32,6 +37,10 @@ ADVICE_ON_EXPERTS = (
 _EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
 _OF_EXPERTS = 0.5  # of the compute between two all-to-alls: then it is that of experts
 _OF_DELAY = 0.5  # of a late rank
+_GATHERED = "gathered"
+_KINDS = {  # of collectives that carry tokens to experts or back, by operation; a pair is of one kind
+    "all_to_all": "all_to_all", "all_gather": _GATHERED, "reduce_scatter": _GATHERED, "peer_copy": "peer_copy",
+}  # fmt: skip
 EXPERTS = "experts"  # the detail of a rank that is late because of them
 _EMBEDDINGS = re.compile(r"split_embedding|fbgemm", re.IGNORECASE)  # tables are exchanged like experts' tokens
 _OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow, ...
@@ -43,16 +52,28 @@ class ExpertWaits:
     """Holds the times between a dispatch and its combine: one per row, one rank per column; µs, NaN: took no part."""
 
     combine: I64  # row of Joined
-    sure: Bools  # by names or sizes; else only by the kernels between two all-to-alls
+    last: I64  # column of the rank that came last to it
+    sure: Bools  # by names or sizes; else only by the kernels between two collectives
     compute: F64
     received: F64  # bytes that the dispatch brought; NaN: not stated
     waited: F64  # in the combine, with no compute beside it, for the rank whose experts took longest
 
-    def caused_by(self, w: Waits, column: int) -> float:
+    def caused_by(self, column: int) -> float:
         """Return the mean over the waiting ranks of the µs that they waited for one rank's experts."""
-        others = np.delete(self.waited[w.last_column[self.combine] == column], column, axis=1)
+        others = np.delete(self.waited[self.last == column], column, axis=1)
         count = np.maximum(np.isfinite(others).sum(axis=1), 1)
         return float((np.nansum(others, axis=1) / count).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Legs:
+    """Holds pairs of collectives, rows of Joined, that may be a dispatch and its combine."""
+
+    before: I64
+    after: I64
+    told: Bools  # by names or sizes that they are; the others only if most of what lies between is of experts
+    sure: Bools  # if so
+    copied: Bools  # by copy engines
 
 
 def find_pipeline_bubbles(
@@ -105,34 +126,38 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
     """Return what ranks computed between dispatch and combine in the steps, and waited for one another after it."""
-    before, after, sure = _legs(job, w)
-    kept = sure | _expert_compute(job, w, busy, before, after)
-    before, after, sure = before[kept], after[kept], sure[kept]
-    ended, came = job.joined.end[before], w.arrival[after]
-    compute = np.full(ended.shape, np.nan)
+    legs = _legs(job, w)
+    came = np.where(legs.copied[:, None], job.joined.start[legs.after], w.arrival[legs.after])
+    kept = np.flatnonzero(legs.told | _expert_compute(job, came, busy, legs.before))
+    before, after, came = legs.before[kept], legs.after[kept], came[kept]
+    ended, until, last = job.joined.end[before], np.nanmax(came, axis=1), np.nanargmax(came, axis=1)
+    compute, waited = np.full(ended.shape, np.nan), w.exposed_wait[after]
     for column, rank in enumerate(busy):
         there = np.isfinite(ended[:, column]) & np.isfinite(came[:, column])
         low = ended[there, column]
         compute[there, column] = rank.compute.within(low, np.maximum(low, came[there, column]))
-    last = w.last_column[after]
+        there &= legs.copied[kept]
+        low = came[there, column]
+        waited[there, column] = until[there] - low - rank.compute.within(low, until[there])
     longer = compute[np.arange(len(after)), last][:, None] - compute
     return ExpertWaits(
         combine=after,
-        sure=sure,
+        last=last,
+        sure=legs.sure[kept],
         compute=compute,
         received=_stated(job, "received")[before],
-        waited=np.minimum(w.exposed_wait[after], np.maximum(longer, 0.0)),
+        waited=np.minimum(waited, np.maximum(longer, 0.0)),
     )
 
 
-def _expert_compute(job: TracedJob, w: Waits, busy: list[Activity], before: I64, after: I64) -> Bools:
-    """Return whether most of what the ranks compute between two collectives is, by the kernels' names, of experts."""
+def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64) -> Bools:
+    """Return whether most of what ranks compute between two collectives is, by the kernels' names, of experts."""
     if not len(before):
         return np.zeros(0, bool)
     of_experts, computed = np.zeros(len(before)), np.zeros(len(before))
     for column, d in enumerate(job.digests):
         named = np.array([bool(_EXPERT_KERNEL.search(name)) for name in d.names], bool)[d.gpu.name]
-        low, high = job.joined.end[before, column], w.arrival[after, column]
+        low, high = job.joined.end[before, column], came[:, column]
         there = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
         low, high = low[there], np.maximum(low[there], high[there])
         of_experts[there] += job.runs(column, named & (d.gpu.kind == Kind.COMPUTE)).within(low, high)
@@ -148,7 +173,7 @@ def blame_experts(
     for s in stragglers:
         column = job.ranks.index(s.rank)
         theirs = s.cause in ("slow_kernels", "slow_kernel", "more_work", "unknown")
-        theirs &= found.caused_by(w, column) >= _OF_DELAY * s.delay_us
+        theirs &= found.caused_by(column) >= _OF_DELAY * s.delay_us
         if theirs and not _slow_elsewhere(job, busy, found, column):
             out.append(
                 msgspec.structs.replace(s, cause="more_work", detail=EXPERTS, evidence=_load(job, found, column))
@@ -168,7 +193,7 @@ def _load(job: TracedJob, found: ExpertWaits, column: int) -> str:
     return (
         f"rank {job.ranks[column]}'s experts took {total[column] / mean:.1f} x the mean between dispatch and combine "
         f"({total[column] / 1e3:.2f} against {mean / 1e3:.2f} ms {'a step' if job.has_steps else 'in all'}){share}"
-        + "; no sizes tell that they get more tokens, only kernels of experts between all-to-alls"
+        + "; no sizes tell that they get more tokens, only kernels of experts between two collectives"
         * _unsure(found)
     )
 
@@ -182,7 +207,7 @@ def find_expert_imbalance(
 ) -> list[Finding]:
     """Return a finding on waiting for the rank whose experts have most to do, unless it is slow in everything."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
-    counted = ~np.isin(w.last_column[found.combine], slow)
+    counted = ~np.isin(found.last, slow)
     waited = found.waited[counted]
     evened = float(np.nansum(waited)) / len(job.ranks) / job.num_steps  # by which experts of equal load shorten it
     took = np.isfinite(waited).sum(axis=1)
@@ -224,15 +249,17 @@ def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, co
     return elsewhere >= max(_SLOWER, _OWN_SHARE * with_experts)
 
 
-def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64, Bools]:
-    """Return every dispatch in the steps and its combine, as rows of Joined, and others that may be such: not sure."""
-    groups: dict[tuple[str, bytes], list[int]] = defaultdict(list)
-    there = job.joined.row >= 0
+def _legs(job: TracedJob, w: Waits) -> _Legs:
+    """Return every dispatch in the steps and its combine, and others that may be such."""
+    groups: dict[tuple[str, str, bytes], list[int]] = defaultdict(list)
+    there, serves = job.joined.row >= 0, parallels(job)
     for j in np.flatnonzero((w.step >= 0) & (there.sum(axis=1) >= 2)).tolist():
-        if job.joined.op[j] == "all_to_all":
-            groups[job.joined.group[j], there[j].tobytes()].append(j)
-    before = np.array([j for rows in groups.values() for j in rows[:-1]], np.int64)
-    after = np.array([j for rows in groups.values() for j in rows[1:]], np.int64)
+        kind = _KINDS.get(job.joined.op[j])
+        if kind == "all_to_all" or (kind and "ep" in (serves[j] or "ep").split("+")):
+            groups[kind, job.joined.group[j], there[j].tobytes()].append(j)
+    op = job.joined.op
+    pairs = [(j, k) for rows in groups.values() for j, k in pairwise(rows) if op[k] != "all_gather"]
+    before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     leg = _by_name(job)
     sent, received = _stated(job, "sent"), _stated(job, "received")
     by_size = _uneven(received[before]) & _same_shares(received[before], sent[after])
@@ -241,8 +268,17 @@ def _legs(job: TracedJob, w: Waits) -> tuple[I64, I64, Bools]:
     if any(_EMBEDDINGS.search(name) for name in job.digests[0].names):
         unnamed[:] = False
     by_name = (leg[before] == "dispatch") & (leg[after] == "combine")
-    pairs = by_name | unnamed
-    return before[pairs], after[pairs], (by_name | by_size)[pairs]
+    sent_apart = np.array([op[j] == "all_to_all" for j in before.tolist()], bool)
+    told = by_name | (by_size & sent_apart)
+    named = ~sent_apart & np.array([serves[j] is not None for j in after.tolist()], bool)
+    may = np.flatnonzero(by_name | unnamed)
+    return _Legs(
+        before=before[may],
+        after=after[may],
+        told=told[may],
+        sure=(told | named)[may],
+        copied=np.array([op[j] == "peer_copy" for j in after[may].tolist()], bool),
+    )
 
 
 def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:

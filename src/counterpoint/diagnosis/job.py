@@ -234,6 +234,8 @@ def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
     use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
     use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
     clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
+    if tight.sum() < 3:  # ends that are apart by what ranks wait for tell no drift
+        clocks = replace(clocks, drift=np.zeros(len(ranks)))
     unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
     if unknown and len(ranks) > 1:
         notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")

@@ -5,12 +5,13 @@ zero-SM collectives need next to a GEMM; `conccl`, `resource-aware` and `forum` 
 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
 337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from
 (docs/design/pair.md); `blocks` building blocks alone; `tensor` matmuls that depend on communication, by every way to
-run them; `full` everything else.
+run them; `expert` tokens that travel to their experts and back, alone and beside compute; `full` everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import cycle, product
 
 import msgspec
@@ -169,12 +170,7 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
     Raises:
         Misconfigured: there is no such mechanism.
     """
-    chosen = tuple(dict.fromkeys(mechanisms or TENSOR_MECHANISMS))
-    wrong = next((name for name in chosen if name not in TENSOR_MECHANISMS), None)
-    if wrong is not None:
-        raise Misconfigured(
-            f"there is no mechanism {printable(wrong)!r} of suite 'tensor'; choose from: {', '.join(TENSOR_MECHANISMS)}"
-        )
+    chosen = _chosen("tensor", mechanisms, TENSOR_MECHANISMS)
     gathered = list(GATHERED_MATMULS if device == "cuda" else (TINY_MATMUL,))
     scattered = [(m, k, n) for m, n, k in gathered]
     for billions in (8, 70) if device == "cuda" else ():
@@ -190,6 +186,55 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
     return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayer:
+    """Represents the experts of a layer: gated feed-forward blocks, of which each token visits `top_k`."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+
+EXPERT_LAYERS = {
+    "qwen3-30b-a3b": ExpertLayer(hidden=2048, ffn=768, experts=128, top_k=8),
+    "mixtral-8x7b": ExpertLayer(hidden=4096, ffn=14336, experts=8, top_k=2),
+    "deepseek-v3": ExpertLayer(hidden=7168, ffn=2048, experts=256, top_k=8),
+    "tiny": ExpertLayer(hidden=64, ffn=32, experts=8, top_k=2),  # for CPUs
+}
+EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "push", "slabs", "auto")
+EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
+ROUTINGS = ("uniform", "zipf", "one-hot")
+
+
+def _expert_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
+    """Return the exchanges of MoE layers whose experts these ranks can share.
+
+    Raises:
+        Misconfigured: there is no such mechanism.
+    """
+    chosen = _chosen("expert", mechanisms, EXPERT_MECHANISMS)
+    on_cpus = device == "cpu"
+    layers = [name for name, layer in EXPERT_LAYERS.items() if layer.experts % world_size == 0]
+    return tuple(
+        Block(name=name, what=name, mechanisms=chosen)
+        for layer, tokens, routing in product(layers, (128,) if on_cpus else EXPERT_TOKENS, ROUTINGS)
+        if (layer == "tiny") is on_cpus
+        for name in [f"exchange {layer} {tokens} {routing}"]
+    )
+
+
+def _chosen(suite: str, mechanisms: Sequence[str] | None, there: Sequence[str]) -> tuple[str, ...]:
+    """Return the mechanisms to measure, each once; raise Misconfigured for one that the suite does not have."""
+    chosen = tuple(dict.fromkeys(mechanisms or there))
+    wrong = next((name for name in chosen if name not in there), None)
+    if wrong is not None:
+        raise Misconfigured(
+            f"there is no mechanism {printable(wrong)!r} of suite {suite!r}; choose from: {', '.join(there)}"
+        )
+    return chosen
+
+
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
     "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
@@ -203,6 +248,7 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "budget": _budget,
     "blocks": lambda: (),
     "tensor": lambda: (),
+    "expert": lambda: (),
     "full": lambda: _pairs(
         (*LOADS[::3], *LAYERS, *OTHERS),
         measured_by("torch"),
@@ -211,19 +257,20 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
 }
 
 BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, "blocks": _blocks}
+_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks}  # with mechanisms of their own, on CPUs, too
 
 
 def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
     """Return the pairs of a suite, by `mechanisms` or by its own; raise Misconfigured for a wrong name."""
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
-    if suite == "tensor":
+    if suite in _OWN_BLOCKS:
         return ()
     for name in mechanisms or ():
         find_mechanism(name, device)
     if device == "cpu":
         if suite != "quick":
-            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick and tensor")
+            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick, {' and '.join(_OWN_BLOCKS)}")
         workload = "gemm 512x512x512*8"
         return _pairs((workload,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
     scenarios = SUITES[suite]()
@@ -238,17 +285,17 @@ def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = 
 def blocks_of(
     suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None
 ) -> tuple[Block, ...]:
-    """Return the building blocks of a suite: `blocks`, `budget` and `tensor` have some, others none.
+    """Return the building blocks of a suite: `blocks`, `budget`, `tensor` and `expert` have some, others none.
 
     Args:
         suite: its name.
         device: cuda or cpu.
-        world_size: ranks, among which the layers of `tensor` are divided.
-        mechanisms: those of `tensor` to measure; None: all.
+        world_size: ranks, among which the layers of `tensor` and `expert` are divided.
+        mechanisms: those of `tensor` and `expert` to measure; None: all.
 
     Raises:
-        Misconfigured: `tensor` has no such mechanism.
+        Misconfigured: the suite has no such mechanism.
     """
-    if suite == "tensor":
-        return _tensor_blocks(device, world_size, mechanisms)
+    if suite in _OWN_BLOCKS:
+        return _OWN_BLOCKS[suite](device, world_size, mechanisms)
     return BLOCKS[suite]() if suite in BLOCKS else ()

@@ -38,12 +38,13 @@ ONE_BY_ONE: dict[Case, tuple[Side, ...]] = {
 DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 
 
-def sides_of(case: Case) -> tuple[Side, ...]:
+def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
     """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
 
-    The delay alone decides which side the device reaches first.
+    The delay alone decides which side the device reaches first. Where `host_waits` within the collective, computation
+    is queued before it.
     """
-    return ONE_BY_ONE.get(case, ("comm", "compute"))
+    return ONE_BY_ONE.get(case, ("compute", "comm") if host_waits else ("comm", "compute"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,18 @@ class CudaStage:
         self._main = torch.cuda.Stream(device)
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
-    def run(self, lanes: Lanes, case: Case) -> Trial:
-        """Run one trial and return when the device is idle; all ranks call it with the same case."""
+    def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
+        """Run one trial and return when the device is idle; all ranks call it with the same case.
+
+        Args:
+            lanes: both sides.
+            case: which of them run, and in which order.
+            host_waits: the host waits for the device within `lanes.comm`. What it queues after that comes late because
+                the collective is made so, which the times show, and does not make the trial late.
+
+        Returns:
+            When each side began and ended.
+        """
         streams = {"compute": lanes.compute_stream, "comm": lanes.comm_stream}
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
@@ -79,8 +90,11 @@ class CudaStage:
             queued = time.perf_counter()
             dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
             ready.record()
-        before = ready
-        for side in sides_of(case):
+        before, sides = ready, sides_of(case, host_waits=host_waits)
+        late, host_us = False, 0.0
+        for side in sides:
+            if host_waits and side == "comm":
+                late, host_us = ready.query(), (time.perf_counter() - queued) * 1e6
             with torch.cuda.stream(streams[side]):
                 streams[side].wait_event(before)
                 if side == DELAYED.get(case):
@@ -90,11 +104,12 @@ class CudaStage:
                 events[side][1].record()
             if case == "serial":
                 before = events[side][1]
-        late = ready.query()
-        self._host_us = max((time.perf_counter() - queued) * 1e6, 0.9 * self._host_us)  # a hiccup is soon forgotten
+        if not host_waits or "comm" not in sides:
+            late, host_us = ready.query(), (time.perf_counter() - queued) * 1e6
+        self._host_us = max(host_us, 0.9 * self._host_us)  # a hiccup is soon forgotten
         torch.cuda.synchronize(self.device)
         since = {f"{side}_{edge}": ready.elapsed_time(event) * 1e3
-                 for side in sides_of(case)
+                 for side in sides
                  for edge, event in zip(("start", "end"), events[side], strict=True)}  # fmt: skip
         return Trial(late=late, **since)
 
@@ -132,8 +147,8 @@ class CpuStage:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def run(self, lanes: Lanes, case: Case) -> Trial:
-        """Run one trial, as `CudaStage.run` does."""
+    def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
+        """Run one trial, as `CudaStage.run` does; each side has a thread, so nothing is late where the host waits."""
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         times: dict[str, float] = {}
         failures: list[BaseException] = []

@@ -30,6 +30,7 @@ from counterpoint.pair.together import disturbance
 
 MAX_CELLS = 64  # of the grid, which grows with the rows
 MAX_SLABS = 128  # with more, as of large batches, segments are not cut
+WORTH = 0.005  # of a call's time, by which a cut has to make it shorter: curves are measured no better
 _SAME = 1e-9  # of a time: rounding
 
 
@@ -66,7 +67,7 @@ def cut(
     grid_rows: int | None = None,
     launch_us: float | None = None,
 ) -> Cuts:
-    """Return the cuts with the least predicted time; of equal ones few pieces.
+    """Return the cuts with the least predicted time, but for those that are not worth it (`WORTH`).
 
     Args:
         task: the matmul.
@@ -119,6 +120,12 @@ class RowAxis:
     def along(self) -> tuple[Segment, ...]:
         """Return the segments in the order of the axis."""
         return self.segments[::-1] if self.task.is_scatter else self.segments
+
+    @cached_property
+    def serial_bounds(self) -> tuple[int, ...]:
+        """Return the bounds of a call that is not cut; own rows are multiplied last, apart, if products are sent."""
+        own = self.of_cell.count(0) if self.task.is_scatter else 0
+        return tuple(sorted({0, own, len(self.cells)}))
 
     @cached_property
     def busy_us(self) -> float:
@@ -204,10 +211,10 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without those that do not make the call faster."""
+        """Return the bounds without those that are not worth it: `us` is the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
-            if self.end_us(without) <= us * (1 + _SAME):
+            if self.end_us(without) <= us * (1 + WORTH):
                 bounds = without
         return bounds
 

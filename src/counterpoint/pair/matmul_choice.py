@@ -1,7 +1,7 @@
 """Choose how a matmul that depends on communication runs, by the predicted time of each execution. No torch.
 
     torch    NCCL and the matmul, one after the other
-    serial   copy engines and the matmul, one after the other
+    serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside that of own rows
     cuts     the pieces of `cuts.py`, multiplied by cuBLAS beside copy engines
     flagged  one persistent matmul that takes its tiles in the order in which rows arrive, beside copy engines
 
@@ -30,7 +30,7 @@ class MatmulPlan:
     """Holds how a matmul that depends on communication runs, and the predictions that it was chosen by. Times in µs."""
 
     mechanism: TensorMechanism
-    pieces: tuple[Piece, ...]  # of this rank; one with all rows unless the mechanism is cuts
+    pieces: tuple[Piece, ...]  # of this rank; uncut unless the mechanism is cuts
     segments: tuple[Segment, ...]  # of this rank: its rows in the order of arrival or sending
     predicted_us: Mapping[TensorMechanism, float]  # of rank 0, so that all ranks choose alike
     alone_us: float  # the matmul
@@ -48,6 +48,7 @@ def choose_matmul(
     *,
     flagged_factor: float | None = 1.0,
     torch_comm_us: float | None = None,
+    host_us: Mapping[TensorMechanism, float] | None = None,
     margin: float = MARGIN,
     grid_rows: int | None = None,
     launch_us: float | None = None,
@@ -63,6 +64,7 @@ def choose_matmul(
         profile: of the machine; None: the default one, H200.
         flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
         torch_comm_us: the collective alone by torch's group, measured; None: by the profile's `nccl_rates`.
+        host_us: what the host needs to issue a call of each mechanism: none is taken to be shorter; None: nothing.
         margin: part of its time by which an execution must be beaten to be passed over, 0 to 1.
         grid_rows: as of `cut`.
         launch_us: as of `cut`.
@@ -78,26 +80,29 @@ def choose_matmul(
     one_us = first.cost_us(task.rows)
     predicted: dict[TensorMechanism, float] = {
         "torch": comm_us + one_us,
-        "serial": first.busy_us + one_us,
+        "serial": first.end_us(first.serial_bounds),
         "cuts": first.cuts.us,
     }
     if flagged_factor is not None:
         predicted["flagged"] = first.flagged_us(one_us / flagged_factor)
+    by_gpu = predicted
+    predicted = {name: max(us, (host_us or {}).get(name, 0.0)) for name, us in by_gpu.items()}
     best_us = min(predicted.values())
     chosen = next(name for name in MECHANISMS if (1 - margin) * predicted.get(name, math.inf) <= best_us)
     axis = first if rank == 0 else RowAxis.of(task, rank, profile, grid_rows, launch_us)
     known, estimated = hiding_of(task, profile), any(curve.estimated for curve in task.curves)
     times = ", ".join(f"{name} {us:,.0f}" for name, us in predicted.items())
+    host = "" if predicted == by_gpu else ", as long as the host needs or longer"
     return MatmulPlan(
         mechanism=chosen,
-        pieces=axis.cuts.pieces if chosen == "cuts" else axis.pieces([0, len(axis.cells)]),
+        pieces=axis.cuts.pieces if chosen == "cuts" else axis.pieces(axis.serial_bounds),
         segments=axis.segments,
         predicted_us=predicted,
         alone_us=task.alone_us,
         comm_us=comm_us,
         hiding=known,
         estimated=estimated,
-        why=f"{chosen} is the simplest within {margin:.0%} of the best of {times} µs; {known.why}",
+        why=f"{chosen} is the simplest within {margin:.0%} of the best of {times} µs{host}; {known.why}",
         assumed=f"matmuls keep {first.kept:.1%} of their speed for {first.busy_us:,.0f} µs of communication, all ranks "
         f"begin together{', and the time of the matmul is estimated, not measured' if estimated else ''}",
     )

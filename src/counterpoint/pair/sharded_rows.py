@@ -20,6 +20,13 @@ class Slab(NamedTuple):
 Slabs: TypeAlias = tuple[Slab, ...]
 
 
+class Part(NamedTuple):
+    """Names consecutive rows of one kind: in the flattened whole, and in this rank's shard if they are its own."""
+
+    whole: slice
+    own: slice | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedRows:
     """Says which rows of a matrix, `[batch, rows of all ranks]` flattened, belong to which rank.
@@ -102,6 +109,15 @@ class ShardedRows:
             end = start + rows
             for low, high in pairwise([start, *(bound for bound in bounds if start < bound < end), end]):
                 yield Slab(low, high - low)
+
+    def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
+        """Return the rows of slabs, own rows and others apart."""
+        found = []
+        for slab in self.apart(slabs):
+            at = self.own(slab)
+            whole = slice(slab.start, slab.start + slab.rows)
+            found.append(Part(whole, None if at is None else slice(at, at + slab.rows)))
+        return tuple(found)
 
     def word(self, peer: int, chunk: int) -> int:
         """Return the place of the word of a peer's chunk among the words."""

@@ -1,9 +1,10 @@
 """Put zero-SM collectives under torch's own parallelism.
 
-- `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`) and tensor parallelism (`tensor/`).
+- `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor (`tensor/`) and expert parallelism (`expert/`).
 - `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
+- `expert/`: tokens of expert parallelism on their way to the experts and back.
 - `backend/`: a backend of torch.distributed, for everything else.
 - `background.py`: the thread that launches reductions of gradient buckets.
 - `arguments.py`: the arguments that torch gives to both.
-- `tables.py`: aligns the rows of reports.
+- `sums.py`: adds up what the ranks sent; `tables.py`: aligns the rows of reports.
 """

@@ -1,4 +1,4 @@
-"""Run FSDP2, DDP (`ddp.py`) or tensor parallelism (`tensor/`) with collectives that overlap, by one line.
+"""Run FSDP2, DDP (`ddp.py`), tensor (`tensor/`) or expert parallelism (`expert/`) with collectives that overlap.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
+    from counterpoint.parallel.expert.layers import ExpertLayerOptions
     from counterpoint.parallel.fsdp.hooks import Communicators
     from counterpoint.parallel.fsdp.slots import ModuleParameters
-    from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
     from counterpoint.parallel.tensor.plans import TensorOptions
 
 
@@ -64,8 +64,9 @@ class OverlapOptions(CommunicatorOptions):
         staging_bytes: most memory into which peers send gradients before they are added up; what needs more comes in
             slices. None: as much as the largest module needs, kept for good.
         tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
-            groups have on CPUs, and on GPUs, where nothing was measured yet, torch runs these layers. All other options
-            are of FSDP2.
+            groups have.
+        expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
+            where nothing was measured yet, these layers are left. All other options are of FSDP2.
         channels: follows from the two channels; not to be given.
 
     Raises:
@@ -79,6 +80,7 @@ class OverlapOptions(CommunicatorOptions):
     limit_bytes: int | None = None
     staging_bytes: int | None = STAGING_BYTES
     tensor_parallel: TensorOptions | None = None
+    expert_parallel: ExpertLayerOptions | None = None
     channels: int = field(init=False, default=2)
 
     def __post_init__(self) -> None:
@@ -107,18 +109,18 @@ def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overl
 
 
 def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = None) -> Overlap | OverlappedDdp:
-    """Put collectives that overlap under a model of FSDP2, DDP or tensor parallelism. All ranks call it.
+    """Put collectives that overlap under a model of FSDP2, DDP, tensor or expert parallelism. All ranks call it.
 
     It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
-    right after that was made; and every linear layer of torch's `parallelize_module`, or of a `tp_plan` of
-    `transformers`. A model of FSDP2 and tensor parallelism on a mesh of two dimensions is taken as both.
+    right after that was made; every linear layer of torch's `parallelize_module`, or of a `tp_plan` of `transformers`;
+    and the experts of an `ep_plan` of `transformers`. A model of several kinds is taken as all of them.
 
     Parameters may still be on the meta device. HSDP's all-reduce between replicas stays with torch, as does everything
     of modules that have one rank or are larger than `options.limit_bytes`: the report says so.
 
     Args:
         model: `fully_shard` or `parallelize_module` was called on it, or on parts of it; or a
-            `DistributedDataParallel`; or `transformers` has made it with a `tp_plan`.
+            `DistributedDataParallel`; or `transformers` has made it with a `tp_plan` or `ep_size`.
         options: of FSDP2; `DdpOptions` for DDP; None: the defaults.
 
     Returns:
@@ -128,8 +130,8 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
     Raises:
         Unsupported: one rank alone, or nothing that could be replaced. As well CPU offload, ranks that cannot share
             memory, or a torch without the hooks.
-        Misconfigured: no module of FSDP2 or tensor parallelism, FSDP1, other collectives set before, a second call, or
-            options of another kind.
+        Misconfigured: no module of FSDP2, tensor or expert parallelism, FSDP1, other collectives set before, a second
+            call, or options of another kind.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -147,30 +149,58 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
 def _overlap_modules(model: nn.Module, options: OverlapOptions) -> Overlap:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
-
-    tensor_parallel = OverlappedTensorParallel(model, options.tensor_parallel)
+    layers = _Layers(model, options)
     is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     try:
-        if is_sharded or tensor_parallel.is_empty:
-            return _overlap_fsdp2(model, options, tensor_parallel)
-        if not tensor_parallel.has_effect:
-            raise Unsupported(f"nothing to overlap: {tensor_parallel.first_left()}")
+        if is_sharded or layers.is_empty:
+            return _overlap_fsdp2(model, options, layers)
+        if not layers.have_effect:
+            raise Unsupported(f"nothing to overlap: {layers.first_left()}")
     except BaseException:
-        tensor_parallel.restore()
+        layers.restore()
         raise
-    return Overlap(tensor_parallel=tensor_parallel)
+    return Overlap(layers=layers)
 
 
-def _overlap_fsdp2(model: nn.Module, options: OverlapOptions, tensor_parallel: OverlappedTensorParallel) -> Overlap:
+class _Layers:
+    """Runs the layers that communicate for themselves: those of tensor and of expert parallelism."""
+
+    def __init__(self, model: nn.Module, options: OverlapOptions) -> None:
+        from counterpoint.parallel.expert.modules import OverlappedExpertParallel
+        from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
+
+        self.tensor = OverlappedTensorParallel(model, options.tensor_parallel)
+        try:
+            self.expert = OverlappedExpertParallel(model, options.expert_parallel)
+        except BaseException:
+            self.tensor.restore()
+            raise
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tensor.is_empty and self.expert.is_empty
+
+    @property
+    def have_effect(self) -> bool:
+        return self.tensor.has_effect or self.expert.has_effect
+
+    def first_left(self) -> str:
+        return self.expert.first_left() if self.tensor.is_empty else self.tensor.first_left()
+
+    def restore(self) -> None:
+        self.expert.restore()
+        self.tensor.restore()
+
+
+def _overlap_fsdp2(model: nn.Module, options: OverlapOptions, layers: _Layers) -> Overlap:
     from counterpoint.parallel.fsdp.hooks import Communicators
 
     modules = sharded_modules(model)
     torch_why = {module: _torch_why(module, options.limit_bytes) for module in modules}
     taken = [module for module in modules if not torch_why[module]]
     if not taken:
-        if tensor_parallel.has_effect:
-            return Overlap(torch_why=torch_why, tensor_parallel=tensor_parallel)
+        if layers.have_effect:
+            return Overlap(torch_why=torch_why, layers=layers)
         raise Unsupported(f"nothing to overlap: {modules[0].name}: {torch_why[modules[0]]}")
     for module in taken:
         _check_unchanged(module)
@@ -191,7 +221,7 @@ def _overlap_fsdp2(model: nn.Module, options: OverlapOptions, tensor_parallel: O
         prefetch=prefetch,
         outermost=outermost(model),
         unmanaged_bytes=unmanaged_bytes(model, modules),
-        tensor_parallel=tensor_parallel,
+        layers=layers,
     )
 
 
@@ -201,7 +231,7 @@ class Overlap:
     def __init__(
         self,
         *,
-        tensor_parallel: OverlappedTensorParallel,
+        layers: _Layers,
         hooked: Mapping[ShardedModule, _HookedModule] = MappingProxyType({}),
         torch_why: Mapping[ShardedModule, str] = MappingProxyType({}),
         communicators: Communicators | None = None,
@@ -211,7 +241,7 @@ class Overlap:
     ) -> None:
         import torch
 
-        self._hooked, self._torch_why, self._tensor_parallel = hooked, torch_why, tensor_parallel
+        self._hooked, self._torch_why, self._layers = hooked, torch_why, layers
         self._communicators, self._prefetch, self._unmanaged_bytes = communicators, prefetch, unmanaged_bytes
         self._outermost = outermost
         refuse = torch.compiler.disable(refuse_unfinished)
@@ -228,12 +258,14 @@ class Overlap:
         return str(self.report())
 
     def report(self) -> OverlapReport:
-        """Return every module of FSDP2 and what its hooks have moved so far, and every one of tensor parallelism."""
+        """Return what hooks of FSDP2 modules have moved so far, and the modules of tensor and expert parallelism."""
+        tensor, expert = self._layers.tensor, self._layers.expert
         return OverlapReport(
             modules=tuple(self._reported(module) for module in self._torch_why),
             prefetch="" if self._prefetch is None else str(self._prefetch),
             unmanaged_bytes=self._unmanaged_bytes,
-            tensor_parallel=None if self._tensor_parallel.is_empty else self._tensor_parallel.report(),
+            tensor_parallel=None if tensor.is_empty else tensor.report(),
+            expert_parallel=None if expert.is_empty else expert.report(),
         )
 
     def check(self) -> None:
@@ -270,7 +302,7 @@ class Overlap:
             hooked.undo()
         if self._communicators is not None:
             self._communicators.close()
-        self._tensor_parallel.restore()
+        self._layers.restore()
 
     def _reported(self, module: ShardedModule) -> OverlappedModule:
         hooked = self._hooked.get(module)

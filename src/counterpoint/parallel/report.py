@@ -1,4 +1,4 @@
-"""Hold what `overlap` did to each module of FSDP2 and of tensor parallelism: what was replaced, and what was not."""
+"""Hold what `overlap` did to each module of FSDP2, tensor and expert parallelism: what was replaced, what was not."""
 
 from __future__ import annotations
 
@@ -104,6 +104,53 @@ class TensorParallelReport(Record, frozen=True, kw_only=True):
         return "\n".join([*lines, "", str(BackendReport(self.calls))] if self.calls else lines)
 
 
+class ExpertParallelModule(Record, frozen=True, kw_only=True):
+    """Reports one module of expert parallelism.
+
+    Args:
+        name: in the model.
+        style: what brought the tokens before, in `transformers`.
+        ranks: among which the experts are divided, counted in the job.
+        experts: of all ranks.
+        parts: into which tokens are cut; 0: no dispatcher runs it.
+        torch_why: why it was left as it was; with `parts`: why the latest call was that was.
+    """
+
+    name: str
+    style: str = ""
+    ranks: tuple[int, ...] = ()
+    experts: int = 0
+    parts: int = 0
+    torch_why: str = ""
+
+    @property
+    def where(self) -> str:
+        """Return how many experts are on how many ranks."""
+        return f"{self.experts} on {len(self.ranks)} ranks" if self.parts else ""
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return f"as it was: {self.torch_why}"
+        return f"in {self.parts} parts" + (f"; some calls as it was: {self.torch_why}" if self.torch_why else "")
+
+
+class ExpertParallelReport(Record, frozen=True, kw_only=True):
+    """Reports all modules of expert parallelism of a model. Prints as a table.
+
+    Args:
+        modules: in the order of `named_modules`, those that were left at the end.
+        calls: of the dispatchers so far, and which way they went.
+    """
+
+    modules: tuple[ExpertParallelModule, ...]
+    calls: tuple[RoutedCalls, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [(one.name, one.style, one.where, str(one)) for one in self.modules]
+        lines = aligned_rows([("module", "style", "experts", "tokens"), *rows])
+        return "\n".join([*lines, "", str(BackendReport(self.calls))] if self.calls else lines)
+
+
 class OverlapReport(Record, frozen=True, kw_only=True):
     """Reports all FSDP2 modules of a model. Prints as a table.
 
@@ -112,12 +159,14 @@ class OverlapReport(Record, frozen=True, kw_only=True):
         prefetch: what became of `OverlapOptions.prefetch`; empty if it was not given.
         unmanaged_bytes: size of parameters that FSDP2 does not manage: nothing gathers or scatters them.
         tensor_parallel: None if the model is not tensor parallel.
+        expert_parallel: None if the model is not expert parallel, as `transformers` is.
     """
 
     modules: tuple[OverlappedModule, ...]
     prefetch: str = ""
     unmanaged_bytes: int = 0
     tensor_parallel: TensorParallelReport | None = None
+    expert_parallel: ExpertParallelReport | None = None
 
     def __str__(self) -> str:
         rows = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
@@ -129,8 +178,9 @@ class OverlapReport(Record, frozen=True, kw_only=True):
             lines.append(f"prefetch: {self.prefetch}")
         if self.unmanaged_bytes:
             lines.append(f"{self.unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module")
-        if self.tensor_parallel is not None:
-            lines += ["", str(self.tensor_parallel)] if lines else [str(self.tensor_parallel)]
+        for report in (self.tensor_parallel, self.expert_parallel):
+            if report is not None:
+                lines += ["", str(report)] if lines else [str(report)]
         return "\n".join(lines)
 
 

@@ -142,8 +142,13 @@ def _kernels(training: Training) -> str:
 def _collectives(job: Job) -> str:
     axes = [f"{axis} by {mechanism}" for axis, mechanism in sorted(job.mechanisms.items())]
     waiting = [f"{axis} not overlapped" for axis in ("tp", "dp", "pp") if not getattr(job.parallel, f"overlap_{axis}")]
-    pieces = ["tp in pieces"] if job.parallel.pieces_tp else []
-    return _listed([job.mechanism, *axes, *pieces, *waiting])
+    more = {
+        "tp in pieces": job.parallel.pieces_tp,
+        f"experts by {job.parallel.expert_exchange}": job.parallel.ep > 1
+        and job.parallel.expert_exchange != "all_to_all",
+        "experts of two halves": job.parallel.ep > 1 and job.parallel.overlap_ep,
+    }
+    return _listed([job.mechanism, *axes, *_true(more), *waiting])
 
 
 def _unusual(job: Job) -> str:

@@ -14,6 +14,7 @@ from counterpoint.records import Record
 
 MEASUREMENT_SCHEMA = "counterpoint.measurement/1"
 
+LEGS = ("dispatch", "combine")  # of an exchange: tokens to the ranks of their experts, and sums back
 Order = Literal["together", "comm_first", "compute_first"]
 PairClass = Literal["G-long", "C-long", "GC-equal"]
 
@@ -43,10 +44,12 @@ class Scenario(Record, frozen=True, kw_only=True):
 class BlockRow(Record, frozen=True, kw_only=True):
     """Holds the time of one operation alone: a collective of one size and CTAs, a copy, or a GEMM on some SMs.
 
-    Or that of a matmul that depends on communication, and of its two parts; these rows know `can_hide`.
+    Or that of a matmul that depends on communication, and of its two parts; these rows know `can_hide`. Or that of one
+    leg of an exchange of tokens.
     """
 
-    what: str  # "all_gather", "copy_engine", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192"
+    # "all_gather", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192", "dispatch mixtral-8x7b 4096 zipf"
+    what: str
     mechanism: str
     size_bytes: int | None = None
     num_ctas: int | None = None
@@ -65,7 +68,9 @@ class Block(Record, frozen=True, kw_only=True):
     """Asks for one operation to be measured alone, at several sizes or with several settings of a control."""
 
     name: str  # unique within its suite
-    what: str  # a collective, a workload's name, or "all_gather_matmul 8192x7168x8192"
+    what: (
+        str  # a collective, a workload's name, "all_gather_matmul 8192x7168x8192" or "exchange mixtral-8x7b 4096 zipf"
+    )
     mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"; of a matmul: "cuts"
     sizes_bytes: tuple[int, ...] = ()  # of a collective
 
@@ -164,6 +169,11 @@ class Row(Record, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     marked: str | None = None  # why this row must not be believed: a knob that did nothing, launches that came late
     device: DeviceState | None = None
+
+    @property
+    def operation(self) -> str:
+        """Return the collective's name without sizes: "all_gather", "dispatch"."""
+        return self.collective.partition(" ")[0]
 
     @property
     def serial_us(self) -> float:

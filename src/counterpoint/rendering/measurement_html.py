@@ -55,12 +55,12 @@ def figure(rows: Sequence[Row]) -> Figure:
     Each point is a row at its measured ratio; the line joins the means of the rows that asked for the same ratio.
     """
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
-    collectives = list(dict.fromkeys(row.collective for row in rows))
+    collectives = list(dict.fromkeys(row.operation for row in rows))
     orders = [order for order in ORDERS if any(row.order == order for row in rows)]
     y = Axis(label="hidden", low=FLOOR - 0.1, high=1.1)
     panels = []
     for collective, order in itertools.product(collectives, orders):
-        here = [row for row in rows if (row.collective, row.order) == (collective, order)]
+        here = [row for row in rows if (row.operation, row.order) == (collective, order)]
         marks = [
             each
             for look, mechanism in enumerate(mechanisms)

@@ -24,6 +24,7 @@ from rich.text import Text
 from counterpoint.errors import printable
 from counterpoint.records.measurement import BlockRow, Measurement, Row
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.exchange_losses import NOISE, ExchangeTimes, exchange_times
 
 SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
 MARKED = "red"
@@ -42,6 +43,7 @@ def render(measurement: Measurement, console: Console) -> None:
     _print_matmul_mechanisms(measurement.blocks, console)
     _blocks([block for block in measurement.blocks if block.can_hide is None], console)
     _print_mechanisms(measurement.rows, console)
+    _print_losses(measurement, console)
     if measurement.unavailable:
         say.heading(console, "Not measured")
         for mechanism, reason in measurement.unavailable.items():
@@ -190,8 +192,38 @@ def _print_mechanisms(rows: Sequence[Row], console: Console) -> None:
         for it in mechanism_summaries(rows)
     )  # fmt: skip
     say.print_table(console, columns, cells, left=LEFT)
-    _means(rows, "by collective", lambda row: row.collective, console)
+    _means(rows, "by collective", lambda row: row.operation, console)
     _means(rows, "by order", lambda row: _order(row.order), console)
+
+
+LOSSES = ("exchange", "beside", "torch's", "ms", "ours", "ms", "× ours", "auto took")
+
+
+def _print_losses(measurement: Measurement, console: Console) -> None:
+    """Print where mechanisms that carry tokens are slower than torch's; nothing where none was measured."""
+    found = exchange_times(measurement)
+    if not found:
+        return
+    lost, wrong = _losses(found), sum(it.auto_lost for it in found)
+    say.heading(
+        console,
+        f"Where ours loses by over {NOISE - 1:.0%}: {len(lost)} of {len(found)} exchanges",
+        f"dispatch + combine; auto lost to torch in {wrong}",
+    )
+    say.print_table(console, LOSSES, lost, left={"exchange", "beside", "torch's", "ours", "auto took"})
+
+
+def _losses(found: Iterable[ExchangeTimes]) -> list[tuple[str, ...]]:
+    """Return the cells of `LOSSES`."""
+    return [
+        (
+            it.what, it.beside or "alone", stock, say.milliseconds(it.us[stock], 3), own,
+            say.milliseconds(it.us[own], 3), say.ratio(it.us[own] / it.us[stock]),
+            f"{'! ' if it.auto_lost else ''}{it.auto or ''}",
+        )
+        for it in found
+        if (it.is_lost or it.auto_lost) and (stock := it.best_stock) and (own := it.best_own)
+    ]  # fmt: skip
 
 
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str], console: Console) -> None:
@@ -314,7 +346,10 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
     where = measurement.environment
     found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
     times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
-    of_matmuls: dict[str, object] = {"times_torch": times_torch} if times_torch else {}
+    own: dict[str, object] = {"times_torch": times_torch} if times_torch else {}
+    if exchanges := exchange_times(measurement):
+        own["lost"] = sum(it.is_lost for it in exchanges)
+        own["auto_lost"] = sum(it.auto_lost for it in exchanges)
     return {
         "schema": SUMMARY_SCHEMA,
         "suite": measurement.suite,
@@ -328,7 +363,7 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
         "lowest_hidden": {it.mechanism: _rounded(it.lowest) for it in found},
         "speedup": {it.mechanism: _rounded(it.speedup) for it in found},
         "out": out,
-    } | of_matmuls
+    } | own
 
 
 def _rounded(value: float | None) -> float | None:
@@ -339,12 +374,14 @@ def markdown(measurement: Measurement) -> str:
     """Return the Markdown page: machine and command, every mechanism, every row, every building block."""
     parts = [f"# counterpoint measure {_cell(measurement.suite)}", _where(measurement)]
     if measurement.rows:
-        means = [_mean_table(measurement, of) for of in (lambda row: row.collective, lambda row: row.order)]
+        means = [_mean_table(measurement, of) for of in (lambda row: row.operation, lambda row: row.order)]
         parts += ["## Mechanisms", _mechanism_table(measurement), *means, "## Pairs", _pair_table(measurement)]
     if matmuls := matmul_summaries(measurement.blocks):
         parts += ["## Mechanisms", _matmul_mechanism_table(matmuls), "## Matmuls", _matmul_table(measurement)]
     if any(block.can_hide is None for block in measurement.blocks):
         parts += ["## Building blocks", _block_table(measurement)]
+    if exchanges := exchange_times(measurement):
+        parts += ["## Where ours loses", _markdown_table(LOSSES, _losses(exchanges))]
     if measurement.unavailable:
         parts += ["## Not measured", _markdown_table(("mechanism", "why"), measurement.unavailable.items())]
     return "\n\n".join(parts) + "\n"

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_all_gather_matmul, bind_matmul_reduce_scatter, warm
+from tests.process.parallel.hopper_compiler import Hopper, spilled_bytes
 
 SEEN = {
     "poll": r"(?:ld|atom)\.global\.sys\.acquire",
@@ -44,19 +40,6 @@ OPERATIONS: tuple[TensorOperation, ...] = ("all_gather_matmul", "matmul_reduce_s
 bound: list[CompiledKernel] = []
 
 
-class Hopper:
-    """Stands for Triton's driver on a machine that has none: as much of it as compiling asks for."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 def bind(case: dict[str, Any], layout: ShardedRows) -> None:
     """Bind a matmul whose K makes rows of a multiple of 16 bytes, or not, with everything but a GPU."""
     k, n, tiles = (128 if case["tma"] else 129), 512, MatmulTiles(stages=case["stages"])
@@ -73,15 +56,6 @@ def bind(case: dict[str, Any], layout: ShardedRows) -> None:
     scattering = None if scales is None else (scales[1], scales[2])
     staged, result = out.new_empty(layout.world_size, len(own), n), out.new_empty(len(own), n)
     bind_matmul_reduce_scatter(a, weight, out, staged, result, layout, stored=1 << 42, scales=scattering, **words)
-
-
-def spilled_bytes(binary: bytes) -> int:
-    """The stack that ptxas gave each thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(binary)
-        said = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return sum(int(size) for size in re.findall(r"STACK:(\d+)", said))
 
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:

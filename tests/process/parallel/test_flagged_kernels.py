@@ -5,14 +5,12 @@ Interpreter and compiler run in one process each for all cases.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+from tests.support.triton_script import ran
 
 HERE = Path(__file__).parent
 UNEVEN: dict[str, Any] = {"rank": 1, "rows": [20, 33, 0, 17], "batch": 2, "chunk_rows": 25}
@@ -53,26 +51,9 @@ HOPPER_SHARED_BYTES = 227 * 1024
 pytestmark = pytest.mark.needs("triton")
 
 
-def ran(script: str, cases: list[Any]) -> list[Any]:
-    """What a script of this folder says about `cases`."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / script)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-    )
-    if "only 0-dimensional arrays" in done.stderr:
-        pytest.skip(f"Triton's interpreter does not work with numpy {np.__version__}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: list[Any] = json.loads(done.stdout)
-    return answer
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> list[str]:
-    return ran("flagged_interpreted.py", INTERPRETED)
+    return ran(HERE / "flagged_interpreted.py", INTERPRETED)
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
@@ -83,7 +64,7 @@ def test_values_words_and_order(interpreted: list[str], index: int) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    return ran("flagged_compiled.py", [*COMPILED, None])
+    return ran(HERE / "flagged_compiled.py", [*COMPILED, None])
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])

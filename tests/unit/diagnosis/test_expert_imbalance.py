@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,19 +20,46 @@ COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 8, 768>(__nv_bfloat16
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def exchange(name: str, start: float, end: float, elements: tuple[float, float] | None) -> Op:
-    """Record one all-to-all; `elements`: sent and received, None: DeepEP's, which states nothing."""
-    if elements is None:
-        return op(name, start, end, kind=Kind.COMM, stream=COMM_STREAM)
-    info = CollectiveInfo(
-        op="all_to_all", group="3", group_ranks="[0, 1, 2, 3]", group_size=4, in_nelems=int(elements[0]),
-        out_nelems=int(elements[1]), dtype="BFloat16",
-    )  # fmt: skip
-    return op(NCCL, start, end, kind=Kind.COMM, stream=COMM_STREAM, info=info)
+PEER_COPY = "Memcpy PtoP (Device -> Device)"
+STYLES = pytest.mark.parametrize("style", ["by-size", "by-name", "gathered", "copied"])
+
+
+def exchange(name: str, start: float, end: float, **info: Any) -> Op:
+    """Record one collective; without `info` it states nothing, as DeepEP's."""
+    more = {}
+    if info:
+        more["info"] = CollectiveInfo(group_ranks="[0, 1, 2, 3]", group_size=4, dtype="BFloat16", **info)
+    return op(name, start, end, kind=Kind.COMM, stream=COMM_STREAM, **more)
+
+
+def leg(style: str, start: float, end: float, load: float, *, back: bool) -> list[Op]:
+    """Record the way to experts, or `back`, of a rank that is ready at `start`."""
+    if style == "by-name":
+        return [exchange(COMBINE if back else DISPATCH, start, end)]
+    if style == "by-size":
+        here, there = int(TOKENS * load), TOKENS
+        sizes = (here, there) if back else (there, here)
+        return [exchange(NCCL, start, end, op="all_to_all", group="3", in_nelems=sizes[0], out_nelems=sizes[1])]
+    if style == "copied":  # launched ahead; a rank's copies end before those of ranks that come later
+        return [
+            op(PEER_COPY, start + 12 * i, start + 12 * i + 10, kind=Kind.COMM, stream=COMM_STREAM, bytes=1 << 21,
+               launch=start - 300)
+            for i in range(3)
+        ]  # fmt: skip
+    sizes = (4 * TOKENS, TOKENS) if back else (TOKENS, 4 * TOKENS)
+    name, operation = ("ReduceScatter", "reduce_scatter") if back else ("AllGather", "all_gather")
+    return [
+        exchange(f"ncclDevKernel_{name}_RING_LL", start, end, op=operation, group="5", group_desc="mesh_ep",
+                 in_nelems=sizes[0], out_nelems=sizes[1])
+    ]  # fmt: skip
 
 
 def moe(
-    loads: list[list[float]], *, deep_ep: bool = False, attention: tuple[float, ...] = (500.0,) * 4, slow: float = 1.0
+    loads: list[list[float]],
+    *,
+    style: str = "by-size",
+    attention: tuple[float, ...] = (500.0,) * 4,
+    slow: float = 1.0,
 ) -> list[Rank]:
     """Record layers of attention, dispatch, experts and combine; `loads`: per layer each rank's share of the tokens.
 
@@ -44,13 +73,15 @@ def moe(
         ready = [brought + 400.0 * load[r] * (slow if r == 3 else 1.0) for r in range(4)]
         back = max(ready) + 50.0
         for r in range(4):
-            there, returned = (TOKENS, TOKENS * load[r]), (TOKENS * load[r], TOKENS)
             parts[r] += [
                 op("flash_fwd_kernel", begin, arrive[r]),
-                exchange(DISPATCH, arrive[r], brought, None if deep_ep else there),
+                *leg(style, arrive[r], brought, load[r], back=False),
                 op("cutlass_grouped_gemm", brought, ready[r]),
-                exchange(COMBINE, ready[r], back, None if deep_ep else returned),
+                *leg(style, ready[r], back, load[r], back=True),
             ]
+            if style == "copied":  # copies end apart: by something else it has to show how clocks differ
+                last = {"op": "all_reduce", "group": "0", "in_nelems": 1, "out_nelems": 1}
+                parts[r].append(exchange("ncclDevKernel_AllReduce_Sum", back, back + 20, **last))
         begin = back
     return [rank(*part, steps=((-10.0, begin - 20),)) for part in parts]
 
@@ -69,10 +100,10 @@ HOT = [[0.7, 0.6, 0.6, 2.1]] * LAYERS
 EVEN = [[1.0, 1.0, 1.0, 1.0]] * LAYERS
 
 
-@pytest.mark.parametrize("deep_ep", [False, True], ids=["by-size", "by-name"])
-def test_the_rank_of_hot_experts_is_named_with_figures(deep_ep: bool) -> None:
+@STYLES
+def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
     """The others wait 560, 600 and 600 µs in each of six layers, 587 on average."""
-    d = diagnosed(moe(HOT, deep_ep=deep_ep))
+    d = diagnosed(moe(HOT, style=style))
     (found,) = imbalance(d)
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
     assert "Equal shares of the same work would save 2.64 ms a step" in found.evidence
@@ -80,7 +111,8 @@ def test_the_rank_of_hot_experts_is_named_with_figures(deep_ep: bool) -> None:
     assert "rank 3's experts took 2.1 x the mean between dispatch and combine (5.04 against 2.40 ms a step)" in (
         found.evidence
     )
-    assert ("they received 2.1 x the mean bytes" in found.evidence) is not deep_ep
+    assert ("they received 2.1 x the mean bytes" in found.evidence) is (style == "by-size")
+    assert found.title.startswith("Expert imbalance, probably") is (style == "copied")
     assert not [f for f in d.findings if f.kind == "straggler"]
     assert [(s.rank, s.cause, s.detail) for s in d.stragglers] == [(3, "more_work", "experts")]
     assert "Dearest cause: expert imbalance" in d.verdict
@@ -95,7 +127,7 @@ def test_hot_experts_may_change_from_layer_to_layer() -> None:
     assert found.cost_us == pytest.approx(8 * 640)
 
 
-@pytest.mark.parametrize("deep_ep", [False, True], ids=["by-size", "by-name"])
+@STYLES
 @pytest.mark.parametrize(
     "job",
     [
@@ -105,14 +137,14 @@ def test_hot_experts_may_change_from_layer_to_layer() -> None:
         pytest.param({"loads": EVEN, "slow": 1.8}, id="a-slow-gpu"),
     ],
 )
-def test_balanced_experts_are_not_accused(job: dict[str, object], deep_ep: bool) -> None:
+def test_balanced_experts_are_not_accused(job: dict[str, object], style: str) -> None:
     """Whoever else is late, and why."""
-    assert not imbalance(diagnosed(moe(**job, deep_ep=deep_ep)))  # type: ignore[arg-type]
+    assert not imbalance(diagnosed(moe(**job, style=style)))  # type: ignore[arg-type]
 
 
 def test_a_slow_gpu_stays_one() -> None:
     """What is slow everywhere is slow with experts, too."""
-    d = diagnosed(moe(EVEN, slow=1.8, deep_ep=True))
+    d = diagnosed(moe(EVEN, slow=1.8, style="by-name"))
     assert [(s.rank, s.cause) for s in d.stragglers] == [(3, "slow_kernels")]
     assert [f.rank for f in d.findings if f.kind == "straggler"] == [3]
 
@@ -120,7 +152,7 @@ def test_a_slow_gpu_stays_one() -> None:
 def test_jitter_elsewhere_makes_no_rank_slow() -> None:
     """Hot experts that take turns leave ranks equal in all: 1 % elsewhere is more than that, but no slow GPU."""
     turns = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
-    (found,) = imbalance(diagnosed(moe(turns, deep_ep=True, attention=(500.0, 500.0, 502.0, 505.0))))
+    (found,) = imbalance(diagnosed(moe(turns, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
     assert found.cost_us == pytest.approx(8 * 640, rel=0.01)
 
 
@@ -131,9 +163,14 @@ def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bo
     ranks = [
         replace(
             r,
-            ops=tuple(exchange(NCCL, o.start, o.end, (TOKENS, TOKENS)) if "deep_ep" in o.name else o for o in r.ops),
+            ops=tuple(
+                o
+                if "deep_ep" not in o.name
+                else exchange(NCCL, o.start, o.end, op="all_to_all", group="3", in_nelems=TOKENS, out_nelems=TOKENS)
+                for o in r.ops
+            ),
         )
-        for r in moe(loads, deep_ep=True)
+        for r in moe(loads, style="by-name")
     ]
     d = diagnosed(ranks)
     (found,) = imbalance(d)
@@ -158,3 +195,79 @@ def test_one_rank_alone_accuses_nobody() -> None:
     ranks = moe(HOT)
     d = diagnose_digests([digested(ranks[0], 0, 4)], ["x"]).diagnosis
     assert not imbalance(d)
+
+
+def renamed(ranks: list[Rank], kernel: str = "cutlass_grouped_gemm", group: str | None = "mesh_ep") -> list[Rank]:
+    """Return ranks with another name of the experts' kernel, and of the group."""
+
+    def changed(o: Op) -> Op:
+        name = o.name.replace("cutlass_grouped_gemm", kernel)
+        return replace(o, name=name, info=o.info and replace(o.info, group_desc=group))
+
+    return [replace(r, ops=tuple(map(changed, r.ops))) for r in ranks]
+
+
+@pytest.mark.parametrize("group", ["mesh_dp_shard", "TENSOR_MODEL_PARALLEL_GROUP", "mesh_efsdp"])
+def test_groups_that_gather_something_else_have_no_experts(group: str) -> None:
+    """Parameters of experts are gathered, and their gradients scattered, around the same kernels."""
+    assert not imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=group)))
+
+
+def test_without_a_name_gathered_tokens_are_suspected() -> None:
+    """By their kernels alone."""
+    (found,) = imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=None)))
+    assert found.title.startswith("Expert imbalance, probably")
+
+
+@pytest.mark.parametrize("style", ["gathered", "copied"])
+def test_matmuls_that_are_not_of_experts_accuse_nobody(style: str) -> None:
+    """Whatever the group is named: gathered rows are also multiplied by matrices that all tokens share."""
+    assert not imbalance(diagnosed(renamed(moe(HOT, style=style), kernel="nvjet_hsh_192x192")))
+
+
+def test_weights_gradients_go_home_before_experts_compute() -> None:
+    """Backward, a small reduce_scatter lies between the gather and the experts; the one behind them is the way back."""
+    ranks = []
+    for r in moe(HOT, style="gathered"):
+        ops = list(r.ops)
+        for o in r.ops:
+            if "AllGather" in o.name:
+                more = {
+                    "op": "reduce_scatter",
+                    "group": "5",
+                    "group_desc": "mesh_ep",
+                    "in_nelems": 4000,
+                    "out_nelems": 1000,
+                }
+                ops.append(exchange("ncclDevKernel_ReduceScatter_Sum", o.end + 1, o.end + 6, **more))
+        ranks.append(replace(r, ops=tuple(ops)))
+    (found,) = imbalance(diagnosed(ranks))
+    assert found.rank == 3
+    assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
+
+
+@STYLES
+@pytest.mark.parametrize("seed", range(6))
+def test_planted_loads_are_found_and_others_are_not(style: str, seed: int) -> None:
+    """Whichever rank it is, in jobs of any attention and number of layers: its wait is known from what was planted."""
+    draw = Random(seed)
+    hot, layers = draw.randrange(4), draw.randint(3, 9)
+    attention = tuple(draw.uniform(200.0, 210.0) for _ in range(4))
+    jitter = [[draw.uniform(0.99, 1.01) for _ in range(4)] for _ in range(layers)]
+    assert not imbalance(diagnosed(moe(jitter, style=style, attention=attention)))
+    loads = [[draw.uniform(1.6, 2.4) if r == hot else draw.uniform(0.5, 0.9) for r in range(4)] for _ in range(layers)]
+    (found,) = imbalance(diagnosed(moe(loads, style=style, attention=attention)))
+    waited = sum(400.0 * (load[hot] - load[r]) for load in loads for r in range(4) if r != hot) / 3
+    assert found.rank == hot
+    assert found.cost_us == pytest.approx(waited, rel=0.01)
+
+
+def test_copies_alone_do_not_make_clocks_drift() -> None:
+    """Ends of copies are apart by what ranks wait for; here that looks like a clock which is 8 % too fast."""
+    loads = [
+        [2.0, 0.7, 0.7, 0.5], [1.9, 0.9, 0.8, 0.8], [2.3, 0.5, 0.8, 0.8], [2.3, 0.6, 0.7, 0.8], [1.7, 0.5, 0.5, 0.7],
+        [1.9, 0.8, 0.7, 0.9], [2.1, 0.7, 0.6, 0.8], [1.9, 0.8, 0.7, 0.5], [1.8, 0.6, 0.6, 0.7],
+    ]  # fmt: skip
+    ranks = moe(loads, style="copied", attention=(200.0, 205.0, 210.0, 200.0))
+    copies = [replace(r, ops=tuple(o for o in r.ops if o.info is None)) for r in ranks]
+    assert [f.rank for f in imbalance(diagnosed(copies))] == [0]

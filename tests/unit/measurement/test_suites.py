@@ -8,6 +8,7 @@ import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
+from counterpoint.measurement.expert import find_exchange
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.suites import SUITES, blocks_of, scenarios_of
 from counterpoint.measurement.tensor import DependentMatmul, find_dependent
@@ -57,7 +58,7 @@ def test_blocks_cover_1_kb_to_1_gb() -> None:
     ("suite", "device", "mechanisms", "said"),
     [
         ("slow", "cuda", None, "choose from: quick"),
-        ("conccl", "cpu", None, "on a CPU there are quick and tensor"),
+        ("conccl", "cpu", None, "on a CPU there are quick, tensor and expert"),
         ("quick", "cuda", ["smoke_signals"], "choose from: nccl"),
         ("quick", "cuda", ["nccl+volume=11"], "volume"),
         ("quick", "cpu", ["nccl"], "choose from: gloo"),
@@ -106,6 +107,26 @@ def test_a_matmul_is_read_from_its_name() -> None:
     assert (gathered.moved, scattered.moved, gathered.flops) == (16 * 5, 16 * 3, 480)
     with pytest.raises(Misconfigured, match="write one of: all_gather_matmul MxNxK"):
         find_dependent("all_gather_matmul 16x3")
+
+
+@pytest.mark.parametrize(("world_size", "layers"), [(2, 3), (8, 3), (16, 2), (3, 0)])
+def test_exchanges_are_of_layers_that_ranks_can_share(world_size: int, layers: int) -> None:
+    """16 ranks cannot share the 8 experts of Mixtral; each layer has three numbers of tokens, routed in three ways."""
+    blocks = blocks_of("expert", device="cuda", world_size=world_size)
+    assert len(blocks) == 9 * layers
+    assert all(find_exchange(block.what).sizes.experts % world_size == 0 for block in blocks)
+    assert not scenarios_of("expert", device="cuda")
+
+
+def test_mechanisms_of_exchanges_are_chosen_by_name() -> None:
+    """Each once; a wrong one is refused with what there is."""
+    block, *others = blocks_of("expert", device="cpu", world_size=2, mechanisms=["gather", "torch", "gather"])
+    assert (block.what, block.mechanisms) == ("exchange tiny 128 uniform", ("gather", "torch"))
+    assert len(others) == 2
+    with pytest.raises(
+        Misconfigured, match="no mechanism 'cuts' of suite 'expert'; choose from: torch, nccl, symm_mem"
+    ):
+        blocks_of("expert", device="cuda", world_size=2, mechanisms=["cuts"])
 
 
 def test_mechanisms_of_matmuls_are_chosen_by_name() -> None:

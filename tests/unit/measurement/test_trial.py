@@ -23,6 +23,12 @@ def test_the_delay_makes_the_order(what: Case, sides: tuple[str, ...], late: str
     assert (sides_of(what), DELAYED.get(what)) == (sides, late)
 
 
+def test_computation_is_queued_before_a_collective_in_which_the_host_waits() -> None:
+    """After it, it would be queued too late; one after the other they stay in their order."""
+    assert sides_of("together", host_waits=True) == ("compute", "comm")
+    assert sides_of("serial", host_waits=True) == sides_of("serial")
+
+
 def test_the_spin_outlasts_the_host() -> None:
     """Half as long again as the last trials took to queue."""
     assert all(spin_us(host_us) > 1.4 * host_us for host_us in (50.0, 500.0, 5000.0))

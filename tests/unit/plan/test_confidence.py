@@ -183,6 +183,22 @@ def test_other_ranks_widen_the_interval_by_the_slowest() -> None:
     assert found[1].low_us == found[0].low_us
 
 
+def test_ways_to_experts_are_features() -> None:
+    """Of jobs whose experts are divided."""
+    base: dict[str, Any] = {"model": {"experts": {"count": 8, "per_token": 2, "width": 4096}}}
+    divided, gathered, halves, alone = (
+        job_features(job(**base, parallel=parallel))["collectives"]
+        for parallel in (
+            {"ep": 2},
+            {"ep": 2, "expert_exchange": "gather"},
+            {"ep": 2, "overlap_ep": True},
+            {"expert_exchange": "gather"},
+        )
+    )
+    said = (f"{divided}, experts by gather", f"{divided}, experts of two halves", divided)
+    assert (gathered, halves, alone) == said
+
+
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [

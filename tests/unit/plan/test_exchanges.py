@@ -78,6 +78,40 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     assert [(each.operation, each.count, each.num_bytes) for each in found] == [("all_to_all", 2, ARRAY * 2 * 1.25)] * 2
 
 
+def test_gathered_tokens_are_as_many_wherever_they_go() -> None:
+    """All ranks' tokens, their choices with weights, and sums back; the router's balance is of no matter."""
+    for imbalance in (1.0, 3.0):
+        experts = Experts(count=8, per_token=2, width=14336, imbalance=imbalance)
+        found = exchanges(experts, dp=8, ep=8, expert_exchange="gather")
+        choices = 8 * 2 * 8192 * 2
+        assert [(each.operation, each.num_bytes, each.backward) for each in found] == [
+            ("all_gather", choices * 8, False), ("all_gather", 8 * ARRAY, False), ("reduce_scatter", 8 * ARRAY, False),
+            ("all_gather", 8 * ARRAY, True), ("reduce_scatter", choices * 4, True), ("reduce_scatter", 8 * ARRAY, True),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "imbalance", "expected"),
+    [("push", 1.5, (2, 3 * ARRAY)), ("slabs", 1.0, (2, 2.5 * ARRAY)), ("slabs", 1.5, (4, 2.5 * ARRAY))],
+)
+def test_slabs_go_in_rounds(how: Any, imbalance: float, expected: tuple[int, float]) -> None:
+    """Pushes are exact; a slab of 1.25 times the mean is sent whole, and again where the busiest rank needs more."""
+    found = exchanges(Experts(count=8, per_token=2, width=14336, imbalance=imbalance), dp=8, ep=8, expert_exchange=how)
+    assert [(each.operation, each.count, each.num_bytes) for each in found] == [("all_to_all", *expected)] * 2
+
+
+@pytest.mark.parametrize("how", ["all_to_all", "gather", "push", "slabs"])
+def test_halves_send_as_much_in_twice_as_many_parts(how: Any) -> None:
+    """Both directions, and what recomputation of the experts repeats."""
+    experts = Experts(count=8, per_token=2, width=14336)
+    whole, halves = (exchanges(experts, dp=8, ep=8, expert_exchange=how, overlap_ep=both) for both in (False, True))
+    assert [(2 * each.count, 2 * each.ffn, each.num_bytes) for each in whole] == [
+        (each.count, each.ffn, 2 * each.num_bytes) for each in halves
+    ]
+    assert {each.halves for each in whole} == {False}
+    assert {each.halves for each in halves} == {True}
+
+
 @pytest.mark.parametrize(("sequence", "operations"), [(True, ["send_recv"]), (False, ["send_recv", "all_gather"])])
 def test_stages_send_a_part_per_rank(sequence: bool, operations: list[str]) -> None:
     """1/tp each; without sequence parallelism the receivers gather it."""

@@ -82,6 +82,17 @@ def test_experts_are_divided_by_ep() -> None:
     assert (one.gib["parameters"] - eight.gib["parameters"]) * 2**30 / 2 == pytest.approx(45.1e9 * 7 / 8, rel=0.001)
 
 
+def test_rows_of_fixed_number_have_room_for_all_that_may_come() -> None:
+    """All choices of 8 ranks may be of experts of one: 8 times the mean, which is kept."""
+    found = {
+        how: memory(job("qwen3-30b-a3b", gpus=8, dp=8, ep=8, zero=3, expert_exchange=how)).gib["activations"]
+        for how in ("all_to_all", "gather", "push", "slabs")
+    }
+    assert 3 * found["all_to_all"] < min(found["gather"], found["push"], found["slabs"])
+    again = memory(job("qwen3-30b-a3b", gpus=8, dp=8, ep=8, zero=3, expert_exchange="gather", recompute="full"))
+    assert again.gib["activations"] < found["all_to_all"]
+
+
 def test_the_published_runs_fitted() -> None:
     """GPT-3 175B on 64 A100s with sequence parallelism and selective recomputation did run (arXiv 2205.05198)."""
     parallel = Parallel(tp=8, pp=8, virtual=3, schedule="interleaved")

@@ -57,6 +57,8 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     found["pieces_tp"] = found["tp"] > 1 and draw(st.booleans())
     if found["trained"] is SPARSE:
         found["ep"] = draw(st.sampled_from([n for n in (1, 2, 4) if found["dp"] * found["cp"] % n == 0]))
+        found["expert_exchange"] = draw(st.sampled_from(["all_to_all", "gather", "slabs"]))
+        found["overlap_ep"] = draw(st.booleans())
     return found
 
 
@@ -247,6 +249,53 @@ def test_pieces_need_ranks_of_one_node(tp: int, said: str) -> None:
         return
     with pytest.raises(Misconfigured, match=said):
         job(model, pieces_tp=True, tp=tp)
+
+
+FINE = msgspec.structs.replace(SMALL, experts=Experts(count=64, per_token=8, width=1024))
+
+
+def of_experts(**kwargs: Any) -> PredictedStep:
+    """A model of small experts on the 8 GPUs of a node."""
+    mechanism = kwargs.pop("mechanism", "zero_sm")
+    trained = kwargs.pop("trained", FINE)
+    return predict_step(job(trained, gpus=8, mechanism=mechanism, dp=8, ep=8, global_batch=64, micro_batch=4, **kwargs))
+
+
+def test_tokens_travel_beside_the_experts_of_the_other_half() -> None:
+    """At best half of the way is exposed; more parts of a step are smaller, and matmuls are no faster for it."""
+    whole, halves, ideal, serial = (
+        of_experts(overlap_ep=overlap, mechanism=name)
+        for overlap, name in ((False, "zero_sm"), (True, "zero_sm"), (True, "ideal"), (True, "serial"))
+    )
+    assert halves.step_us < whole.step_us < serial.step_us
+    assert ideal.parts["expert_us"] == pytest.approx(ideal.comm_us["ep"] / 2)
+    assert ideal.parts["expert_us"] < halves.parts["expert_us"] < 0.8 * whole.parts["expert_us"]
+    assert serial.parts["expert_us"] == pytest.approx(serial.comm_us["ep"])
+    assert halves.parts["matmul_us"] >= whole.parts["matmul_us"]
+
+
+def test_one_sort_less_where_all_tokens_are_gathered() -> None:
+    """As many bytes as 8 choices of a token on 8 ranks are, but they are permuted once; transport is not faster."""
+    gathered, sent = of_experts(expert_exchange="gather"), of_experts()
+    assert gathered.parts["memory_bound_us"] < sent.parts["memory_bound_us"]
+    assert gathered.parts["matmul_us"] == sent.parts["matmul_us"]
+    two = msgspec.structs.replace(FINE, experts=Experts(count=64, per_token=2, width=4096))
+    assert of_experts(trained=two, expert_exchange="gather").comm_us["ep"] > 2 * of_experts(trained=two).comm_us["ep"]
+
+
+def test_experts_recomputed_have_their_exchanges_hidden_again() -> None:
+    """Full recomputation sends twice forward, beside experts that are computed twice."""
+    kept, again = (of_experts(overlap_ep=True, recompute=kind) for kind in ("none", "full"))
+    assert again.comm_us["ep"] == pytest.approx(1.5 * kept.comm_us["ep"])
+    assert again.parts["expert_us"] < 1.6 * kept.parts["expert_us"]
+
+
+def test_pushes_need_ranks_of_one_node() -> None:
+    """Copy engines reach no further; on one rank of ep nothing is pushed."""
+    assert job(SPARSE, dp=16, ep=8, expert_exchange="push").parallel.expert_exchange == "push"
+    assert job(SPARSE, dp=16, expert_exchange="push").parallel.ep == 1
+    with pytest.raises(Misconfigured, match="copy engines reach the GPUs of a node; give a smaller ep, or another"):
+        job(FINE, dp=16, ep=16, expert_exchange="push")
 
 
 def tiny(**kwargs: Any) -> Job:

@@ -19,7 +19,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging_slices
-from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished, used_twice
 from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured, Unsupported
@@ -98,6 +98,8 @@ class CpuTransport:
             raise unfinished(before.current)
         early = submission.early
         handshake = early is None or early.handshake
+        if submission.late is not None and handshake:
+            raise Misconfigured(used_twice(submission.current(number)))
         if early is not None:
             early.block.ready = False
         channel = self._channels[submission.channel]

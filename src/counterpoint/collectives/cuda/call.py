@@ -16,6 +16,7 @@ from counterpoint.collectives.program.steps import Program
 from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import PeerTimeout
 
+NEVER = (-1, 0)
 _PAUSE_S = 1e-4
 
 
@@ -44,7 +45,7 @@ class Prepared:
         self.captured = False
         self.evicted = False  # no longer in the cache, and will be closed
         self.last: StreamPoint | None = None
-        self.noted = (-1, 0)  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
+        self.noted = NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
         """Issue all driver calls on `stream`, which is in the graph capture with the id `capture` (0: none).

@@ -123,8 +123,10 @@ class CallQueue:
             raise first from error
         if not submission.async_op:
             keep = ()
-        kind = PartitionedCudaWork if isinstance(prepared, PreparedPartitions) else CudaWork
-        work = kind(self.context, submission, number, record, prepared, begin, end, keep)
+        if isinstance(prepared, PreparedPartitions):
+            work: CudaWork = PartitionedCudaWork(self.context, submission, number, record, prepared, begin, end, keep)
+        else:
+            work = CudaWork(self.context, submission, number, record, prepared, begin, end, keep)
         if not capture:
             self.under_way.append(work)
         elif record.number == number:
@@ -141,14 +143,16 @@ class CallQueue:
         if stream != current:
             begin = events.record(current, capture)  # counts as the call's begin: its own stream runs only calls
             events.wait(stream, begin)
-        if last is not None and last.stream != stream:
+        if last is not None and last.stream not in (stream, current):  # `begin` comes after what `current` holds
             events.wait(stream, last)
         if submission.early is not None:
             submission.early.block.ready = False
         begin = begin or events.record(stream, capture)
         prepared.start(stream, events, capture)
-        end = self.last[capture] = prepared.last = events.record(stream, capture)
         self._note(submission, prepared, stream, capture)
+        if isinstance(prepared, PreparedPartitions):
+            return begin, begin  # `finish` records the end
+        end = self.last[capture] = prepared.last = events.record(stream, capture)
         return begin, end
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.submission import Programs, Submission
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Unsupported
 
 STEPS = 2  # steps of a GPU call in the status: 0 announced, 1 begun, 2 ended
 
@@ -45,14 +46,12 @@ class Growth:
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
         """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
 
-        `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`).
+        `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
+        a graph capture it is made beside the capture, and is no part of the graph.
 
         Raises:
-            Misconfigured: the current stream is in a graph capture.
             Unsupported: this rank would have more than `max_bytes`.
         """
-        if self._gpu.capture_of(self._events.handle(self._gpu.current_stream())):
-            raise Misconfigured(f"{what}: {num_bytes} bytes more cannot be made in a capture; make them before it")
         if self._max_bytes is not None and self._bytes + num_bytes > self._max_bytes:
             raise Unsupported(
                 f"{what}: {num_bytes} bytes of symmetric memory, with {self._bytes} in use; allowed are "
@@ -63,7 +62,9 @@ class Growth:
         submission = Submission(text=text, channel=self._channel, line=self._memory.world_size)
         record = self._announcer.announce(submission, self._count)
         self._announcer.met(submission, self._count)
-        region = self._memory.create(num_bytes) if make is None else make()
+        captured = self._gpu.capture_of(self._events.handle(self._gpu.current_stream()))
+        with self._gpu.beside_capture() if captured else nullcontext():
+            region = self._memory.create(num_bytes) if make is None else make()
         self.epoch += 1
         self._bytes += num_bytes
         record.step = record.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from counterpoint.collectives.cuda.driver import load_driver
@@ -14,6 +15,17 @@ from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
+
+
+@lru_cache(maxsize=1)
+def raw_stream() -> Callable[[int], int]:
+    """Return the function that gives the handle of torch's current stream, in this thread, of the GPU with an index."""
+    import torch
+
+    found: Callable[[int], int] = getattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: int(torch.cuda.current_stream(index).cuda_stream)
+    )
+    return found
 
 
 class Gpu:
@@ -35,7 +47,7 @@ class Gpu:
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the context, if nothing has yet
             _, self._context = self.driver.cuCtxGetCurrent()
-        self._raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", self._public_stream)
+        self._raw_stream = raw_stream()
 
     def why_not(self, group: Any) -> str | None:
         """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it."""
@@ -50,11 +62,6 @@ class Gpu:
     def current_stream(self) -> int:
         """Return the handle of the stream that torch uses now, in this thread."""
         return int(self._raw_stream(self.device.index))
-
-    def _public_stream(self, index: int) -> int:
-        import torch
-
-        return int(torch.cuda.current_stream(index).cuda_stream)
 
     def capture_of(self, stream: Any) -> int:
         """Return the id of the graph capture that a `CUstream` is in, 0 if in none; raise if the driver refuses."""
@@ -90,6 +97,14 @@ class Gpu:
         finally:
             self._exchange(before)
 
+    @contextmanager
+    def beside_capture(self) -> Iterator[None]:
+        """Allow calls that the current stream's graph capture refuses, on a stream of their own."""
+        import torch
+
+        with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
+
     def _exchange(self, mode: Any) -> Any:
         return self.driver.cuThreadExchangeStreamCaptureMode(mode)[1]
 
@@ -101,6 +116,12 @@ class Gpu:
             yield
         finally:
             self.driver.cuCtxPopCurrent()
+
+    def pinned_numbers(self, count: int) -> Any:
+        """Return so many numbers of 64 bits in pinned memory of the host."""
+        import torch
+
+        return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
     def synchronize(self) -> None:
         """Wait for the current stream."""

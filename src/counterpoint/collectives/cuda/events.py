@@ -112,15 +112,21 @@ class StreamOrder:
                 streams = self._uses[at] = set()
             streams.add(use)
 
+    def joined(self, at: Location, stream: int, into: int, capture: int = 0) -> None:
+        """Record that `into` uses the tensor at `at`, and has waited for all that `stream` did with it. See `used`."""
+        self.used(at, into, capture)
+        if stream != into:
+            self._uses[at].discard(stream)
+
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | None:
         """Return the points of streams that have to pass before these freed bytes are reused.
 
         Return None if they cannot be reused: a graph may use them at any replay, or one of their streams is now in a
         capture, whose points cannot be waited for from outside.
         """
-        end = at + num_bytes
+        region, first, end = at.region, at.offset, at.offset + num_bytes
         with self._lock:
-            places = [place for place in self._uses if at <= place < end]
+            places = [place for place in self._uses if place.region == region and first <= place.offset < end]
             streams = set[int]().union(*(self._uses[place] for place in places))
             if _IN_A_GRAPH in streams or any(self._gpu.capture_of(self._events.handle(stream)) for stream in streams):
                 return None
@@ -132,7 +138,10 @@ class StreamOrder:
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
         """Let the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
         stream = self._gpu.current_stream()
-        capture = self._gpu.capture_of(self._events.handle(stream))
+        self.taken_on(stream, self._gpu.capture_of(self._events.handle(stream)), at, after)
+
+    def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
+        """Do `taken` for the current stream, which is in the graph capture with the id `capture` (0: none)."""
         if capture and after:  # a graph cannot wait for what is outside of it
             with self._gpu.relaxed():
                 while not all(map(self._events.passed, after)):

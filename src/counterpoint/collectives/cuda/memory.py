@@ -7,7 +7,6 @@ passes file descriptors between the processes of one host, and maps every peer's
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,16 +250,20 @@ class CudaMemory:
         """
         import torch
 
-        bytes_ = _Bytes(self.address(self.rank, at, num_bytes), num_bytes, self._regions[at.region])
-        weakref.finalize(bytes_, freed).atexit = False  # only the storage keeps `bytes_` alive
+        bytes_ = _Bytes(self.address(self.rank, at, num_bytes), num_bytes, self._regions[at.region], freed)
         return torch.as_tensor(bytes_, device=torch.device("cuda", self.device))
 
 
 class _Bytes:
-    """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy."""
+    """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy.
 
-    def __init__(self, address: int, num_bytes: int, region: _Region | None) -> None:
-        self._region = region  # alive as long as a tensor is
+    Only the tensor's storage keeps this object alive: `freed` is called when it dies.
+    """
+
+    def __init__(
+        self, address: int, num_bytes: int, region: _Region | None, freed: Callable[[], object] = lambda: None
+    ) -> None:
+        self._region, self._freed = region, freed  # the region is alive as long as a tensor is
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -268,6 +271,9 @@ class _Bytes:
             "strides": None,
             "version": 3,
         }
+
+    def __del__(self) -> None:
+        self._freed()
 
 
 def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from counterpoint.collectives.cuda.channel import LANDING, CallQueue, CudaChanne
 from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
+from counterpoint.collectives.cuda.late_sizes import LateQueue, PushThread, push_stream
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.mailbox import MailboxRoom
 from counterpoint.collectives.cuda.memory import CudaMemory, FlagLayout
@@ -91,6 +92,8 @@ class CudaTransport:
             self.pool.reserve()
         gpu.synchronize()
         self._torch_pool: TorchPool | None = None
+        self._late: dict[int, LateQueue] = {}  # by channel
+        self._pushes: PushThread | None = None
         self._queues: list[CallQueue] = [*self.channels]
         self.watch = Watch(self.context, self._queues, self._side)
 
@@ -159,12 +162,26 @@ class CudaTransport:
 
     def _queue_of(self, submission: Submission) -> CallQueue:
         """Return the queue of a call: its channel, or the line of a message, which is made at its first message."""
+        if submission.late is not None:
+            return self._late_queue(submission.channel)
         if submission.message is None or self._mailbox is None:
             return self.channels[submission.channel]
         line, is_new = self._mailbox.line(submission.channel, submission.line)
         if is_new:
             self._queues.append(line)
         return line
+
+    def _late_queue(self, channel: int) -> LateQueue:
+        """Return the queue of a channel's calls with late sizes, made at the first one."""
+        found = self._late.get(channel)
+        if found is None:
+            context = self.context
+            if self._pushes is None:
+                with context.gpu.relaxed():
+                    self._pushes = PushThread(context, push_stream(self._side))
+            found = self._late[channel] = LateQueue(context, self._side, channel, self._pushes)
+            self._queues.append(found)
+        return found
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""
@@ -196,6 +213,8 @@ class CudaTransport:
             return
         drained = self.watch.drain()
         context.failure.close()
+        if self._pushes is not None:
+            self._pushes.close()
         self.watch.close()
         if drained:  # else streams are stuck, and destroying anything would wait for them
             with context.gpu.current():
@@ -214,10 +233,10 @@ class CudaTransport:
 
     def _taken(self, block: EarlyBlock) -> None:
         """Let the current stream wait for this rank's work on the block's previous tensor."""
-        gpu = self.context.gpu
-        if gpu.capture_of(self.context.events.handle(gpu.current_stream())):
+        stream = self.context.gpu.current_stream()
+        if self.context.gpu.capture_of(self.context.events.handle(stream)):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
-        self.context.order.taken(block.at, block.uses or ())
+        self.context.order.taken_on(stream, 0, block.at, block.uses or ())
 
     def _release(self, block: EarlyBlock) -> bool:
         """Signal the peers that a block, whose tensor has died, is free, after all work queued on the tensor.

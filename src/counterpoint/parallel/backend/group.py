@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -82,14 +82,9 @@ class BackendOptions(CommunicatorOptions):
 _DECIDED_HERE: dict[str, Any] = {"crossover_bytes": None, "mailbox_bytes": None}  # not by the communicator
 
 
-def _shared_options(options: CommunicatorOptions) -> dict[str, Any]:
-    """Return the options that every communicator has, by name."""
-    return {field.name: getattr(options, field.name) for field in fields(CommunicatorOptions)}
-
-
 def _own_options(options: CommunicatorOptions) -> BackendOptions:
     """Return the options of a group, given those of any communicator."""
-    return options if isinstance(options, BackendOptions) else BackendOptions(**_shared_options(options))
+    return options if isinstance(options, BackendOptions) else BackendOptions(**options.of_communicator())
 
 
 def _left_to_torch(name: str) -> Any:
@@ -158,7 +153,7 @@ class CounterpointGroup(dist.ProcessGroup):
         if self._communicator is None and hosts is not None:
             on_gpu = self._device_type == "cuda"
             device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-            options = CommunicatorOptions(**(_shared_options(self._options) | _DECIDED_HERE))
+            options = CommunicatorOptions(**(self._options.of_communicator() | _DECIDED_HERE))
             try:
                 self._communicator = open_communicator(self.inner, hosts, device, options)
             except Unsupported as error:
@@ -543,6 +538,14 @@ def report(group: Any = None) -> BackendReport:
         Misconfigured: the group is of another backend.
     """
     return group_of_backend(group).report()
+
+
+def torch_group(group: Any) -> Any:
+    """Return the group of torch's own backend: the inner one of a group of this backend, else the group itself."""
+    if not isinstance(group, CounterpointGroup):
+        return group
+    group.inner.register()
+    return group.inner.group
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:

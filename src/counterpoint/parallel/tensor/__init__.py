@@ -2,10 +2,10 @@
 
 - `operations.py`: `torch.ops.counterpoint`, with fake tensors and derivatives.
 - `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts which way it went.
-- `overlapped.py`: pieces beside the communication; `matmul.py`: one of them; `sums.py`: sums of the ranks' products.
+- `overlapped.py`: pieces beside the communication; `matmul.py`: one of them.
 - `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
 - `linear.py`: linear layers of these operations; `modules.py`: puts them under a model that `recognised.py` finds to be
-  tensor parallel; `styles.py`: into a plan of `parallelize_module`.
+  tensor parallel; `styles.py`: into a plan of `parallelize_module`; `torchtitan.py`: into layers of torchtitan.
 - `compiled.py`: the one line for torch.compile; `graphs.py` fuses inductor's graphs, whose nodes `nodes.py` reads.
 """
 

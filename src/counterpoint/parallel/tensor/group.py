@@ -8,8 +8,8 @@ says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,14 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
-from counterpoint.pair.sharded_rows import ShardedRows, Slab
-from counterpoint.parallel.backend.group import CounterpointGroup
-from counterpoint.parallel.backend.report import BackendReport, CallCounts
+from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.parallel.backend.group import torch_group
+from counterpoint.parallel.backend.report import BackendReport, CallCounts, RoutedPath
 from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
     GATHER,
+    Steps,
     copy_blocks,
-    empty_for_op,
     gather_and_multiply,
     gather_flagged,
     multiply_and_scatter,
@@ -42,6 +42,14 @@ from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: an error, and a count for each partition
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
+
+
+class _Route(NamedTuple):
+    """Holds how all calls of one shape run."""
+
+    plan: MatmulPlan
+    steps: Steps
+    path: RoutedPath
 
 
 class TensorGroup:
@@ -59,7 +67,9 @@ class TensorGroup:
         self._counts = CallCounts()
         self._communicator: Communicator | None = None
         self._plans: Plans | None = None
+        self._routes: dict[Hashable, _Route] = {}
         self._words = torch.empty(0, dtype=torch.int32)
+        self._kept: dict[str, Tensor] = {}  # symmetric memory of calls in graph captures, by its role
         self._why_not = "one rank" if self.world_size == 1 else None
 
     def report(self) -> BackendReport:
@@ -70,6 +80,8 @@ class TensorGroup:
         """Close the communicator; all ranks call it. Later calls go torch's way."""
         communicator, self._communicator = self._communicator, None
         self._why_not = "the group is closed"
+        self._kept.clear()
+        self._routes.clear()
         if communicator is not None:
             communicator.close()
 
@@ -112,7 +124,7 @@ class TensorGroup:
         if a_scale is not None and a_scale.numel() == a_shard.numel() // a_shard.shape[-1] > 1:
             a_scale = self._gathered(a_scale, dim)
         scale = _flat_scale(a_scale)
-        columns = [weight.columns for weight in weights]
+        columns = tuple([weight.columns for weight in weights])
         planned = self._planned(
             "all_gather_matmul", a_shard, dim, 1, columns, a_shard.nbytes * self.world_size,
             may_poll=all(weight.scale is None for weight in weights),
@@ -120,16 +132,19 @@ class TensorGroup:
         if planned is None:
             gathered = self._gathered(a_shard, dim)
             return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
-        communicator, plan, layout = planned
-        shape = _resized(a_shard, dim, self.world_size)
-        outs = [a_shard.new_empty(*shape[:-1], one.columns, dtype=one.product_dtype(a_shard)) for one in weights]
-        flat = [out.view(-1, out.shape[-1]) for out in outs]
+        communicator, plan, steps = planned
+        layout, shape = steps.layout, _resized(a_shard, dim, self.world_size)
+        outs = [
+            a_shard.new_empty((*shape[:-1], n), dtype=one.product_dtype(a_shard))
+            for n, one in zip(columns, weights, strict=True)
+        ]
+        flat = [_flat(out) for out in outs]
 
-        def multiply(slab: Slab, rows: Tensor) -> None:
+        def multiply(these: slice, rows: Tensor) -> None:
             for weight, out in zip(weights, flat, strict=True):
-                weight.multiply(rows, out[slab.start : slab.start + slab.rows], _part(scale, slab))
+                weight.multiply(rows, out[these], _part(scale, these))
 
-        whole = empty_for_op(communicator, layout.batch, sum(layout.rows), a_shard.shape[-1], dtype=a_shard.dtype)
+        whole = self._empty("gathered", layout.batch, sum(layout.rows), a_shard.shape[-1], dtype=a_shard.dtype)
         kept = {"no": None, "symmetric": whole}.get(keep)
         if keep == "copy":
             kept = torch.empty_like(whole)
@@ -137,7 +152,7 @@ class TensorGroup:
         if plan.mechanism == "flagged":
             gather_flagged(communicator, shard, whole, layout, weights, flat, rows_to=kept, words=self._words)
         else:
-            gather_and_multiply(communicator, shard, whole, plan.pieces, layout, multiply, rows_to=kept)
+            gather_and_multiply(communicator, shard, whole, steps, multiply, rows_to=kept)
         return None if kept is None else kept.view(shape), outs
 
     def all_gather_matmul_backward(
@@ -156,7 +171,7 @@ class TensorGroup:
         The rows come beside the matmuls of the first; what peers give to their sums comes beside those of the others.
         """
         dim = _rows_dim(a_shard, gather_dim)
-        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        flat = [_flat(grad) for grad in grads]
         planned = None
         if needs_a and weights:
             planned = self._planned(
@@ -164,7 +179,7 @@ class TensorGroup:
                 grads[0],
                 dim,
                 self.world_size,
-                [a_shard.shape[-1]],
+                (a_shard.shape[-1],),
                 a_shard.nbytes * self.world_size,
                 k=sum(weight.shape[1] for weight in weights),
             )
@@ -173,24 +188,25 @@ class TensorGroup:
                 self._grad_of_rows(weights, grads, grad_gathered, dim) if needs_a else None,
                 _grads_of_weights(self._gathered(a_shard, dim), flat, weights) if needs_weights else [],
             )
-        communicator, plan, layout = planned
-        extra = None if grad_gathered is None else grad_gathered.reshape(-1, grad_gathered.shape[-1])
+        communicator, _, steps = planned
+        layout, extra = steps.layout, None if grad_gathered is None else _flat(grad_gathered)
         shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
         rows = work = None
         grad_weights: list[Tensor] = []
         if needs_weights:
-            rows = empty_for_op(communicator, layout.batch, sum(layout.rows), shard.shape[-1], dtype=shard.dtype)
+            rows = self._empty("gathered", layout.batch, sum(layout.rows), shard.shape[-1], dtype=shard.dtype)
             work = communicator.partitioned_all_gather(
                 rows, shard, dim=1, chunk_rows=layout.shard(layout.rank), channel=GATHER
             )
 
-        def multiply(slab: Slab, out: Tensor) -> None:
-            mine = slice(slab.start, slab.start + slab.rows)
-            torch.mm(flat[0][mine], weights[0].t(), out=out)
-            for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                out.addmm_(grad[mine], weight.t())
+        transposed = [weight.t() for weight in weights]
+
+        def multiply(these: slice, out: Tensor) -> None:
+            torch.mm(flat[0][these], transposed[0], out=out)
+            for grad, weight in zip(flat[1:], transposed[1:], strict=True):
+                out.addmm_(grad[these], weight)
             if extra is not None:
-                out.add_(extra[mine])
+                out.add_(extra[these])
 
         def multiply_rows() -> None:
             if work is not None and rows is not None:
@@ -199,12 +215,13 @@ class TensorGroup:
                 grad_weights.extend(_grads_of_weights(rows, flat, weights))
 
         grad_a = a_shard.new_empty(a_shard.shape)
+        sums = grad_a.view(layout.batch, -1, a_shard.shape[-1])
         try:
             multiply_and_scatter(
                 communicator,
-                grad_a.view(layout.batch, -1, a_shard.shape[-1]),
-                plan.pieces,
-                layout,
+                self._staging(sums),
+                sums,
+                steps,
                 "sum",
                 multiply,
                 between=multiply_rows,
@@ -238,23 +255,24 @@ class TensorGroup:
         dtype, scale = weight.product_dtype(a), _flat_scale(a_scale)
         num_bytes = a.numel() // a.shape[-1] * weight.columns * dtype.itemsize
         planned = self._planned(
-            "matmul_reduce_scatter", a, dim, self.world_size, [weight.columns], num_bytes,
+            "matmul_reduce_scatter", a, dim, self.world_size, (weight.columns,), num_bytes,
             may_poll=weight.scale is None and weight.bias is None and dtype == a.dtype,
         )  # fmt: skip
         if planned is None:
             return self._scattered(_product(a, weight, scale), reduce_op, dim)
-        communicator, plan, layout = planned
-        flat = a.reshape(-1, a.shape[-1])
+        communicator, plan, steps = planned
+        layout, flat = steps.layout, _flat(a)
 
-        def multiply(slab: Slab, out: Tensor) -> None:
-            weight.multiply(flat[slab.start : slab.start + slab.rows], out, _part(scale, slab))
+        def multiply(these: slice, out: Tensor) -> None:
+            weight.multiply(flat[these], out, _part(scale, these))
 
         out = a.new_empty(*_resized(a, dim, 1 / self.world_size)[:-1], weight.columns, dtype=dtype)
         sums = out.view(layout.batch, -1, weight.columns)
         if plan.mechanism == "flagged":
-            scatter_flagged(communicator, flat, weight, sums, layout, reduce_op, words=self._words)
+            staging = self._staging(sums)
+            scatter_flagged(communicator, flat, weight, staging, sums, layout, reduce_op, words=self._words)
         else:
-            multiply_and_scatter(communicator, sums, plan.pieces, layout, reduce_op, multiply)
+            multiply_and_scatter(communicator, self._staging(sums), sums, steps, reduce_op, multiply)
         return out
 
     def matmul_reduce_scatter_backward(
@@ -274,20 +292,21 @@ class TensorGroup:
         """Do `torch.ops.counterpoint.matmul_all_reduce`."""
         _check_product(a, weight.matrix)
         _check_op(reduce_op)
-        flat = a.reshape(-1, a.shape[-1])
+        flat = _flat(a)
         num_bytes = flat.shape[0] * weight.columns * a.element_size()
         planned = None
         if flat.shape[0] % self.world_size:
             self._left("matmul_all_reduce", num_bytes, "rows that ranks cannot share evenly")
         else:
-            planned = self._planned("matmul_reduce_scatter", flat, 0, self.world_size, [weight.columns], num_bytes,
+            planned = self._planned("matmul_reduce_scatter", flat, 0, self.world_size, (weight.columns,), num_bytes,
                                     name="matmul_all_reduce")  # fmt: skip
         if planned is None:
             product = _product(a, weight, None)
             torch_function("all_reduce")(product, group=self.group)
             return self._averaged(product, reduce_op)
-        communicator, plan, layout = planned
-        whole = empty_for_op(communicator, self.world_size, layout.shard(layout.rank), weight.columns, dtype=a.dtype)
+        communicator, _, steps = planned
+        layout = steps.layout
+        whole = self._empty("gathered", self.world_size, layout.shard(layout.rank), weight.columns, dtype=a.dtype)
         out = a.new_empty(self.world_size, layout.shard(layout.rank), weight.columns)
         own = out[layout.rank]
         work = communicator.partitioned_all_gather(
@@ -295,19 +314,19 @@ class TensorGroup:
         )
         peers = self.world_size - 1
 
-        def multiply(slab: Slab, out: Tensor) -> None:
-            weight.multiply(flat[slab.start : slab.start + slab.rows], out)
+        def multiply(these: slice, out: Tensor) -> None:
+            weight.multiply(flat[these], out)
 
         def summed(rows: int) -> None:
-            chunks = len(layout.chunks(layout.rank)) if rows == own.shape[0] else rows // layout.most_sent
+            chunks = -(-rows // layout.most_sent) if rows == own.shape[0] else rows // layout.most_sent
             work.ready(chunks * peers)
 
         try:
             multiply_and_scatter(
                 communicator,
+                self._staging(own[None]),
                 own[None],
-                plan.pieces,
-                layout,
+                steps,
                 reduce_op,
                 multiply,
                 summed=summed,
@@ -325,13 +344,13 @@ class TensorGroup:
         rows: Tensor,
         dim: int,
         ranks: int,
-        columns: Sequence[int],
+        columns: tuple[int, ...],
         num_bytes: int,
         *,
         k: int | None = None,
         name: str = "",
         may_poll: bool = False,
-    ) -> tuple[Communicator, MatmulPlan, ShardedRows] | None:
+    ) -> tuple[Communicator, MatmulPlan, Steps] | None:
         """Return how to run a call beside its communication; None if torch makes it. Count the call.
 
         Args:
@@ -345,33 +364,43 @@ class TensorGroup:
             name: of the operation in the report; empty: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
-        layout = ShardedRows(
-            rows=(math.prod(rows.shape[dim:-1]) // ranks,) * self.world_size,
-            rank=self.rank,
-            batch=math.prod(rows.shape[:dim]),
-        )
-        why = self._why_not or self._why_torch(rows, layout, columns, num_bytes)
-        if why is None:
-            try:
-                communicator = self._opened(rows.device)
-                assert self._plans is not None
+        key = operation, rows.shape, rows.dtype, dim, ranks, columns, num_bytes, k, may_poll
+        found = self._routes.get(key)
+        if found is None:
+            layout = ShardedRows(
+                rows=(math.prod(rows.shape[dim:-1]) // ranks,) * self.world_size,
+                rank=self.rank,
+                batch=math.prod(rows.shape[:dim]),
+            )
+            why = self._why_not or self._why_torch(rows, layout, columns, num_bytes)
+            if why is None:
                 shape = MatmulShape(
                     operation=operation,
                     layout=layout,
                     k=k or rows.shape[-1],
-                    columns=tuple(columns),
+                    columns=columns,
                     dtype=dtype_name(rows),
                     may_poll=may_poll,
                 )
-                plan, layout = self._plans.get(shape, rows.device)
-            except Unsupported as error:
-                why = str(error)
-        if why is not None or plan.mechanism == "torch":
-            self._left(name or operation, num_bytes, why or plan.why)
-            return None
-        path = plan.mechanism if plan.mechanism == "flagged" else "cuts" if len(plan.pieces) > 1 else "serial"
+                try:
+                    found = self._routes[key] = self._route(shape, rows.device)
+                except Unsupported as error:
+                    why = str(error)
+            if found is None:
+                self._left(name or operation, num_bytes, str(why))
+                return None
+        plan, steps, path = found
         self._counts.add(name or operation, num_bytes, path, plan.why)
-        return communicator, plan, layout
+        assert self._communicator is not None
+        return None if path == "torch" else (self._communicator, plan, steps)
+
+    def _route(self, shape: MatmulShape, device: torch.device) -> _Route:
+        """Return how calls of this shape run; raise `Unsupported` if there is no communicator, or no plan."""
+        self._opened(device)
+        assert self._plans is not None
+        plan, steps = self._plans.get(shape, device)
+        is_whole = plan.mechanism == "cuts" and len(plan.pieces) == 1
+        return _Route(plan, steps, "serial" if is_whole else plan.mechanism)
 
     def _why_torch(self, rows: Tensor, layout: ShardedRows, columns: Sequence[int], num_bytes: int) -> str | None:
         if self.options.mechanism == "torch":
@@ -386,12 +415,8 @@ class TensorGroup:
     def _opened(self, device: torch.device) -> Communicator:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
         if self._communicator is None:
-            group = self.group
-            if isinstance(group, CounterpointGroup):
-                group.inner.register()
-                group = group.inner.group
-            names = CommunicatorOptions.__dataclass_fields__
-            options = CommunicatorOptions(**({name: getattr(self.options, name) for name in names} | {"channels": 2}))
+            group = torch_group(self.group)
+            options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": 2}))
             try:
                 self._communicator = Communicator(group, device=device, options=options)
             except Unsupported as error:
@@ -403,6 +428,24 @@ class TensorGroup:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read them, too
         return self._communicator
+
+    def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return symmetric memory for one operation: peers are told at once when it is free.
+
+        A graph would tell them at every replay. So all calls in captures share memory that the group keeps, one tensor
+        for each role; a call begins with a handshake there, behind the last one that used it.
+        """
+        assert self._communicator is not None
+        if not (self._communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
+        num_bytes, kept = math.prod(shape) * dtype.itemsize, self._kept.get(role)
+        if kept is None or kept.numel() < num_bytes:
+            kept = self._kept[role] = self._communicator.empty(num_bytes, dtype=torch.uint8)
+        return kept[:num_bytes].view(dtype).view(shape)
+
+    def _staging(self, sums: Tensor) -> Tensor:
+        """Return where the ranks' parts of this rank's `sums` arrive."""
+        return self._empty("staging", self.world_size, *sums.shape, dtype=sums.dtype)
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
         self._counts.add(operation, num_bytes, "torch", why)
@@ -446,13 +489,22 @@ def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the rows of a tensor as a matrix."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def _flat_scale(scale: Tensor | None) -> Tensor | None:
     """Return one scale, or those of all rows as a column."""
     return scale if scale is None or scale.numel() == 1 else scale.reshape(-1, 1)
 
 
-def _part(scale: Tensor | None, slab: Slab) -> Tensor | None:
-    return scale if scale is None or scale.numel() == 1 else scale[slab.start : slab.start + slab.rows]
+def _part(scale: Tensor | None, these: slice) -> Tensor | None:
+    """Return the scales of these rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
+    if scale is None or scale.numel() == 1:
+        return scale
+    part = scale[these]
+    return part if part.data_ptr() % 16 == 0 else part.clone()
 
 
 def _rows_dim(tensor: Tensor, dim: int) -> int:

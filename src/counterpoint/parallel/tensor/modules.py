@@ -263,8 +263,7 @@ class OverlappedTensorParallel:
 
     Args:
         model: `parallelize_module` was called on it or on parts of it, or `transformers` has made it with a `tp_plan`.
-        options: of the operations; None: those that their process groups have, and layers on GPUs are left to torch, as
-            nothing was measured there yet.
+        options: of the operations; None: those that their process groups have.
 
     Raises:
         Misconfigured: the model is overlapped already.
@@ -278,7 +277,7 @@ class OverlappedTensorParallel:
         self._ends: list[Any] = []
         self._refuse_overlapped()
         for module, name in self._names.items():
-            made = overlapped_linear(module, name, is_asked=options is not None)
+            made = overlapped_linear(module, name)
             if isinstance(made, str):
                 self._left[module] = made
             elif made is not None:
@@ -369,17 +368,8 @@ class OverlappedTensorParallel:
         return None if linear is None else linear.report()
 
 
-def overlapped_linear(module: nn.Module, name: str = "", *, is_asked: bool = True) -> OverlappedLinear | str | None:
-    """Let our operations run a layer; return a text if they cannot; None if it is not tensor parallel.
-
-    Args:
-        module: the layer.
-        name: of it.
-        is_asked: the user named tensor parallelism, without which layers on GPUs are left.
-
-    Returns:
-        What runs it, why nothing of ours does, or None.
-    """
+def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | str | None:
+    """Let our operations run a layer; return a text if they cannot; None if it is not tensor parallel."""
     made = _present(module)
     if made is not None:
         made.name = name
@@ -389,8 +379,6 @@ def overlapped_linear(module: nn.Module, name: str = "", *, is_asked: bool = Tru
         return style
     if style.mesh.size() == 1:
         return "one rank has nothing to communicate"
-    if style.mesh.device_type != "cpu" and not is_asked:
-        return "not measured on GPUs yet: there give OverlapOptions(tensor_parallel=TensorOptions())"
     return OverlappedLinear(name, module, style)
 
 

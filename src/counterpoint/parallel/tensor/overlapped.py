@@ -11,33 +11,76 @@ Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
-from counterpoint.collectives.program.partitions import BlockPartition
 from counterpoint.pair.cuts import Piece
-from counterpoint.pair.sharded_rows import ShardedRows, Slab
+from counterpoint.pair.sharded_rows import Part, ShardedRows
+from counterpoint.parallel.sums import add_up
 from counterpoint.parallel.tensor.flagged import (
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
     stored_tiles,
 )
 from counterpoint.parallel.tensor.matmul import Weight
-from counterpoint.parallel.tensor.sums import add_up
 
 GATHER, SCATTER = 0, 1  # channels: both may be under way at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnSum:
+    """Holds own rows of a scatter that are added up together.
+
+    Args:
+        rows: which.
+        needed: partitions that have to be there, which are those of these rows and of all before them, of all peers.
+        complete: own rows from the first on whose sums are there then; 0: others are still missing.
+    """
+
+    rows: Part
+    needed: int
+    complete: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """Holds the pieces of a plan in the form in which every call runs them.
+
+    Args:
+        layout: of the rows.
+        pieces: the `segment` of each piece, and its rows.
+        sums: own rows in the order in which a scatter multiplies them.
+    """
+
+    layout: ShardedRows
+    pieces: tuple[tuple[int, tuple[Part, ...]], ...]
+    sums: tuple[OwnSum, ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], layout: ShardedRows) -> Steps:
+        """Return the steps of pieces."""
+        made = tuple((piece.segment, layout.parts(piece.slabs)) for piece in pieces)
+        chunks, complete, sums = len(layout.chunks(layout.rank)), 0, []
+        for part in (part for _, parts in made for part in parts):
+            if part.own is not None:
+                follows = part.own.start == complete
+                complete = part.own.stop if follows else complete
+                last = -(-part.own.stop // layout.most_sent)  # chunks of the last peer, whose partitions come last
+                needed = (layout.world_size - 2) * chunks + last
+                sums.append(OwnSum(rows=part, needed=needed, complete=complete if follows else 0))
+        return cls(layout=layout, pieces=made, sums=tuple(sums))
 
 
 def gather_and_multiply(
     communicator: Communicator,
     shard: Tensor,
     gathered: Tensor,
-    pieces: Sequence[Piece],
-    layout: ShardedRows,
-    multiply: Callable[[Slab, Tensor], None],
+    steps: Steps,
+    multiply: Callable[[slice, Tensor], None],
     *,
     rows_to: Tensor | None,
 ) -> None:
@@ -47,20 +90,18 @@ def gather_and_multiply(
         communicator: of the ranks; its channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        pieces: in their order; their `segment` is the number of partitions that have to be there.
-        layout: of the rows.
-        multiply: multiplies a slab of the rows, which it is given.
+        steps: of a plan; the `segment` of a piece is the number of partitions that have to be there.
+        multiply: multiplies these of the rows, which it is given.
         rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
     """
+    layout = steps.layout
     work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
     flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
     try:
-        for piece in pieces:
-            work.arrived(piece.segment)
-            for slab in layout.apart(piece.slabs):
-                at = layout.own(slab)
-                rows = flat[slab.start :] if at is None else own[at:]
-                multiply(slab, rows[: slab.rows])
+        for segment, parts in steps.pieces:
+            work.arrived(segment)
+            for part in parts:
+                multiply(part.whole, flat[part.whole] if part.own is None else own[part.own])
         if rows_to is not None:
             copy_blocks(rows_to, gathered, shard, layout)
     finally:
@@ -69,11 +110,11 @@ def gather_and_multiply(
 
 def multiply_and_scatter(
     communicator: Communicator,
+    staging: Tensor,
     out: Tensor,
-    pieces: Sequence[Piece],
-    layout: ShardedRows,
+    steps: Steps,
     reduce_op: str,
-    multiply: Callable[[Slab, Tensor], None],
+    multiply: Callable[[slice, Tensor], None],
     *,
     between: Callable[[], None] = lambda: None,
     summed: Callable[[int], None] = lambda rows: None,
@@ -82,44 +123,38 @@ def multiply_and_scatter(
 
     Args:
         communicator: of the ranks; its channel `SCATTER` is used.
+        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
         out: this rank's sums, `[batch, rows, n]`.
-        pieces: in their order; their `segment` is the last partition that may leave after them.
-        layout: of the rows.
+        steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
         reduce_op: sum or avg.
-        multiply: writes the product of a slab of rows.
+        multiply: writes the product of these rows.
         between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
         summed: called with the number of own rows, from the first on, whose sums are there.
     """
-    n, columns = layout.world_size, out.shape[-1]
-    staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
+    layout, columns = steps.layout, out.shape[-1]
     product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    parts, whole, sums = staging.view(n, -1, columns), product.view(-1, columns), out.view(-1, columns)
+    blocks, whole = staging.view(layout.world_size, -1, columns), product.view(-1, columns)
+    mine, sums = blocks[layout.rank], out.view(-1, columns)  # its place among the blocks, which no peer writes
     work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
-    own: list[tuple[Slab, slice]] = []
-    complete = [0]  # own rows from the first on whose sums are there
 
-    def sum_up(mine: slice) -> None:
-        work.arrived(_needed(work.received, layout.most_sent, mine.stop))
-        add_up(parts[:, mine], sums[mine], reduce_op)
-        if mine.start == complete[-1]:
-            complete.append(mine.stop)
-            summed(mine.stop)
+    def sum_up(one: OwnSum) -> None:
+        work.arrived(one.needed)
+        add_up(blocks[:, one.rows.own], sums[one.rows.own], reduce_op)
+        if one.complete:
+            summed(one.complete)
 
     try:
-        for piece in pieces:
-            for slab in layout.apart(piece.slabs):
-                at = layout.own(slab)
-                if at is None:
-                    multiply(slab, whole[slab.start : slab.start + slab.rows])
-                else:
-                    own.append((slab, slice(at, at + slab.rows)))
-            work.ready(min(piece.segment + 1, len(work.sent)))
+        for segment, parts in steps.pieces:
+            for part in parts:
+                if part.own is None:
+                    multiply(part.whole, whole[part.whole])
+            work.ready(min(segment + 1, len(work.sent)))
         between()
-        for index, (slab, mine) in enumerate(own):
-            multiply(slab, parts[layout.rank, mine])  # its place among the parts, which no peer writes
-            if index:  # one behind: the GPU is busy until the peers' parts have come
-                sum_up(own[index - 1][1])
-        sum_up(own[-1][1])
+        for index, one in enumerate(steps.sums):
+            multiply(one.rows.whole, mine[one.rows.own])
+            if index:  # one behind: the GPU is busy until the peers' blocks have come
+                sum_up(steps.sums[index - 1])
+        sum_up(steps.sums[-1])
     finally:
         work.finish()
 
@@ -167,6 +202,7 @@ def scatter_flagged(
     communicator: Communicator,
     a: Tensor,
     weight: Weight,
+    staging: Tensor,
     out: Tensor,
     layout: ShardedRows,
     reduce_op: str,
@@ -179,13 +215,13 @@ def scatter_flagged(
         communicator: of the ranks; its channel `SCATTER` is used.
         a: `[batch * world_size * rows, k]`.
         weight: without bias.
+        staging: as of `multiply_and_scatter`.
         out: this rank's sums, `[batch, rows, n]`.
         layout: of the rows.
         reduce_op: sum or avg.
         words: int32, zeros, kept from call to call: the error word, then a count for each partition, set back here.
     """
     n, columns = layout.world_size, out.shape[-1]
-    staging = empty_for_op(communicator, n, *out.shape, dtype=out.dtype)
     product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
     counts = words[1:]
     work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
@@ -212,17 +248,3 @@ def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: ShardedRo
     if target is not gathered:
         for part in (slice(0, layout.rank), slice(layout.rank + 1, layout.world_size)):
             blocks[:, part].copy_(there[:, part])
-
-
-def empty_for_op(communicator: Communicator, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Return symmetric memory that lives as long as one operation: peers are told at once when it is free.
-
-    A graph would give it back at every replay, so that a capture gets memory that begins with a handshake.
-    """
-    captured = communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return communicator.empty(*shape, dtype=dtype, early_release=not captured)
-
-
-def _needed(received: Sequence[BlockPartition], chunk_rows: int, end: int) -> int:
-    """Return how many partitions have to be there for the own rows below `end`, in the blocks of all peers."""
-    return max((index + 1 for index, one in enumerate(received) if one.chunk * chunk_rows < end), default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,7 +19,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import RowAxis, cut
-from counterpoint.pair.matmul_choice import MatmulPlan, choose_matmul, with_best_chunks
+from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
@@ -25,10 +27,13 @@ from counterpoint.parallel.tensor.flagged import (
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
 )
+from counterpoint.parallel.tensor.overlapped import Steps
 
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
-_POINTS, _REPEATS = 32, 5  # of a curve that is measured
+_POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
+_HOST_LAUNCHES: dict[TensorMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
+"""The host's time for a call, in launches of a matmul by torch, as measured by benchmarks/tensor_host.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,9 @@ class TensorOptions(CommunicatorOptions):
 
     Args:
         mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
-            (its own collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (pieces), `flagged`
-            (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
-        measure: time each new shape on the GPU at its first call, which takes a tenth of a second; False: estimate it.
+            (its own collective, and one matmul), `serial` (copy engines, and a matmul that is not cut), `cuts`
+            (pieces), `flagged` (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
+        measure: time each new shape on the GPU at its first call, which takes up to a second; False: estimate it.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -71,10 +76,11 @@ class Plans:
 
     def __init__(self, group: Any, profile: Profile, options: TensorOptions) -> None:
         self._group, self._profile, self._options = group, profile, options
-        self._known: dict[MatmulShape, tuple[MatmulPlan, ShardedRows]] = {}
+        self._known: dict[MatmulShape, tuple[MatmulPlan, Steps]] = {}
+        self._host_us: dict[TensorMechanism, float] | None = None
 
-    def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, ShardedRows]:
-        """Return the plan of a call on this rank, and its rows with the chunks in which they are sent.
+    def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
+        """Return the plan of a call on this rank, and its pieces as calls run them.
 
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
@@ -84,7 +90,7 @@ class Plans:
             found = self._known[shape] = self._planned(shape, device)
         return found
 
-    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, ShardedRows]:
+    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
         if shape.dtype not in DTYPES:
             raise Unsupported(f"no plan for matmuls of {shape.dtype}")
         layout = shape.layout
@@ -94,11 +100,11 @@ class Plans:
             self._profile,
         )
         plan = self._chosen(task, shape, self._flagged_factor(shape, task, device))
-        return plan, replace(layout, chunk_rows=task.chunk_rows)
+        return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def _chosen(self, task: ShardedMatmul, shape: MatmulShape, flagged_factor: float | None) -> MatmulPlan:
         rank, asked = shape.layout.rank, self._options.mechanism
-        plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor)
+        plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor, host_us=self._host_us)
         if asked == "auto" or asked == plan.mechanism:
             return plan
         taken, why = asked, f"asked for {asked}"
@@ -108,20 +114,29 @@ class Plans:
             pieces = cut(task, rank, self._profile).pieces
         else:
             axis = RowAxis.of(task, rank, self._profile, None, None)
-            pieces = axis.pieces([0, len(axis.cells)])
+            pieces = axis.pieces(axis.serial_bounds)
         return replace(plan, mechanism=taken, pieces=pieces, why=why)
 
     def _flagged_factor(self, shape: MatmulShape, task: ShardedMatmul, device: torch.device) -> float | None:
-        """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all."""
-        asked = self._options.mechanism == "flagged"  # `auto` is to take it when more GPUs have run it
-        if not asked or not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
+        """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all.
+
+        With `auto` it is measured only where a matmul as fast as cuBLAS would be the choice: its kernel is compiled.
+        """
+        asked = self._options.mechanism
+        if not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
+            return None
+        if asked != "flagged" and (
+            asked != "auto"
+            or not self._options.measure
+            or choose_matmul(task, 0, self._profile, flagged_factor=1.0, host_us=self._host_us).mechanism != "flagged"
+        ):
             return None
         try:
-            us = sum(_flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns)
+            times = [_flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns]
+            factor = sum(library for library, _ in times) / sum(polling for _, polling in times)
         except Unsupported:
-            us = 0.0
-        slowest = gather_values(self._group, us)
-        return task.alone_us / max(slowest) if min(slowest) > 0 else None
+            factor = 0.0
+        return min(gather_values(self._group, factor)) or None
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
         rows = shape.layout.total
@@ -129,14 +144,21 @@ class Plans:
             return estimated_curve(columns, shape.k, shape.dtype, rows, self._profile)
         if torch.cuda.is_current_stream_capturing():
             raise Unsupported("a shape that is new in a graph capture: make the same call once before")
+        if self._host_us is None:
+            launch_us = max(gather_values(self._group, _launch_us(device)))
+            self._host_us = {name: count * launch_us for name, count in _HOST_LAUNCHES.items()}
         ranks = gather_values(self._group, _measured(rows, columns, shape.k, shape.dtype, device))
         points = tuple((row[0][0], max(us for _, us in row)) for row in zip(*ranks, strict=True))
         return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points)
 
 
 @lru_cache(maxsize=256)
-def _flagged_us(rows: int, columns: int, k: int, dtype: str, operation: TensorOperation, device: torch.device) -> float:
-    """Return the µs of a matmul that polls, of which all rows are this rank's own: the median, on the current stream.
+def _flagged_us(
+    rows: int, columns: int, k: int, dtype: str, operation: TensorOperation, device: torch.device
+) -> tuple[float, float]:
+    """Return the µs of a matmul by cuBLAS and by polling, of which all rows are this rank's own.
+
+    They take turns on the current stream, as the clock of a GPU changes with what it has just done; medians.
 
     Raises:
         Unsupported: such matmuls do not run here.
@@ -149,7 +171,8 @@ def _flagged_us(rows: int, columns: int, k: int, dtype: str, operation: TensorOp
             launch = bind_all_gather_matmul(a, a, b, out, layout, words=0, error=0)
         else:
             launch = bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, words=0, error=0)
-        return _median_us([launch], device)[0]
+        library, polling = _median_us([partial(torch.mm, a, b, out=out), launch], device)
+        return library, polling
 
 
 @lru_cache(maxsize=256)
@@ -165,18 +188,30 @@ def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device)
         return tuple(zip(counts, _median_us(launches, device), strict=True))
 
 
+def _launch_us(device: torch.device) -> float:
+    """Return the µs that this thread needs to launch a matmul: the median of some, which take the GPU no time."""
+    a, times = torch.zeros(16, 16, device=device, dtype=torch.bfloat16), []
+    out = torch.empty_like(a)
+    for _ in range(100):
+        began = time.perf_counter()
+        torch.mm(a, a, out=out)
+        times.append(1e6 * (time.perf_counter() - began))
+    return median(times)
+
+
 def _median_us(launches: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Return the median µs of each of these launches, one behind the other on the current stream."""
+    """Return the median µs of each of these launches, one behind the other on the current stream, in changing order."""
     times: list[list[float]] = [[] for _ in launches]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
     for repeat in range(_REPEATS + 1):
-        torch.cuda._sleep(2_000_000)  # the host is ahead when the first one begins
+        order = random.Random(repeat).sample(range(len(launches)), len(launches))
+        torch.cuda._sleep(4_000_000)  # the host is ahead when the first one begins
         events[0].record()
-        for launch, event in zip(launches, events[1:], strict=True):
-            launch()
+        for index, event in zip(order, events[1:], strict=True):
+            launches[index]()
             event.record()
         torch.cuda.synchronize(device)
         if repeat:
-            for each, (first, last) in zip(times, pairwise(events), strict=True):
-                each.append(1000.0 * first.elapsed_time(last))
+            for index, (first, last) in zip(order, pairwise(events), strict=True):
+                times[index].append(1000.0 * first.elapsed_time(last))
     return [median(each) for each in times]

@@ -57,9 +57,9 @@ def linear_style(module: nn.Module) -> LinearStyle | str | None:
     """Return the style of a linear layer; a text if it is one that cannot be taken; None if it is none at all."""
     forward = vars(module).get("forward")
     found: LinearStyle | str | None
-    if _is(forward, _TRANSFORMERS):
-        found = _style_of_transformers(_closure(forward))
-        plain: Any = _closure(forward)["original_forward"]
+    if is_function(forward, _TRANSFORMERS):
+        found = _style_of_transformers(closure_of(forward))
+        plain: Any = closure_of(forward)["original_forward"]
     else:
         found = _style_of_torch(module)
         plain = getattr(module, "forward", None)
@@ -74,7 +74,7 @@ def own_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Hook], int]]:
     """Yield where the hooks of torch's `distribute_module` stand: a dictionary of the module, and the key."""
     hooks: dict[int, Hook]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from ((hooks, key) for key, hook in hooks.items() if _is(hook, _DISTRIBUTED))
+        yield from ((hooks, key) for key, hook in hooks.items() if is_function(hook, _DISTRIBUTED))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,9 +98,9 @@ class PreparedInput:
 def prepared_input(module: nn.Module) -> PreparedInput | str | None:
     """Return how the input of a module is gathered; a text if it cannot be taken; None if nothing is gathered."""
     for key, hook in module._forward_pre_hooks.items():
-        if not _is(hook, _PREPARED):
+        if not is_function(hook, _PREPARED):
             continue
-        style, mesh = _closure(hook)["self"], _closure(hook)["device_mesh"]
+        style, mesh = closure_of(hook)["self"], closure_of(hook)["device_mesh"]
         pairs = [*zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True)]
         named = style.input_kwarg_layouts
         pairs += [(named[name], style.desired_input_kwarg_layouts.get(name)) for name in named]
@@ -121,12 +121,12 @@ def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
 
 def _style_of_torch(module: nn.Module) -> LinearStyle | str | None:
     hooks = [hook for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values()]
-    own = [_closure(hook) for hook in hooks if _is(hook, _DISTRIBUTED)]
+    own = [closure_of(hook) for hook in hooks if is_function(hook, _DISTRIBUTED)]
     for kind in _STYLES:
         before = [one["input_fn"] for one in own if _calls(one.get("input_fn"), kind._prepare_input_fn)]
         after = [one["output_fn"] for one in own if _calls(one.get("output_fn"), kind._prepare_output_fn)]
         if len(before) == len(after) == 1 and len(own) == 2:
-            strange = [hook for hook in hooks if not _is(hook, _DISTRIBUTED) and not _is_of_fsdp(hook)]
+            strange = [hook for hook in hooks if not is_function(hook, _DISTRIBUTED) and not _is_of_fsdp(hook)]
             if strange:
                 return f"it has a hook that is not torch's: {_named(strange[0])}"
             [input_layout], _ = before[0].args
@@ -181,11 +181,13 @@ def _unfit(module: nn.Module, style: LinearStyle) -> str:
     return ""
 
 
-def _is(function: Any, known: tuple[str, str]) -> bool:
+def is_function(function: Any, known: tuple[str, str]) -> bool:
+    """Return whether a function is the one of this module and qualified name."""
     return (getattr(function, "__module__", ""), getattr(function, "__qualname__", "")) == known
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def closure_of(function: Any) -> dict[str, Any]:
+    """Return what a function has from where it was made, by name."""
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return dict(zip(function.__code__.co_freevars, cells, strict=True))
 

@@ -23,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
-from counterpoint.plan.job.parallel import Parallel, RecomputeModule, Training
+from counterpoint.plan.job.parallel import ExpertExchange, Parallel, RecomputeModule, Training
 from counterpoint.records import Record
 
 LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
@@ -147,6 +149,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
     norms: tuple[Operation, ...] = ()
     activation: tuple[Operation, ...] = ()  # of the feed-forward block
     ffn: tuple[Operation, ...] = ()  # the feed-forward block, with `activation`
+    experts: LayerWork | None = None  # the feed-forward block without what brings tokens to experts and back
     backward: tuple[Operation, ...] = ()
 
     def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
@@ -170,6 +173,8 @@ class LocalShape(Record, frozen=True, kw_only=True):
     tp: int = 1  # ranks that share the matrices
     ep: int = 1  # ranks that share the experts of a layer
     experts_whole: bool = False  # tp does not cut them: each of its ranks sends its own tokens to experts
+    exchange: ExpertExchange = "all_to_all"  # how tokens get to experts of other ranks
+    halves: int = 1  # in so many equal parts tokens visit their experts
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
     flash_version: int = 3
@@ -190,6 +195,8 @@ class LocalShape(Record, frozen=True, kw_only=True):
             tp=parallel.tp,
             ep=parallel.ep,
             experts_whole=parallel.experts_cut < parallel.tp,
+            exchange=parallel.expert_exchange if parallel.ep > 1 else "all_to_all",
+            halves=2 if parallel.ep > 1 and parallel.overlap_ep else 1,
             sequence=parallel.sequence,
             flash=training.flash_attention,
             flash_version=training.flash_version,
@@ -205,6 +212,13 @@ class LocalShape(Record, frozen=True, kw_only=True):
     def tokens(self) -> int:
         """Return the tokens that attention and the matrices process on this rank."""
         return self.batch * self.queries
+
+    def expert_rows(self, experts: Experts) -> float:
+        """Return the rows that experts have room for, over the mean: as many as come, or fixed ones for all that may.
+
+        Sizes are fixed where no host waits to know how many come, and every choice of every rank may be of this one's.
+        """
+        return experts.imbalance if self.exchange == "all_to_all" else float(self.ep)
 
     @property
     def tokens_between(self) -> int:
@@ -229,6 +243,7 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
         norms=between.norms,
         activation=ffn.activation,
         ffn=ffn.forward,
+        experts=ffn.experts,
         backward=attention.backward + ffn.backward + between.backward,
     )
 
@@ -449,35 +464,40 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     per_rank = max(experts.count // local.ep, 1)
     tokens, cut = (local.tokens_between, 1) if local.experts_whole else (local.tokens, local.tp)
     visits = tokens * experts.per_token
-    rows = max(round(visits * experts.imbalance / per_rank), 1)
+    rows = max(round(visits * experts.imbalance / per_rank / local.halves), 1)
     width = max(experts.width // cut, 1)
-    sorts = 2 if local.ep > 1 else 1  # before tokens are sent, and by expert after they have come
-    moved = sorts * 2.0 * local.element_bytes * visits * model.hidden
+    sorts = 2 if local.ep > 1 and local.exchange != "gather" else 1  # before they are sent, and by expert
+    moved = there = sorts * 2.0 * local.element_bytes * visits * model.hidden
+    if local.exchange == "gather":  # a sum for each token of every rank
+        there = 1.0 * local.element_bytes * (visits + local.ep * tokens) * model.hidden
+    kernels = 2 * sorts * local.halves
     scores = 4.0 * ROUTER_PASSES * tokens * experts.count
-    works = [
+    part = replace(local, weight_casts=local.weight_casts / local.halves)
+    products = local.halves * [
+        *_first_matmuls(model, part, width, m=rows, batch=per_rank),
+        _activation(model, part, float(rows) * per_rank * width),
+        _linear("ffn out", part, n=model.hidden, k=width, m=rows, batch=per_rank),
+    ]
+    shared: list[LayerWork] = []
+    if experts.shared:
+        columns = max(experts.shared * experts.width // local.tp, 1)
+        shared = [
+            *_first_matmuls(model, local, columns),
+            _activation(model, local, float(local.tokens) * columns),
+            _linear("shared out", local, n=model.hidden, k=columns),
+        ]
+    whole = _join(
         _linear("router", local, n=experts.count, k=model.hidden, m=tokens, fp8=False),
         LayerWork(
             forward=_traffic("routing", scores, ROUTER_PASSES),
             backward=_traffic("routing backward", scores / 2, ROUTER_PASSES // 2),
         ),
-        LayerWork(
-            forward=_traffic("dispatch", moved, 2 * sorts), backward=_traffic("dispatch backward", moved, 2 * sorts)
-        ),
-        *_first_matmuls(model, local, width, m=rows, batch=per_rank),
-        _activation(model, local, float(rows) * per_rank * width),
-        _linear("ffn out", local, n=model.hidden, k=width, m=rows, batch=per_rank),
-        LayerWork(
-            forward=_traffic("combine", moved, 2 * sorts), backward=_traffic("combine backward", moved, 2 * sorts)
-        ),
-    ]
-    if experts.shared:
-        shared = max(experts.shared * experts.width // local.tp, 1)
-        works += [
-            *_first_matmuls(model, local, shared),
-            _activation(model, local, float(local.tokens) * shared),
-            _linear("shared out", local, n=model.hidden, k=shared),
-        ]
-    return _join(*works)
+        LayerWork(forward=_traffic("dispatch", moved, kernels), backward=_traffic("dispatch backward", there, kernels)),
+        *products,
+        LayerWork(forward=_traffic("combine", there, kernels), backward=_traffic("combine backward", moved, kernels)),
+        *shared,
+    )
+    return replace(whole, experts=_join(*products, *shared))
 
 
 def _between(model: Model, local: LocalShape) -> LayerWork:

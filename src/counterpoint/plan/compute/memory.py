@@ -190,9 +190,23 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
         else:
             kept += layers * less
         working = max(working, unit * whole - less)
+    if stage.routed and model.experts is not None:
+        working += _under_way(model, model.experts, local, job.parallel.capacity_factor)
     if stage.mtp:
         kept += stage.mtp * (activation_bytes(model, local, kind, model.experts, modules) + _mtp_bytes(model, local))
     return kept, working
+
+
+def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_factor: float) -> float:
+    """Return the bytes of the fixed buffers through which tokens travel to experts and back; all layers share them."""
+    mean = float(local.tokens_between) * experts.per_token
+    rows = {
+        "all_to_all": 0.0,  # as activations, no larger than what an expert keeps
+        "gather": 2.0 * local.ep * local.tokens_between,  # tokens of all ranks, and their sums
+        "push": mean * (1 + local.expert_rows(experts)),  # what is sent, and room for all that may come
+        "slabs": 2 * mean * capacity_factor,  # what is sent, and what comes
+    }
+    return rows[local.exchange] * model.hidden * local.element_bytes
 
 
 def _mtp_bytes(model: Model, local: LocalShape) -> float:
@@ -234,7 +248,7 @@ def activation_bytes(
         inner = 0.0
     else:
         inputs -= "moe_act" in dropped
-        inner = experts.per_token * experts.imbalance * (inputs * experts.width + 2.0 * model.hidden)
+        inner = experts.per_token * local.expert_rows(experts) * (inputs * experts.width + 2.0 * model.hidden)
         inner += inputs * experts.shared * experts.width
     inside = size * local.tokens * (heads + inner) / local.tp
     core = 0.0

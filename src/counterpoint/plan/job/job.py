@@ -17,7 +17,7 @@
     machine = "mine.json"        # a profile of one's own GPUs (docs/reference/profile.md); left out: the shipped one
     [overlap]
     mechanism = "zero_sm"
-    dp = "nccl"                  # of one axis, dp or tp, if it has another mechanism
+    dp = "nccl"                  # of one axis, dp, tp or ep, if it has another mechanism
     [ranks]
     slow = 1.2
     [run]                        # how long, what fails, what it costs: days and goodput
@@ -62,7 +62,7 @@ from counterpoint.records import Record
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
-OVERLAPPED = ("dp", "tp")  # axes whose collectives run beside compute; experts' and contexts' are waited for
+OVERLAPPED = ("dp", "tp", "ep")  # axes whose collectives may run beside compute; contexts' are waited for
 OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
 MAX_LINE = 2000  # characters
 TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
@@ -111,10 +111,21 @@ class Job(JobParts, frozen=True, kw_only=True):
                 f"parallel.pieces_tp with tp = {self.parallel.tp} on nodes of {self.cluster.gpus_per_node} GPUs: copy "
                 "engines reach the GPUs of a node; give a smaller tp, or leave it out"
             )
+        if self.parallel.expert_exchange == "push":
+            self._check_push()
         if self.parallel.world_size > self.cluster.num_gpus:
             raise Misconfigured(
                 f"parallel: dp · pp · cp · tp = {self.parallel.world_size} ranks on {self.cluster.num_gpus} GPUs: "
                 "give smaller degrees, or a larger cluster"
+            )
+
+    def _check_push(self) -> None:
+        apart = self.parallel.ep * self.parallel.experts_cut
+        if self.parallel.ep > 1 and apart > self.cluster.gpus_per_node:
+            raise Misconfigured(
+                f'parallel.expert_exchange = "push" with ep = {self.parallel.ep} over {apart} ranks on nodes of '
+                f"{self.cluster.gpus_per_node} GPUs: copy engines reach the GPUs of a node; give a smaller ep, or "
+                "another expert_exchange"
             )
 
     @property

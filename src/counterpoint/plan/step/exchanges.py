@@ -8,6 +8,8 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
                   (into latent attention: of the latents instead of A)                                 arXiv 2405.04434
     cp            all_gather of keys and values  all_gather, reduce_scatter                            arXiv 2407.21783
     ep            all_to_all of the tokens' activations, there and back, both ways                     arXiv 2006.16668
+    ep, gather    all_gather A, ids, weights;    all_gather A; reduce_scatter A and the gradients      Megatron-LM's
+                  reduce_scatter A               of weights                                            `allgather`
     pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
 
 Backward, the gradient of a block's input is on its way while dW is made (`Parallel.overlap_tp`). The second all_gather
@@ -20,11 +22,18 @@ rows, which differ by direction, of two.
 With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole experts: their block needs nothing of tp,
 unless there are shared experts, which tp cuts.
 
+Tokens that are gathered are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance
+that are sent. Exact pushes send as many bytes as all_to_all. Slabs hold `capacity_factor` times the mean; what one does
+not hold goes in a further round, so the busiest rank decides on their number. With `Parallel.overlap_ep` each of these
+comes twice, of half the tokens.
+
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 from msgspec.structs import replace
 
@@ -35,6 +44,9 @@ from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
 from counterpoint.plan.network.protocols import Operation
 from counterpoint.records import Record
+
+WEIGHT_BYTES = 4  # of a router's weight
+CHOICE_BYTES = WEIGHT_BYTES + 4  # with the number of its expert
 
 
 class Exchange(Record, frozen=True, kw_only=True):
@@ -48,6 +60,7 @@ class Exchange(Record, frozen=True, kw_only=True):
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
+    halves: bool = False  # they come in pairs, one of which runs beside the experts
 
     def us(self, times: MeshTimes) -> float:
         """Return the time of all of its collectives."""
@@ -69,7 +82,7 @@ def layer_exchanges(
     return (
         *(_in_fp8(_tensor(model, parallel, local, experts), local, experts) if parallel.tp > 1 else ()),
         *(_context(model, parallel, training, local) if parallel.cp > 1 else ()),
-        *(_experts(model, experts, local) if experts is not None and parallel.ep > 1 else ()),
+        *(_experts(model, parallel, experts, local) if experts is not None and parallel.ep > 1 else ()),
     )
 
 
@@ -163,13 +176,43 @@ def _context(model: Model, parallel: Parallel, training: Training, local: LocalS
     )
 
 
-def _experts(model: Model, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
+def _experts(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
+    if parallel.expert_exchange == "gather":
+        found = _gathered_tokens(model, parallel, experts, local)
+    else:
+        found = _sent_tokens(model, parallel, experts, local)
+    if not parallel.overlap_ep:
+        return found
+    return tuple(
+        replace(each, num_bytes=-(-each.num_bytes // 2), count=2 * each.count, ffn=2 * each.ffn, halves=True)
+        for each in found
+    )
+
+
+def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
     """Return the exchanges of tokens: the busiest rank receives `imbalance` times the mean, and all wait for it."""
-    sent = local.tokens_between * experts.per_token * model.hidden * local.element_bytes
+    sent, rounds = local.tokens_between * experts.per_token * model.hidden * local.element_bytes, 1
     num_bytes = round(sent * experts.imbalance)
+    if parallel.expert_exchange == "slabs":
+        num_bytes, rounds = round(sent * parallel.capacity_factor), ceil(experts.imbalance / parallel.capacity_factor)
+    both = 2 * rounds
     return (
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, ffn=2),
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=2, backward=True),
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=both, ffn=both),
+        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=both, backward=True),
+    )
+
+
+def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
+    """Return the exchanges of tokens that every rank sees: their sums come back, whichever expert they are of."""
+    tokens = parallel.ep * local.tokens_between
+    whole, choices = tokens * model.hidden * local.element_bytes, tokens * experts.per_token
+    return (
+        Exchange(axis="ep", operation="all_gather", num_bytes=choices * CHOICE_BYTES, ffn=1),
+        Exchange(axis="ep", operation="all_gather", num_bytes=whole, ffn=1),
+        Exchange(axis="ep", operation="reduce_scatter", num_bytes=whole, ffn=1),
+        Exchange(axis="ep", operation="all_gather", num_bytes=whole, backward=True),
+        Exchange(axis="ep", operation="reduce_scatter", num_bytes=choices * WEIGHT_BYTES, backward=True),
+        Exchange(axis="ep", operation="reduce_scatter", num_bytes=whole, backward=True),
     )
 
 

@@ -4,6 +4,7 @@ forward   = compute + every exchange                            activations are 
             those in pieces beside a product count what the product takes longer (`pieces.py`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
+halves    of exchanges with experts (`overlap_ep`): one is exposed, one runs together with the products of experts
 recomputed: selective: the chosen modules, a whole feed-forward block with its exchanges; full: forward again, with its
             exchanges, in all layers of a part or the first few of them, up to the last product or its input
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
@@ -197,15 +198,16 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     backward = (*work.backward, *_accumulation(job, experts))
     back = _compute(backward, rates)
     weight_us = _weight_us(work.backward, rates)
-    late = _exposed(job, rates, prices, sent_back, weight_us)
-    for name, us in _exposed(job, rates, prices, repeated, 0.0).items():
+    experts_us, experts_back_us = _experts_us(work, rates)
+    late = _exposed(job, rates, prices, sent_back, weight_us, experts_back_us)
+    for name, us in _exposed(job, rates, prices, repeated, 0.0, experts_us).items():
         late[name] = late.get(name, 0.0) + us
     recompute_us = _compute(again, rates).total_us
     comm_us: dict[str, float] = {}
     for exchange in (*exchanges, *repeated):
         comm_us[exchange.axis] = comm_us.get(exchange.axis, 0.0) + exchange.us(prices)
     return MicroBatchTime(
-        forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0))),
+        forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0, experts_us))),
         backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
         weight_us=weight_us,
         launch_us=(
@@ -278,6 +280,13 @@ def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent:
     return host_us(operations, rates) + collectives * rates.efficiency.host_collective_us
 
 
+def _experts_us(work: LayerWork, rates: GpuRates) -> tuple[float, float]:
+    """Return the time of the experts of a layer, forward and backward; 0 where it has none."""
+    if work.experts is None:
+        return 0.0, 0.0
+    return _compute(work.experts.forward, rates).total_us, _compute(work.experts.backward, rates).total_us
+
+
 def _weight_us(operations: Iterable[Operation], rates: GpuRates) -> float:
     return sum(cost(op, rates).us for op in _weight_gradients(operations))
 
@@ -299,15 +308,22 @@ def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:
 
 
 def _exposed(
-    job: Job, rates: GpuRates, prices: MeshTimes, exchanges: Iterable[Exchange], weight_us: float
+    job: Job,
+    rates: GpuRates,
+    prices: MeshTimes,
+    exchanges: Iterable[Exchange],
+    weight_us: float,
+    experts_us: float,
 ) -> dict[str, float]:
     """Return exposed µs by part; exchanges during weight gradients divide what they expose by time alone."""
     exposed: dict[str, float] = {}
-    during_dw = []
+    during_dw, halves = [], []
     for exchange in exchanges:
         name = EXPOSED[exchange.axis]
         if exchange.during_dw:
             during_dw.append(exchange)
+        elif exchange.halves:
+            halves.append((exchange.operation, exchange.us(prices) / 2))
         elif exchange.product is not None:
             us = _beside_product_us(job, prices, exchange, exchange.product)
             exposed[name] = exposed.get(name, 0.0) + us
@@ -320,6 +336,9 @@ def _exposed(
             part = us / sum(alone for _, alone in comms)
             name = EXPOSED[exchange.axis]
             exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
+    if halves:  # the first half's way there and the second's way back are beside nothing
+        both = kept_us(experts_us, halves, job.disturbance_of("ep"), persistent=rates.efficiency.persistent)
+        exposed["expert_us"] = sum(us for _, us in halves) + both - experts_us
     return exposed
 
 

@@ -1,0 +1,237 @@
+"""Choose how tokens travel to their experts and back, by the predicted time of each mechanism. No torch.
+
+    torch   counts, a wait of the host, and NCCL's all_to_all with exact sizes, both ways
+    gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered
+    push    copy engines move exactly the rows that are wanted; a thread of the host reads the sender's counts
+    slabs   copy engines move a fixed number of rows to each rank, however many are wanted: for graphs
+
+A time is that of a dispatch and a combine together, with what is computed beside them. With n ranks, T tokens of a rank
+and k experts of each, a GPU receives and sends, both times:
+
+    torch, push   T k (n - 1) / n rows, more on the rank whose experts are wanted most
+    slabs         as many times the capacity factor, in as many rounds as that rank needs
+    gather        T (n - 1) rows, however they are routed
+
+So gather moves less where k > n. Transport hides behind compute as the profile says of its mechanism; kernels that
+select, permute and add up rows do not hide at all, which is on the safe side. Not in it: tokens that go to two experts
+of one rank count twice, a host that is behind, ranks that are late, several hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile, default_profile
+from counterpoint.pair.arrivals import COPY_ENGINES
+from counterpoint.pair.together import disturbance, kept_us
+
+ExpertMechanism = Literal["torch", "gather", "push", "slabs"]
+MECHANISMS: tuple[ExpertMechanism, ...] = ("torch", "gather", "push", "slabs")  # the simplest first
+EAGER: tuple[ExpertMechanism, ...] = ("torch", "gather", "push")
+CAPTURED: tuple[ExpertMechanism, ...] = ("gather", "slabs")  # no host takes part: these can be recorded in a graph
+MARGIN = 0.10  # of what an exchange adds to the compute beside it: nearer to each other, predictions are a guess
+FIXED = 0.7  # from this share of a time on, that of an exchange without tokens, it is one of decoding
+_NCCL = "nccl"  # the mechanism of a profile that needs SMs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertExchange:
+    """Describes what one MoE layer exchanges: each of `tokens` tokens of a rank goes to `top_k` of all experts."""
+
+    ranks: int
+    top_k: int
+    experts: int  # of all ranks
+    tokens: int  # of a rank, at most
+    hidden: int
+    element_bytes: int = 2  # on the wire
+    beside_us: float = 0.0  # what is computed beside dispatch and combine, alone; 0: nothing
+    imbalance: float = 1.0  # rows of the rank with the most, over the mean
+    capacity_factor: float = 1.25  # of slabs: rows reserved for a rank, over the mean
+    captured: bool = False  # recorded in a CUDA graph
+
+    def __post_init__(self) -> None:
+        sizes = (self.top_k, self.experts, self.hidden, self.element_bytes)
+        if self.ranks < 2 or min(sizes) < 1 or self.tokens < 0:
+            raise Misconfigured(f"{self}: give 2 ranks or more, 0 tokens or more, and 1 or more of everything else")
+        if self.top_k > self.experts:
+            raise Misconfigured(f"top_k={self.top_k} of {self.experts} experts: give at most as many")
+        if not (0 <= self.beside_us < math.inf and 1 <= self.imbalance <= self.ranks and self.capacity_factor > 0):
+            given = f"beside_us={self.beside_us}, imbalance={self.imbalance}, capacity_factor={self.capacity_factor}"
+            raise Misconfigured(f"{given}: give 0 µs or more, 1 to {self.ranks} (the ranks), and a factor above 0")
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a token."""
+        return self.hidden * self.element_bytes
+
+    @property
+    def mean_rows(self) -> int:
+        """Return the rows of local experts on a rank, in the mean."""
+        return self.tokens * self.top_k
+
+    @property
+    def most_rows(self) -> float:
+        """Return the rows of local experts on the rank with the most."""
+        return self.mean_rows * self.imbalance
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """Holds the mechanism of an exchange, and the predictions in µs that it was chosen by."""
+
+    mechanism: ExpertMechanism
+    predicted_us: Mapping[ExpertMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
+    why: str  # one sentence
+    assumed: str = field(compare=False)  # what no figure of this call says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """Holds what a mechanism does, alone: µs of kernels, and of transport by PyTorch's name of the collective."""
+
+    kernels_us: float
+    comms: tuple[tuple[str, float], ...]
+
+    @property
+    def alone_us(self) -> float:
+        """Return the µs of all of it."""
+        return self.kernels_us + sum(us for _, us in self.comms)
+
+
+def choose_expert(
+    task: ExpertExchange,
+    profile: Profile | None = None,
+    *,
+    offered: Sequence[ExpertMechanism] | None = None,
+    margin: float = MARGIN,
+    host_us: Mapping[ExpertMechanism, float] | None = None,
+) -> ExpertPlan:
+    """Return the simplest mechanism that adds at most `margin` more than the best to the compute beside it.
+
+    torch's is the simplest; where it adds more than that, another one is chosen only if it adds less by `margin`. Few
+    tokens, as in decoding, are left to torch: where 70 % of the time of ours would pass without any token, bytes are
+    not what takes it. Ranks that give the same figures choose alike, which they must.
+
+    Args:
+        task: the exchange.
+        profile: of the machine; None: the default one, H200.
+        offered: mechanisms to choose from, such as those that run here; None: `EAGER`, or `CAPTURED` in a graph.
+        margin: part of what it adds by which a mechanism must be beaten to be passed over, 0 to 1.
+        host_us: what the host needs to issue a dispatch and a combine by each mechanism: none is taken to be shorter;
+            None: nothing.
+
+    Raises:
+        Misconfigured: `margin` is out of range, or nothing that is offered can be recorded in a graph.
+    """
+    profile = profile or default_profile()
+    able = CAPTURED if task.captured else MECHANISMS
+    wanted = (CAPTURED if task.captured else EAGER) if offered is None else offered
+    allowed = [name for name in able if name in wanted]
+    if not 0 <= margin < 1 or not allowed:
+        given = f"margin={margin}, offered={', '.join(wanted) or 'nothing'}"
+        raise Misconfigured(f"{given}: give 0 <= margin < 1, and at least one of {', '.join(able)}")
+    host_us = host_us or {}
+    predicted = {name: max(predicted_us(task, name, profile), host_us.get(name, 0.0)) for name in MECHANISMS}
+    added = {name: predicted[name] - task.beside_us for name in allowed}
+    best_us, most_us = min(added.values()), (1 - margin) * added.get("torch", math.inf)
+    near = [name for name in allowed if (1 - margin) * added[name] <= best_us]
+    chosen = next(name for name in near if name == "torch" or added[name] <= most_us)
+    times = ", ".join(f"{name} {us:,.0f}" for name, us in added.items())
+    beside = f" on top of {task.beside_us:,.0f} µs of compute" if task.beside_us else ""
+    why = f"{chosen} is the simplest within {margin:.0%} of the best of {times} µs{beside}"
+    if chosen != "torch" and "torch" in allowed:
+        alone_us, empty_us = parts_us(task, chosen, profile), parts_us(replace(task, tokens=0), chosen, profile)
+        if empty_us > FIXED * alone_us:
+            few = f"{task.tokens:,} tokens are too few for {chosen}"
+            why = f"{few}: {empty_us:,.0f} of its {alone_us:,.0f} µs would pass without any"
+            chosen = "torch"
+    return ExpertPlan(
+        mechanism=chosen,
+        predicted_us=predicted,
+        why=why,
+        assumed=f"the rank with the most rows has {task.imbalance:g} times the mean, the host is ahead, all ranks "
+        "begin together, and kernels of dispatch and combine do not run beside others",
+    )
+
+
+def predicted_us(task: ExpertExchange, mechanism: ExpertMechanism, profile: Profile | None = None) -> float:
+    """Return the µs of a dispatch, a combine and what runs beside them, by one mechanism."""
+    profile = profile or default_profile()
+    parts = _PARTS[mechanism](task, profile)
+    kept = disturbance(_NCCL if mechanism == "torch" else COPY_ENGINES, profile)
+    persistent = profile.efficiency.persistent
+    if not task.beside_us:
+        return parts.alone_us
+    return parts.kernels_us + kept_us(task.beside_us, parts.comms, kept, persistent=persistent)
+
+
+def parts_us(task: ExpertExchange, mechanism: ExpertMechanism, profile: Profile | None = None) -> float:
+    """Return the µs of a dispatch and a combine with nothing beside them."""
+    return _PARTS[mechanism](task, profile or default_profile()).alone_us
+
+
+def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
+    """Return what NCCL's all_to_all takes: the counts, the wait of the host for them, and the rows both ways."""
+    rates = profile.nccl_rates
+    crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
+    rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
+    counts_us = rates.latency_us + profile.rates.copy_us + profile.efficiency.host_collective_us
+    return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", counts_us + 2 * rows_us),))
+
+
+def _push(task: ExpertExchange, profile: Profile) -> _Parts:
+    """Return what copies of exact sizes take; a thread of the host reads the counts and submits them."""
+    rows_us = _copied_us(task, task.most_rows / task.ranks, profile)
+    submitted_us = profile.rates.copy_us + profile.efficiency.host_us
+    comms = (("all_to_all", 2 * (submitted_us + rows_us)),)
+    return _Parts(kernels_us=_repacked_us(task, profile), comms=comms)
+
+
+def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
+    """Return what copies of a fixed size take, and as many rounds as the rank with the most rows needs."""
+    rounds = math.ceil(task.imbalance / task.capacity_factor)
+    rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
+    return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
+
+
+def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
+    """Return what it takes to bring all tokens to all ranks, and the sums of the local experts back to each."""
+    rows, tokens = task.most_rows, task.ranks * task.tokens
+    kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
+    routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
+    sums_us = _streamed_us((task.ranks + 1) * task.tokens, task, profile)
+    rows_us = _copied_us(task, task.tokens, profile)
+    comms = (("all_gather", routing_us + rows_us), ("reduce_scatter", rows_us + sums_us))
+    return _Parts(kernels_us=kernels_us, comms=comms)
+
+
+_PARTS: Mapping[ExpertMechanism, Callable[[ExpertExchange, Profile], _Parts]] = {
+    "torch": _torch,
+    "gather": _gather,
+    "push": _push,
+    "slabs": _slabs,
+}
+
+
+def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
+    """Return the µs of the kernels around an exchange of rows: by rank, by expert, by rank again, and the sum."""
+    packed_us = _streamed_us(2 * task.mean_rows, task, profile)
+    permuted_us = _streamed_us(2 * task.most_rows, task, profile)
+    return packed_us + 2 * permuted_us + _streamed_us(task.mean_rows + task.tokens, task, profile)
+
+
+def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
+    """Return the µs of a kernel that reads and writes so many rows."""
+    return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
+
+
+def _copied_us(task: ExpertExchange, rows: float, profile: Profile) -> float:
+    """Return the µs of copies of so many rows to each of the other ranks, one after another."""
+    rates = profile.rates
+    bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s)
+    copy_us = rates.copy_us + rows * task.row_bytes / bytes_per_us + rates.batch_us
+    return rates.launch_us + 2 * rates.signal_us + rates.batch_us + (task.ranks - 1) * copy_us

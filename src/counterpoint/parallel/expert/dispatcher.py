@@ -1,0 +1,231 @@
+"""Carry tokens to their experts, and what these make of them back: `Dispatcher`, for users."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.machine.profile import default_profile
+from counterpoint.pair.expert_choice import ExpertExchange, choose_expert
+from counterpoint.parallel.backend.group import torch_group
+from counterpoint.parallel.backend.report import BackendReport, CallCounts
+from counterpoint.parallel.expert import halves
+from counterpoint.parallel.expert.all_to_all import AllToAll
+from counterpoint.parallel.expert.gathering import CHANNELS, GatherAll
+from counterpoint.parallel.expert.halves import Trip
+from counterpoint.parallel.expert.mechanism import TokenMechanism
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.push import Push
+from counterpoint.parallel.expert.slabs import Slabs
+
+_MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "push": Push, "slabs": Slabs}
+_AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # others are to be measured before
+_ALIGNMENT = 16  # bytes of a token: a chunk of whole tokens is then one that copies and sums take
+
+
+class Handle:
+    """Holds what a dispatch and its combine have in common: a caller keeps it from the first half to the last."""
+
+    def __init__(self, mechanism: TokenMechanism, tokens: int, dtype: torch.dtype) -> None:
+        self.tokens, self.dtype = tokens, dtype
+        self._rows = 0
+        self._trip = Trip(mechanism)
+        self._half: str = "start_dispatch"  # the last one that was called
+        self._under_way = torch.empty(0)  # stands for the tokens and their weights, then for the sums
+
+    def _turn(self, after: str, half: str) -> None:
+        """Raise unless `after` was the last half."""
+        if self._half != after:
+            raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
+        self._half = half
+
+
+class Dispatcher:
+    """Carries the tokens of one process group to their experts, and what these make of them back.
+
+    All ranks make it together and make the same calls in the same order, forward and backward, each with as many tokens
+    as it has. Second halves come in the order of the first ones.
+
+    Args:
+        group: torch process group; None: the default one.
+        experts: number of experts of all ranks, a multiple of the ranks: rank r has the r-th part of them.
+        top_k: experts of a token.
+        max_tokens: most tokens that a rank dispatches at once.
+        hidden: elements of a token.
+        options: the mechanism, and options of the communicator; None: the defaults.
+
+    Raises:
+        Misconfigured: a size or an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        options: ExpertOptions | None = None,
+    ) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        self.options = options or ExpertOptions()
+        self.layout = ExpertLayout(
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
+            experts=experts,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            hidden=hidden,
+        )
+        self._counts = CallCounts()
+        self._mechanism: TokenMechanism | None = None
+        self._why = ""
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
+        """Send tokens to their experts.
+
+        Args:
+            x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
+            ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1 is none.
+            weights: of each choice, `[tokens, top_k]`, by which `combine` multiplies what the expert made.
+
+        Returns:
+            The rows of this rank's experts, `[capacity, hidden]`, by expert, then by rank, token and choice; int32
+            offsets `[local experts]`, at which each expert's rows end; and the handle for `combine`.
+
+        Raises:
+            Misconfigured: shapes, dtypes or the device do not fit.
+        """
+        handle = self.start_dispatch(x, ids, weights)
+        return *self.finish_dispatch(handle), handle
+
+    def combine(self, rows: Tensor, handle: Handle) -> Tensor:
+        """Return the sum over each token's choices of weight times row, `[tokens, hidden]`, made in float32."""
+        return self.finish_combine(self.start_combine(rows, handle))
+
+    def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Handle:
+        """Begin a `dispatch`: what is called between its halves runs beside it."""
+        self._check_tokens(x, ids, weights)
+        mechanism = self._opened(x)
+        handle = Handle(mechanism, len(x), x.dtype)
+        self._count("dispatch", x)
+        handle._under_way = halves.start_dispatch(handle._trip, x, ids, weights)
+        return handle
+
+    def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Return rows and offsets, as `dispatch` does."""
+        handle._turn("start_dispatch", "finish_dispatch")
+        rows, offsets = halves.finish_dispatch(handle._trip, handle._under_way)
+        handle._rows = len(rows)
+        return rows, offsets
+
+    def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
+        """Begin a `combine`: what is called between its halves runs beside it."""
+        handle._turn("finish_dispatch", "start_combine")
+        wanted = handle._rows, self.layout.hidden
+        if rows.shape != wanted or rows.dtype != handle.dtype:
+            raise Misconfigured(
+                f"combine of rows {tuple(rows.shape)} of {rows.dtype}: give one for each row that was dispatched, "
+                f"{wanted} of {handle.dtype}"
+            )
+        self._count("combine", rows)
+        handle._under_way = halves.start_combine(handle._trip, rows, handle._under_way)
+        return handle
+
+    def finish_combine(self, handle: Handle) -> Tensor:
+        """Return the sums, as `combine` does."""
+        handle._turn("start_combine", "finish_combine")
+        under_way, handle._under_way = handle._under_way, torch.empty(0)
+        return halves.finish_combine(handle._trip, under_way)
+
+    def report(self) -> BackendReport:
+        """Return which calls went which way, and why."""
+        return self._counts.report()
+
+    def dropped(self) -> int:
+        """Return how many choices this rank found no room for so far; on a GPU this waits for the device.
+
+        With `slabs` and `push` these are choices of its own tokens, else rows of its experts, with padding.
+        """
+        return 0 if self._mechanism is None else self._mechanism.dropped()
+
+    def close(self) -> None:
+        """Close the communicator; all ranks call it. A later call opens another."""
+        mechanism, self._mechanism = self._mechanism, None
+        if mechanism is not None:
+            mechanism.close()
+
+    def _check_tokens(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        layout = self.layout
+        if x.dim() != 2 or x.shape[1] != layout.hidden or len(x) > layout.max_tokens:
+            raise Misconfigured(
+                f"dispatch of x {tuple(x.shape)}: give [tokens, {layout.hidden}], of at most {layout.max_tokens} tokens"
+            )
+        for name, tensor in (("ids", ids), ("weights", weights)):
+            if tensor.shape != (len(x), layout.top_k):
+                raise Misconfigured(
+                    f"dispatch of {len(x)} tokens with {name} {tuple(tensor.shape)}: give {(len(x), layout.top_k)}"
+                )
+        if ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
+            raise Misconfigured(f"ids of {ids.dtype}, weights of {weights.dtype}: give int32 or int64, and floats")
+        if not x.device == ids.device == weights.device:
+            raise Misconfigured(f"x on {x.device}, ids on {ids.device}, weights on {weights.device}: give one device")
+
+    def _count(self, operation: str, tensor: Tensor) -> None:
+        assert self._mechanism is not None
+        self._counts.add(operation, tensor.nbytes, self._mechanism.name, self._why)
+
+    def _opened(self, x: Tensor) -> TokenMechanism:
+        """Return the mechanism, made at the first call, by all ranks together."""
+        if self._mechanism is None:
+            self._mechanism, self._why = self._made(x)
+        return self._mechanism
+
+    def _made(self, x: Tensor) -> tuple[TokenMechanism, str]:
+        """Return the mechanism that is asked for, or predicted to be the fastest, and why."""
+        asked, group = self.options.mechanism, torch_group(self.group)
+        by_torch = AllToAll(group, self.layout, self.options)
+        if asked == "torch":
+            return by_torch, "asked for torch"
+        row_bytes = self.layout.hidden * (self.options.wire_dtype or x.dtype).itemsize
+        if row_bytes % _ALIGNMENT:
+            return by_torch, f"tokens of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")
+        options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": CHANNELS}))
+        try:
+            communicator = Communicator(group, device=x.device, options=options)
+        except Unsupported as error:
+            return by_torch, str(error)
+        name, why = (asked, f"asked for {asked}") if asked != "auto" else self._chosen(communicator, x)
+        if name == "torch":
+            communicator.close()
+            return by_torch, why
+        return _MECHANISMS[name](communicator, self.layout, self.options), why
+
+    def _chosen(self, communicator: Communicator, x: Tensor) -> tuple[str, str]:
+        """Return the mechanism that is predicted to be the fastest, which is the same on all ranks, and why."""
+        layout, on_gpu = self.layout, x.device.type == "cuda"
+        if layout.world_size == 1:
+            return "gather", "one rank"
+        plan = choose_expert(
+            ExpertExchange(
+                ranks=layout.world_size,
+                top_k=layout.top_k,
+                experts=layout.experts,
+                tokens=layout.max_tokens,
+                hidden=layout.hidden,
+                element_bytes=x.element_size(),
+                beside_us=self.options.beside_us,
+            ),
+            communicator.profile if on_gpu else default_profile(),  # CPUs rehearse
+            offered=_AUTOMATIC,
+        )
+        return plan.mechanism, plan.why

@@ -1,0 +1,280 @@
+"""Move tokens by gathering them on all ranks: nobody counts, the host waits for nothing, a graph can be captured.
+
+Every rank gets the tokens, ids and weights of all ranks, and takes the rows of its experts as each rank's tokens come.
+It adds up what these made for each token, weighted, and sends each rank its sums as they are made; every rank adds up
+what came for its tokens in the order of ranks, in float32. All this is copied by copy engines; on the caller's stream
+are only the kernels that take rows and add them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.work import PartitionedWork
+from counterpoint.parallel.backend.report import RoutedPath
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.packing import CallMemory, Overflow
+from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
+from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.sums import add_up
+
+CHANNELS = 5
+_TOKENS, _SUMS, _SMALL = (0, 1), (2, 3), 4  # two calls of a kind may be under way at once
+
+
+@dataclass
+class _Gathering:
+    """Holds this rank's block, those of all, `[world_size * block, ...]`, and the call that brings them."""
+
+    own: Tensor
+    blocks: Tensor
+    work: PartitionedWork
+
+
+@dataclass
+class _Route:
+    """Holds what the tokens of all ranks chose, `block` of each rank, of which this rank has `tokens`."""
+
+    tokens: int
+    block: int
+    dtype: torch.dtype
+    x: _Gathering | None
+    choices: Tensor | None
+    choices_work: Any
+    weights: Tensor | None = None  # of all ranks, once they are there
+    assignment: Assignment | None = None
+
+    def assigned(self) -> tuple[Assignment, Tensor]:
+        assert self.assignment is not None, "a dispatch that was not finished"
+        assert self.weights is not None
+        return self.assignment, self.weights
+
+
+@dataclass
+class _Summing:
+    """Holds the sums for this rank's tokens that come from each rank, and those that leave."""
+
+    staging: Tensor
+    leaving: Tensor
+    work: PartitionedWork
+    tokens: int
+    rows: Tensor | None
+
+
+@dataclass
+class _Scattering:
+    out: Tensor
+    work: Any
+
+
+class GatherAll:
+    """Moves tokens by all_gathers, and sums by all_to_alls of even blocks. See `TokenMechanism`."""
+
+    name: RoutedPath = "gather"
+
+    def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
+        self._communicator, self._layout, self._options = communicator, layout, options
+        self._open: dict[int, PartitionedWork] = {}  # by channel, the call under way
+        self._latest: dict[tuple[int, int], int] = {}  # by pair of channels, which one had the last call
+        self._memory = CallMemory(communicator)
+        self._overflow = Overflow(communicator.device, options)
+
+    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
+        """Begin to gather tokens, ids and weights."""
+        options = self._options
+        if not self._memory.is_capturing():
+            self._overflow.check()
+        tokens, dtype = len(x), x.dtype
+        block = self._layout.block(tokens, options)
+        parts = [ids, weights.view(torch.int32)]
+        if options.wire_dtype is not None:
+            x, scales = narrowed(x, options.wire_dtype)
+            parts.append(scales.view(torch.int32))
+        choices = self._memory.empty(
+            self._layout.world_size, block * sum(one.shape[1] for one in parts), dtype=torch.int32
+        )
+        at = 0
+        for part in parts:
+            end = at + block * part.shape[1]
+            mine = choices[self._layout.rank, at:end].view(block, -1)
+            mine[: len(part)].copy_(part)
+            mine[len(part) :].fill_(-1)
+            at = end
+        own = choices[self._layout.rank]
+        work = self._communicator.all_gather(choices, own, channel=_SMALL, async_op=True)
+        return _Route(tokens, block, dtype, self._gather(x, block), choices, work)
+
+    def dispatch_finish(self, route: _Route) -> tuple[Tensor, Tensor]:
+        """Assign rows by the ids of all ranks, and take those of this rank's experts."""
+        arriving, choices, layout = route.x, route.choices, self._layout
+        assert arriving is not None, "a dispatch is finished once"
+        assert choices is not None
+        route.choices_work.wait()
+        route.x = route.choices = route.choices_work = None
+        width = route.block * layout.top_k
+        ids = choices[:, :width].reshape(-1, layout.top_k)
+        route.weights = choices[:, width : 2 * width].reshape(-1, layout.top_k).view(torch.float32)
+        scales = None
+        if self._options.wire_dtype is not None:
+            scales = choices[:, 2 * width :].reshape(-1, 1).view(torch.float32).expand(-1, layout.top_k)
+        self._memory.give_back(choices)
+        assignment = route.assignment = assign(
+            ids,
+            first_expert=layout.first_expert,
+            num_experts=layout.local_experts,
+            capacity=layout.capacity(route.block, self._options),
+            pad_multiple=self._options.pad_multiple,
+        )
+        self._note_room(ids, assignment)
+        return self._permuted(arriving, route, scales), assignment.offsets
+
+    def combine_start(self, rows: Tensor, route: _Route, *, weighted: bool) -> _Summing:
+        """Add up what this rank's experts made for each token, and send the sums of each rank as they are there."""
+        assignment, weights = route.assigned()
+        layout, block = self._layout, route.block
+        staging = self._memory.empty(layout.world_size, block, layout.hidden, dtype=rows.dtype)
+        leaving = rows.new_empty(layout.world_size * block, layout.hidden)
+        channel = self._channel(_SUMS)
+        work = self._communicator.partitioned_all_to_all(staging, leaving, chunk_rows=block, channel=channel)
+        self._open[channel] = work
+
+        def add(rank: int, out: Tensor) -> None:
+            part = slice(rank * block, (rank + 1) * block)
+            combine(
+                rows,
+                assignment.of_tokens(part.start, part.stop),
+                weights=weights[part] if weighted else None,
+                out=out,
+            )
+
+        for index, one in enumerate(work.sent):
+            add(one.peer, leaving[one.peer * block : (one.peer + 1) * block])
+            work.ready(index + 1)
+        add(layout.rank, staging[layout.rank])  # its place among the parts, which no peer writes
+        return _Summing(staging, leaving, work, route.tokens, rows if weighted else None)
+
+    def combine_finish(self, pending: _Summing) -> tuple[Tensor, Tensor | None]:
+        """Wait for the ranks' sums, and add them up."""
+        sums = pending.leaving.new_empty(pending.tokens, self._layout.hidden)
+        pending.work.arrived(len(pending.work.received))
+        if pending.tokens:
+            add_up(pending.staging[:, : pending.tokens], sums, "sum")
+        self._end(pending.work)
+        self._memory.give_back(pending.staging)
+        return sums, pending.rows
+
+    def spread_start(self, grads: Tensor, route: _Route) -> tuple[_Gathering, _Route]:
+        """Begin to gather the derivatives of the sums."""
+        return self._gather(grads, route.block), route
+
+    def spread_finish(self, pending: tuple[_Gathering, _Route], kept: Tensor | None) -> tuple[Tensor, Any]:
+        """Take the rows of this rank's experts; begin to send the products that its rows have in them home."""
+        arriving, route = pending
+        _, weights = route.assigned()
+        dots = None if kept is None else weights.new_zeros(weights.shape)
+        rows = self._permuted(arriving, route, weights, kept=kept, dots=dots)
+        if dots is None:
+            return rows, None
+        out = dots.new_empty(route.block, dots.shape[1])
+        work = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
+        return rows, _Scattering(out[: route.tokens], work)
+
+    def weight_grads_finish(self, pending: _Scattering) -> Tensor:
+        """Wait for the products, of which each choice has one on one rank."""
+        pending.work.wait()
+        return pending.out
+
+    def dropped(self) -> int:
+        """Return how many rows had no room so far; this waits for the device."""
+        return self._overflow.total()
+
+    def close(self) -> None:
+        """Close the communicator; raise if the last call had no room and that was not allowed."""
+        self._communicator.close()
+        self._overflow.check()
+
+    def _gather(self, tokens: Tensor, block: int) -> _Gathering:
+        """Begin to gather a block of tokens of each rank; what lies past a rank's own nobody reads."""
+        layout = self._layout
+        blocks = self._memory.empty(layout.world_size * block, layout.hidden, dtype=tokens.dtype)
+        own = tokens
+        if len(tokens) < block:
+            own = blocks[layout.rank * block : (layout.rank + 1) * block]
+            own[: len(tokens)].copy_(tokens)
+        channel = self._channel(_TOKENS)
+        work = self._communicator.partitioned_all_gather(blocks, own, chunk_rows=block, channel=channel)
+        self._open[channel] = work
+        return _Gathering(own, blocks, work)
+
+    def _permuted(
+        self,
+        arriving: _Gathering,
+        route: _Route,
+        weights: Tensor | None,
+        *,
+        kept: Tensor | None = None,
+        dots: Tensor | None = None,
+    ) -> Tensor:
+        """Return the rows of this rank's experts, taken from each rank's tokens as they come; end the call.
+
+        Args:
+            arriving: the tokens.
+            route: where they go.
+            weights: by which each row is multiplied.
+            kept: rows whose products with the tokens are written to `dots`.
+            dots: `[world_size * block, top_k]`.
+        """
+        assignment, _ = route.assigned()
+        rows = arriving.blocks.new_empty(assignment.capacity, self._layout.hidden, dtype=route.dtype)
+        for number, (rank, tokens) in enumerate(self._come(arriving, route.block)):
+            part = slice(rank * route.block, (rank + 1) * route.block)
+            there = assignment.of_tokens(part.start, part.stop)
+            if number:  # padding was written with the first part
+                there = replace(there, pad_multiple=1)
+            scale = None if weights is None else weights[part]
+            permute(tokens, there, weights=scale, out=rows, zero_tail=self._options.zero_tail and not number)
+            if kept is not None and dots is not None:
+                weight_grads(kept, tokens, there, out=dots[part])
+        self._end(arriving.work)
+        self._memory.give_back(arriving.blocks)
+        return rows
+
+    def _come(self, arriving: _Gathering, block: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield each rank and its tokens, this rank first, the others when they are there."""
+        yield self._layout.rank, arriving.own
+        for index, one in enumerate(arriving.work.received):
+            arriving.work.arrived(index + 1)
+            yield one.peer, arriving.blocks[one.peer * block : (one.peer + 1) * block]
+
+    def _channel(self, pair: tuple[int, int]) -> int:
+        """Return the channel of the next call; it ends the call before the last, if that is still under way."""
+        self._latest[pair] = 1 - self._latest.get(pair, 1)
+        channel = pair[self._latest[pair]]
+        if channel in self._open:
+            self._end(self._open[channel])
+        return channel
+
+    def _end(self, work: PartitionedWork) -> None:
+        """End a call, whose channel is then free."""
+        work.finish()
+        self._open = {channel: one for channel, one in self._open.items() if one is not work}
+
+    def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
+        """Count the rows for which there is no room; every rank knows the ids of all, and so who has none."""
+        options, layout = self._options, self._layout
+        if options.capacity_factor is None or options.overflow == "second_round":
+            return
+        self._overflow.add(assignment.missing)
+        if options.overflow == "drop" or self._memory.is_capturing():
+            return
+        counts = ids.new_zeros(layout.experts + 1)
+        valid = (ids >= 0) & (ids < layout.experts)
+        counts.index_add_(0, torch.where(valid, ids, layout.experts).view(-1), torch.ones_like(ids).view(-1))
+        rows = (counts[:-1] + options.pad_multiple - 1) // options.pad_multiple * options.pad_multiple
+        self._overflow.note((rows.view(layout.world_size, -1).sum(1) - assignment.capacity).clamp(min=0))

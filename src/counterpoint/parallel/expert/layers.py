@@ -1,0 +1,348 @@
+"""Run the experts of a rank, and a layer of them whose dispatch and combine lie beside matmuls.
+
+Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
+node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
+of the weight is computed after the backward communication of these rows has started.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.expert.activation import swiglu
+from counterpoint.parallel.expert.options import ExpertOptions
+
+if TYPE_CHECKING:
+    from counterpoint.parallel.expert.dispatcher import Dispatcher
+
+ALIGNMENT = 16  # bytes of a row: torch's grouped kernels take multiples of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayerOptions(ExpertOptions):
+    """Holds options of layers of experts, and of their dispatchers.
+
+    Args:
+        parts: into which a rank's tokens are cut: communication of one lies beside the experts of another.
+        max_tokens: most tokens of a rank in one call, equal on all ranks; None: as many as any rank has in the first.
+
+    Raises:
+        Misconfigured: an option has a value that is not allowed.
+    """
+
+    parts: int = 2
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("parts", self.parts), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise Misconfigured(f"{name}={value}: give 1 or more")
+        super().__post_init__()
+
+    def of_dispatcher(self) -> ExpertOptions:
+        """Return those of the dispatcher."""
+        return ExpertOptions(**{one.name: getattr(self, one.name) for one in fields(ExpertOptions) if one.init})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DelayedWeight:
+    """Stands for a weight in one call of `grouped_matmul`, which leaves the weight's gradient for later.
+
+    Args:
+        weight: without a gradient.
+        place: an empty tensor, of the node that will compute the gradient.
+        products: what that node finds: rows, gradients of the outputs, and offsets.
+    """
+
+    weight: Tensor
+    place: Tensor
+    products: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def delayed(weight: Tensor, calls: int = 1) -> tuple[DelayedWeight, ...]:
+    """Return stands-in for a weight, one for each of several calls of `grouped_matmul`.
+
+    The gradient is computed where backward passes this call: after that of everything that came later in forward, so
+    beside communication that was started there. That of all calls is added up before it reaches the weight.
+
+    Args:
+        weight: `[experts, out, in]`.
+        calls: how many stands-in to return; one that is not used costs nothing.
+    """
+    products: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(calls)]
+    places = _DelayedGradient.apply(weight, products)  # type: ignore[no-untyped-call]
+    pairs = zip(places, products, strict=True)
+    return tuple(DelayedWeight(weight=weight.detach(), place=place, products=found) for place, found in pairs)
+
+
+def grouped_matmul(rows: Tensor, weight: Tensor | DelayedWeight, offsets: Tensor) -> Tensor:
+    """Multiply each expert's rows by its weight: `rows[start:end] @ weight[expert].T`.
+
+    On CUDA, bfloat16 goes through torch's `grouped_mm`, which waits for nothing; all else through a loop, for which the
+    host reads the offsets.
+
+    Args:
+        rows: `[capacity, in]`, by expert. Rows past the last offset are ignored; what they become is undefined.
+        weight: `[experts, out, in]`, or what `delayed` has returned for it.
+        offsets: int32 `[experts]`, the end of each expert's rows.
+
+    Returns:
+        `[capacity, out]`.
+
+    Raises:
+        Misconfigured: shapes or dtypes do not fit.
+    """
+    whole = weight.weight if isinstance(weight, DelayedWeight) else weight
+    _check(rows, whole, offsets)
+    if isinstance(weight, DelayedWeight):
+        operands = rows.contiguous(), weight.place, whole, offsets, weight.products
+        out: Tensor = _DelayedMatmul.apply(*operands)  # type: ignore[no-untyped-call]
+    else:
+        out = _GroupedMatmul.apply(rows.contiguous(), weight, offsets)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """Computes experts: down(gate(gate_up(row))).
+
+    Args:
+        gate_up: `[experts, 2 * ffn, hidden]`, both behind one another.
+        down: `[experts, hidden, ffn]`.
+        gate: makes `[rows, ffn]` of `[rows, 2 * ffn]`, each row by itself; None: `swiglu`.
+    """
+
+    gate_up: Tensor | DelayedWeight
+    down: Tensor | DelayedWeight
+    gate: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Return `[capacity, hidden]` of rows that lie by expert."""
+        gate_up = grouped_matmul(rows, self.gate_up, offsets)
+        inner = swiglu(gate_up, offsets) if self.gate is None else self.gate(gate_up)
+        return grouped_matmul(inner, self.down, offsets)
+
+    def delayed(self, calls: int) -> tuple[ExpertWeights, ...]:
+        """Return the same for several calls, whose weight gradients come where backward passes this one."""
+        if isinstance(self.gate_up, DelayedWeight) or isinstance(self.down, DelayedWeight):
+            raise Misconfigured("these weights are delayed already: call delayed() of those they were made of")
+        pairs = zip(delayed(self.gate_up, calls), delayed(self.down, calls), strict=True)
+        return tuple(ExpertWeights(gate_up=gate_up, down=down, gate=self.gate) for gate_up, down in pairs)
+
+
+class LocalExperts(nn.Module):
+    """Holds the experts of this rank: gated feed-forward layers, as three-dimensional weights.
+
+    Args:
+        experts: of this rank.
+        hidden: width of the model.
+        ffn: width inside an expert.
+        gate: makes `[rows, ffn]` of `[rows, 2 * ffn]`, each row by itself; None: `swiglu`.
+        dtype: of the weights.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        *,
+        gate: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, hidden, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts, hidden, ffn, dtype=dtype))
+        if not self.gate_up.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `nn.Linear` draws them."""
+        for weight in (self.gate_up, self.down):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def weights(self) -> ExpertWeights:
+        """Return the weights as they are now: FSDP2 puts whole ones in the place of shards."""
+        return ExpertWeights(gate_up=self.gate_up, down=self.down, gate=self.gate)
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Return `[capacity, hidden]` of rows that lie by expert, whose ends are `offsets`."""
+        return self.weights()(rows, offsets)
+
+
+def overlapped_moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: LocalExperts | ExpertWeights | Callable[[Tensor, Tensor], Tensor],
+    dispatcher: Dispatcher,
+    *,
+    parts: int = 2,
+    shared: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Run a layer of experts in parts: the dispatch of one and the combine of another beside the experts of a third.
+
+    Half of the shared expert lies beside the first dispatch, half beside the last combine. Backward does the same the
+    other way round, and the experts' weight gradients lie beside the communication of the rows' derivatives. All ranks
+    of the dispatcher's group call it with the same `parts`.
+
+    Args:
+        x: this rank's tokens `[tokens, hidden]`.
+        ids: their experts `[tokens, top_k]`, -1 for none.
+        weights: of these choices `[tokens, top_k]`.
+        experts: of this rank. Weight gradients of another function of rows and offsets are not delayed, nor of experts
+            on which `fully_shard` was called: call it on the module that calls this.
+        dispatcher: brings tokens to experts and back.
+        parts: of the tokens. 1: nothing lies beside the communication but the shared expert and weight gradients.
+        shared: an expert that every token visits, each row by itself; called twice. Its output is added.
+
+    Returns:
+        `[tokens, hidden]`.
+
+    Raises:
+        Misconfigured: `parts` is no positive number.
+    """
+    if parts < 1:
+        raise Misconfigured(f"parts={parts}: give 1 or more")
+    sizes, halves = _even(len(x), parts), x.split(_even(len(x), 2))
+    inputs = list(zip(x.split(sizes), ids.split(sizes), weights.split(sizes), strict=True))
+    outputs, beside = [], []
+    arriving = deque(dispatcher.start_dispatch(*one) for one in inputs[:2])
+    combining: deque[Any] = deque()
+    if shared is not None:
+        beside.append(shared(halves[0]))
+    for part, call in enumerate(_calls(experts, parts)):
+        if 0 < part < parts - 1:
+            arriving.append(dispatcher.start_dispatch(*inputs[part + 1]))
+        handle = arriving.popleft()
+        rows, offsets = dispatcher.finish_dispatch(handle)
+        combining.append(dispatcher.start_combine(call(rows, offsets), handle))
+        if part > 0:
+            outputs.append(dispatcher.finish_combine(combining.popleft()))
+    if shared is not None:
+        beside.append(shared(halves[1]))
+    outputs.append(dispatcher.finish_combine(combining.popleft()))
+    out = torch.cat(outputs) if parts > 1 else outputs[0]
+    return out + torch.cat(beside) if beside else out
+
+
+def _calls(
+    experts: LocalExperts | ExpertWeights | Callable[[Tensor, Tensor], Tensor], parts: int
+) -> Sequence[Callable[[Tensor, Tensor], Tensor]]:
+    """Return what runs the experts of each part."""
+    if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
+        experts = experts.weights()
+    return experts.delayed(parts) if isinstance(experts, ExpertWeights) else [experts] * parts
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """Return sizes that differ by one at most."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return _forward(rows, weight, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, offsets = ctx.saved_tensors
+        grads = grads.contiguous()
+        of_rows = _forward(grads, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+        of_weight = _of_weight(rows, grads, offsets) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, None
+
+
+class _DelayedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor, weight: Tensor, offsets: Tensor, products: list[Any]) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        ctx.products = products
+        return _forward(rows, weight, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, offsets = ctx.saved_tensors
+        grads, place = grads.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            ctx.products[:] = [(rows, grads, offsets)]
+            place = grads.new_empty(0)
+        of_rows = _forward(grads, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+        return of_rows, place, None, None, None
+
+
+class _DelayedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, products: list[list[Any]]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.products = products
+        return tuple(weight.new_empty(0) for _ in products)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *places: Tensor | None) -> tuple[Tensor | None, None]:
+        total = None
+        for place, products in zip(places, ctx.products, strict=True):
+            if place is not None:  # otherwise what may lie there is of an earlier pass
+                product = _of_weight(*products.pop())
+                total = product if total is None else total.add_(product)
+        return total, None
+
+
+def _forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply rows by `weight[expert].T`."""
+    if _is_fast(rows, *weight.shape[1:]):
+        return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+    out = rows.new_zeros(len(rows), weight.shape[1])
+    for expert, (start, end) in enumerate(_ranges(offsets)):
+        torch.mm(rows[start:end], weight[expert].t(), out=out[start:end])
+    return out
+
+
+def _of_weight(rows: Tensor, grads: Tensor, offsets: Tensor) -> Tensor:
+    """Return the gradient of a weight `[experts, out, in]`: for each expert `grads.T @ rows`."""
+    if _is_fast(rows, grads.shape[1], rows.shape[1]):
+        return functional.grouped_mm(grads.t(), rows, offs=offsets)
+    out = rows.new_empty(len(offsets), grads.shape[1], rows.shape[1])
+    for expert, (start, end) in enumerate(_ranges(offsets)):
+        torch.mm(grads[start:end].t(), rows[start:end], out=out[expert])
+    return out
+
+
+def _is_fast(rows: Tensor, *widths: int) -> bool:
+    """Return whether torch's grouped kernels take such rows, and weights of these widths."""
+    is_aligned = all(width * rows.itemsize % ALIGNMENT == 0 for width in widths)
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned and len(rows) > 0
+
+
+def _ranges(offsets: Tensor) -> list[tuple[int, int]]:
+    ends = offsets.tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _check(rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    if rows.dim() != 2 or weight.dim() != 3 or rows.shape[1] != weight.shape[2]:
+        raise Misconfigured(
+            f"rows {tuple(rows.shape)} and weight {tuple(weight.shape)}: give [rows, in] and [experts, out, in]"
+        )
+    if offsets.dtype != torch.int32 or offsets.shape != weight.shape[:1]:
+        raise Misconfigured(
+            f"offsets {offsets.dtype} {tuple(offsets.shape)} of {len(weight)} experts: give int32 [{len(weight)}]"
+        )
+    if rows.dtype != weight.dtype:
+        raise Misconfigured(f"rows {rows.dtype} and weight {weight.dtype}: give both in one dtype")

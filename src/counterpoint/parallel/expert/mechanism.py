@@ -1,0 +1,67 @@
+"""Define what a mechanism does that carries tokens to their experts, and what they make of them back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from counterpoint.parallel.backend.report import RoutedPath
+
+
+class TokenMechanism(Protocol):
+    """Represents one way to move tokens; it works on plain tensors and knows nothing of autograd.
+
+    Every operation has two halves. The first begins the communication, the second waits for it: on a GPU the current
+    stream waits, not the host. Second halves come in the order of the first ones of their kind, not always at once:
+    several dispatches and combines may be under way. All ranks make the same calls in the same order.
+
+    A token's sum is made in float32: `weight * row` of its choices in a fixed order, rounded once if they come from
+    one rank.
+    """
+
+    name: RoutedPath
+
+    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        """Begin to send tokens `[tokens, hidden]` to the experts `ids`, int32 `[tokens, top_k]`, of which -1 is none.
+
+        `weights` are float32 `[tokens, top_k]`. Return the route: all that later halves have to know, and nothing
+        large once the dispatch has ended, since it is kept until derivatives are made.
+        """
+
+    def dispatch_finish(self, route: Any) -> tuple[Tensor, Tensor]:
+        """Return rows and offsets.
+
+        Rows are `[capacity, hidden]`, by local expert, then by rank, token and choice. Offsets are int32
+        `[local_experts]`, where each expert's rows end; those past the last are not used.
+        """
+
+    def combine_start(self, rows: Tensor, route: Any, *, weighted: bool) -> Any:
+        """Begin to send home what experts made of rows, of which each token's are added up; return what is pending.
+
+        Not `weighted`, it is the derivative of a dispatch.
+        """
+
+    def combine_finish(self, pending: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the sums `[tokens, hidden]`, in the dtype of rows.
+
+        The second value is what `spread_finish` needs for the derivative of the weights, if the combine was weighted.
+        """
+
+    def spread_start(self, grads: Tensor, route: Any) -> Any:
+        """Begin to send the derivatives of the sums, `[tokens, hidden]`, to the rows; return what is pending."""
+
+    def spread_finish(self, pending: Any, kept: Tensor | None) -> tuple[Tensor, Any]:
+        """Return the derivative of rows `[capacity, hidden]`, each times its weight, and what is pending of weights.
+
+        With `kept`, which `combine_finish` returned, the derivative of the weights begins to go home; else None.
+        """
+
+    def weight_grads_finish(self, pending: Any) -> Tensor:
+        """Return the derivative of the weights, float32 `[tokens, top_k]`."""
+
+    def dropped(self) -> int:
+        """Return how many choices this rank found no room for so far; this waits for the device."""
+
+    def close(self) -> None:
+        """Give back what it holds; all ranks call it."""

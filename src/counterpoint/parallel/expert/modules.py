@@ -1,0 +1,206 @@
+"""Run the experts of a model of `transformers` by a `Dispatcher`, after its plan for expert parallelism was applied.
+
+A module whose style is exactly that of `transformers` gets another `forward`. Parameters stay where they are: each call
+takes this rank's part of the DTensors that the module then has. Layers of one shape share a dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.expert.dispatcher import Dispatcher
+from counterpoint.parallel.expert.layers import ExpertLayerOptions, ExpertWeights, overlapped_moe
+from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
+from counterpoint.parallel.report import ExpertParallelModule, ExpertParallelReport
+from counterpoint.parallel.tensor.recognised import ranks_of
+
+
+class Dispatchers:
+    """Makes dispatchers, one for each shape of a layer and group of ranks, and closes them."""
+
+    def __init__(self, options: ExpertLayerOptions) -> None:
+        self.options = options
+        self._made: dict[Any, Dispatcher] = {}
+
+    def __deepcopy__(self, _: Any) -> Dispatchers:  # a copy of a layer communicates by the same ones
+        return self
+
+    def all(self) -> tuple[Dispatcher, ...]:
+        """Return those that were made so far."""
+        return tuple(self._made.values())
+
+    def of(self, style: ExpertStyle, x: Tensor, top_k: int) -> Dispatcher:
+        """Return the dispatcher for these tokens; at first all ranks make it together."""
+        key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
+        if key not in self._made:
+            self._made[key] = Dispatcher(
+                style.mesh.get_group(),
+                experts=style.experts,
+                top_k=top_k,
+                max_tokens=self._part(self.options.max_tokens or _most(len(x), style, x.device)),
+                hidden=x.shape[1],
+                options=self.options.of_dispatcher(),
+            )
+        found = self._made[key]
+        if self._part(len(x)) > found.layout.max_tokens:
+            raise Misconfigured(
+                f"{len(x)} tokens, more than any rank had in the first call: "
+                "give OverlapOptions(expert_parallel=ExpertLayerOptions(max_tokens=...))"
+            )
+        return found
+
+    def close(self) -> None:
+        """Close them all; all ranks call it."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+    def _part(self, tokens: int) -> int:
+        return -(-tokens // self.options.parts)
+
+
+class OverlappedExperts:
+    """Runs the experts of one module, from its making until `undo`."""
+
+    def __init__(self, name: str, module: nn.Module, style: ExpertStyle, dispatchers: Dispatchers) -> None:
+        self.name, self.module, self.style, self.dispatchers = name, module, style, dispatchers
+        self.torch_why = ""
+        self._stock: Callable[..., Tensor] = vars(module)["forward"]
+        module.forward = self.forward
+
+    def undo(self) -> None:
+        """Put the `forward` of before back."""
+        self.module.forward = self._stock
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Do what the module did: experts of all ranks for this rank's tokens, weighted and added up."""
+        x, ids, weights = _local(hidden_states), _local(top_k_index), _local(top_k_weights)
+        if why := self._unfit(x):
+            self.torch_why = why
+            return self._stock(hidden_states, top_k_index, top_k_weights)
+        tokens, batch = len(x), self.style.batch_mesh
+        if batch.size() > 1:  # its ranks have the same tokens: each sends a part of them
+            x, ids, weights = (
+                DTensor.from_local(one, batch, [Replicate()], run_check=False)
+                .redistribute(placements=[Shard(0)])
+                .to_local()
+                for one in (x, ids, weights)
+            )
+        module: Any = self.module
+        gate = None if self.style.has_swiglu else module._apply_gate
+        experts = ExpertWeights(gate_up=_local(module.gate_up_proj), down=_local(module.down_proj), gate=gate)
+        dispatcher = self.dispatchers.of(self.style, x, ids.shape[1])
+        out = overlapped_moe(x, ids, weights, experts, dispatcher, parts=self.dispatchers.options.parts)
+        if batch.size() > 1:
+            shape = torch.Size((tokens, out.shape[1]))
+            parts = DTensor.from_local(out, batch, [Shard(0)], run_check=False, shape=shape, stride=(out.shape[1], 1))
+            out = parts.full_tensor()
+        return out
+
+    def report(self) -> ExpertParallelModule:
+        """Return what runs the experts."""
+        return ExpertParallelModule(
+            name=self.name,
+            style=self.style.name,
+            ranks=ranks_of(self.style.mesh),
+            experts=self.style.experts,
+            parts=self.dispatchers.options.parts,
+            torch_why=self.torch_why,
+        )
+
+    def _unfit(self, x: Tensor) -> str:
+        """Return why a call is left to `transformers`, on all ranks alike; empty if it is not."""
+        module: Any = self.module
+        if self.style.is_summed_in_evaluation and not (torch.is_grad_enabled() and x.requires_grad):
+            return "without derivatives nothing is exchanged"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast, which computes experts in another dtype"
+        if x.dtype != module.gate_up_proj.dtype:
+            return f"tokens are {x.dtype}, weights {module.gate_up_proj.dtype}"
+        return ""
+
+
+class OverlappedExpertParallel:
+    """Runs the experts of a model, reports them, and gives them back to `transformers` by `restore`.
+
+    Args:
+        model: `transformers` has made it with `ep_size`.
+        options: None: the defaults, and experts on GPUs are left, as nothing was measured there yet.
+
+    Raises:
+        Misconfigured: the model is overlapped already.
+    """
+
+    def __init__(self, model: nn.Module, options: ExpertLayerOptions | None = None) -> None:
+        self._dispatchers = Dispatchers(options or ExpertLayerOptions())
+        self._left: dict[str, str] = {}
+        self._experts: dict[str, OverlappedExperts] = {}
+        names = {module: name or "(root)" for name, module in model.named_modules()}
+        for module, name in names.items():
+            if isinstance(getattr(vars(module).get("forward"), "__self__", None), OverlappedExperts):
+                raise Misconfigured(f"{name} is overlapped already: call restore() of the first overlap() before")
+        for module, name in names.items():
+            style = expert_style(module)
+            if isinstance(style, ExpertStyle):
+                style = _left_why(style, is_asked=options is not None) or style
+            if isinstance(style, ExpertStyle):
+                self._experts[name] = OverlappedExperts(name, module, style, self._dispatchers)
+            elif style is not None:
+                self._left[name] = style
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no module is expert parallel."""
+        return not (self._experts or self._left)
+
+    @property
+    def has_effect(self) -> bool:
+        """Return whether anything was replaced."""
+        return bool(self._experts)
+
+    def first_left(self) -> str:
+        """Return a module that was not replaced, and why."""
+        name, why = next(iter(self._left.items()))
+        return f"{name}: {why}"
+
+    def report(self) -> ExpertParallelReport:
+        """Return every module of expert parallelism, and what runs it."""
+        left = (ExpertParallelModule(name=name, torch_why=why) for name, why in self._left.items())
+        calls = [row for one in self._dispatchers.all() for row in one.report().rows]
+        modules = [*(one.report() for one in self._experts.values()), *left]
+        return ExpertParallelReport(modules=tuple(modules), calls=tuple(calls))
+
+    def restore(self) -> None:
+        """Let `transformers` run every module as before. All ranks call it."""
+        while self._experts:
+            self._experts.popitem()[1].undo()
+        self._dispatchers.close()
+
+
+def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
+    """Return why experts are left to `transformers`; empty if they are not."""
+    if style.mesh.size() == 1:
+        return "one rank has nothing to communicate"
+    if style.mesh.device_type != "cpu" and not is_asked:
+        return "not measured on GPUs yet: there give OverlapOptions(expert_parallel=ExpertLayerOptions())"
+    return ""
+
+
+def _most(tokens: int, style: ExpertStyle, device: torch.device) -> int:
+    """Return the most tokens of any rank; all ranks call it."""
+    most = torch.tensor(tokens, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, style.mesh.get_group())
+    return max(int(most), 1)
+
+
+def _local(x: Any) -> Tensor:
+    """Return this rank's part."""
+    part: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return part

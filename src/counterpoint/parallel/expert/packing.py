@@ -1,0 +1,283 @@
+"""Sort a rank's choices by the rank that has their expert, and tell that rank what comes: `slabs` and `push` share it.
+
+A choice's place is its number among the choices of this rank for the same other rank, in the order of tokens, then of
+choices. Every rank sends every other a table of fixed size before any row: expert, weight and scale by place. So the
+receiver knows on its device which rows come, whatever way they take, and no host counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.errors import Unsupported
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
+from counterpoint.parallel.expert.permute import Assignment, assign
+
+HEAD = 4  # numbers at the front of each row of a table
+REST, FIRST, LACKING = 0, 1, 2  # of them: most places beyond `first`, the receiver's first row, choices without room
+CHOICES = 256  # of a program
+_NONE = -1
+
+
+class CallMemory:
+    """Makes symmetric memory for single calls.
+
+    Peers are told at once when it is free. A graph would tell them at every replay: so calls in captures use memory
+    that is kept, which begins with a handshake, and which `give_back` leaves to the next call of that graph.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._kept: list[Tensor] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor that peers may write."""
+        if not self.is_capturing():
+            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        fitting = [one for one in self._kept if one.nbytes == num_bytes]
+        if fitting:
+            self._kept = [one for one in self._kept if one is not fitting[0]]
+        found = fitting[0] if fitting else self._communicator.empty(num_bytes, dtype=torch.uint8)
+        return found.view(dtype).view(shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Say that the work queued so far is the last that uses a tensor."""
+        if self.is_capturing():
+            self._kept.append(tensor.view(-1).view(torch.uint8))
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is in a graph capture."""
+        return self._communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Says where this rank's choices go: int32, `[tokens, top_k]`, where -1 is nowhere, and `[world_size]`."""
+
+    rank: int  # this one
+    ranks: Tensor  # of each choice's expert; world_size: none
+    places: Tensor  # 0 where there is no rank
+    others: Tensor  # row in what is sent, of choices for other ranks
+    own: Tensor  # row among those for this rank itself
+    home: Tensor  # row in what comes back
+    counts: Tensor  # choices for each rank
+    starts: Tensor  # first row of each rank, if rows lie one after the other
+    lacking: Tensor  # [1]: choices without room
+    table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
+
+    def in_slabs(self, begin: int, rows: int) -> Tensor:
+        """Return the slots of choices whose places begin there, in slabs of `rows` for each rank."""
+        at = self.places - begin
+        is_here = (self.ranks < len(self.counts)) & (at >= 0) & (at < rows)
+        return torch.where(is_here, self.ranks * rows + at, _NONE)
+
+    def returned(self, values: Tensor) -> Tensor:
+        """Return `[tokens, top_k]` of values `[world_size, room]` that came back by place; 0 where there is none."""
+        n, room = values.shape
+        has_place = (self.ranks < n) & (self.places < room)
+        at = torch.where(has_place, self.ranks * room + self.places, 0)
+        return torch.where(has_place, values.flatten()[at], 0)
+
+
+def pack(
+    ids: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    layout: ExpertLayout,
+    *,
+    first: int,
+    room: int,
+    gaps: bool,
+) -> Packing:
+    """Return where choices go, given their experts; nothing here waits for the device.
+
+    Args:
+        ids: int32 `[tokens, top_k]`; -1 is none.
+        weights: float32 `[tokens, top_k]`.
+        scales: float32 `[tokens, 1]`, if tokens travel in another dtype.
+        layout: which experts are where.
+        first: places of each rank that travel at once.
+        room: places of each rank that its table has.
+        gaps: rows are sent in slabs of `first` for each rank; False: one after the other.
+
+    Returns:
+        The packing, with the tables.
+    """
+    n, parts = layout.world_size, 2 if scales is None else 3
+    compact = assign(ids // layout.local_experts, first_expert=0, num_experts=n, capacity=ids.numel())
+    table = torch.full((n, HEAD + parts * room), _NONE, dtype=torch.int32, device=ids.device)
+    function = _triton_pack if _on_gpu(ids) else _torch_pack
+    return function(ids, compact, weights, scales, table, layout, first, room, gaps)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _torch_pack(
+    ids: Tensor,
+    compact: Assignment,
+    weights: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    layout: ExpertLayout,
+    first: int,
+    room: int,
+    gaps: bool,
+) -> Packing:
+    n, me, ends = layout.world_size, layout.rank, compact.offsets
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    starts = ends - counts
+    has_rank = compact.slots >= 0
+    ranks = torch.where(has_rank, ids // layout.local_experts, n)
+    places = torch.where(has_rank, compact.slots - starts[ranks.clamp(max=n - 1)], 0)
+    travels = has_rank & (places < first)
+    slots = ranks * first + places if gaps else compact.slots
+    table[:, REST] = (counts.max() - first).clamp(0, room - first)
+    table[:, FIRST] = starts
+    lacking = (counts - room).clamp(min=0).sum(dtype=torch.int32)
+    table[:, LACKING] = lacking
+    has_place = has_rank & (places < room)
+    for index, part in enumerate([ids, weights] if scales is None else [ids, weights, scales.expand(ids.shape)]):
+        at = HEAD + index * room + places[has_place]
+        table[ranks[has_place], at] = part.contiguous().view(torch.int32)[has_place]
+    return Packing(
+        rank=me,
+        ranks=ranks,
+        places=places,
+        others=torch.where(travels & (ranks != me), slots, _NONE),
+        own=torch.where(travels & (ranks == me), places, _NONE),
+        home=torch.where(travels, slots, _NONE),
+        counts=counts,
+        starts=starts,
+        lacking=lacking[None],
+        table=table,
+    )
+
+
+def _triton_pack(
+    ids: Tensor,
+    compact: Assignment,
+    weights: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    layout: ExpertLayout,
+    first: int,
+    room: int,
+    gaps: bool,
+) -> Packing:
+    try:
+        from counterpoint.parallel.expert import packing_kernels
+    except ImportError as error:
+        raise Unsupported(f"rows of experts on a GPU need Triton: {error}; install triton") from error
+    n, choices = layout.world_size, ids.numel()
+    ranks, places, others, own, home = ids.new_empty(5, *ids.shape)
+    counts, starts = ids.new_empty(2, n)
+    lacking = ids.new_empty(1)
+    packing_kernels.pack[(max(1, -(-choices // CHOICES)),)](
+        ids, compact.slots, compact.offsets, weights, scales, choices, layout.rank, first, room, table.shape[1],
+        layout.local_experts, ranks, places, others, own, home, counts, starts, lacking, table,
+        N=n, BINS=max(2, 1 << (n - 1).bit_length()), TOP_K=max(1, ids.shape[1]), HEAD=HEAD, REST=REST, FIRST=FIRST,
+        LACKING=LACKING, GAPS=gaps, BLOCK=CHOICES,
+    )  # fmt: skip
+    return Packing(
+        rank=layout.rank,
+        ranks=ranks,
+        places=places,
+        others=others,
+        own=own,
+        home=home,
+        counts=counts,
+        starts=starts,
+        lacking=lacking,
+        table=table,
+    )
+
+
+def moved(slots: Tensor, rows: int) -> Assignment:
+    """Return the assignment of choices to slots, int32 `[tokens, top_k]` (-1: none), among so many rows.
+
+    Rows without a choice are left as they are, whatever `sources` holds: nobody reads them.
+    """
+    none = slots.new_zeros(1)
+    return Assignment(offsets=none, slots=slots, sources=slots.new_empty(rows), missing=none)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """Says what comes from all ranks, by place: of rank s at `[s, place]`."""
+
+    counts: Tensor  # int64 [world_size]: how many rows
+    weights: Tensor  # float32 [world_size, room]
+    scales: Tensor | None  # float32 [world_size, room], as long as the tokens are under way
+    head: Tensor  # int32 [world_size, HEAD]
+    there: Assignment  # [world_size * room] rows that come, each for one expert of this rank
+
+    @classmethod
+    def of(cls, table: Tensor, layout: ExpertLayout, room: int, capacity: int, pad_multiple: int) -> Incoming:
+        """Return what the tables of all ranks for this one say."""
+        ids, weights, *scales = (part.contiguous() for part in table[:, HEAD:].split(room, dim=1))
+        there = assign(
+            ids.view(-1, 1),
+            first_expert=layout.first_expert,
+            num_experts=layout.local_experts,
+            capacity=capacity,
+            pad_multiple=pad_multiple,
+        )
+        return cls(
+            counts=(ids >= 0).sum(1),
+            weights=weights.view(torch.float32),
+            scales=scales[0].view(torch.float32) if scales else None,
+            head=table[:, :HEAD].clone(),
+            there=there,
+        )
+
+    def slots(self, ranks: slice, places: slice) -> Tensor:
+        """Return the rows that choices of some ranks have here, int32 `[choices, 1]`."""
+        return self.there.slots.view(self.weights.shape)[ranks, places].reshape(-1, 1)
+
+
+class Overflow:
+    """Counts choices without room on the device, and tells the host of those of all ranks, without a wait to know."""
+
+    def __init__(self, device: torch.device, options: ExpertOptions) -> None:
+        on_gpu = device.type == "cuda"
+        self._options = options
+        self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        self._worst = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=on_gpu)  # of any rank, the last time
+        self._noted = torch.cuda.Event() if on_gpu else None
+
+    def add(self, choices: Tensor) -> None:
+        """Count choices of this rank."""
+        self._total += choices
+
+    def note(self, choices: Tensor) -> None:
+        """Note what a later call is to raise, given the choices of each rank that had no room."""
+        if self._options.overflow == "drop":
+            return
+        self._worst.copy_(choices.max(), non_blocking=True)
+        if self._noted is not None:
+            self._noted.record()
+
+    def check(self) -> None:
+        """Raise if a call noted before had not enough room: with `raise` on all ranks, as the host waits for that."""
+        if self._options.overflow == "raise" and self._noted is not None:
+            self._noted.synchronize()
+        if int(self._worst):
+            raise no_room(int(self._worst), self._options)
+
+    def total(self) -> int:
+        """Return how many choices of this rank had no room; this waits for the device."""
+        return int(self._total)
+
+
+def arriving_parts(rank: int, world_size: int) -> list[slice]:
+    """Return the ranks before and after this one, as far as there are any."""
+    parts = slice(0, rank), slice(rank + 1, world_size)
+    return [part for part in parts if part.start < part.stop]

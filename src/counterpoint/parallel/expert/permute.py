@@ -1,0 +1,343 @@
+"""Move rows between the order of tokens and the order of this rank's experts. No rank talks to another here.
+
+- `assign`: where each choice of a token goes, computed on the device: nothing waits for the host, shapes depend on
+  sizes alone, and a CUDA graph can capture it.
+- `permute`: copies of tokens in the order of experts; `combine`: weighted sums of an expert's rows for each token.
+- `weight_grads`: what the weights of these sums have for a derivative.
+
+They record no derivatives: those are each other. That of `permute` is `combine` of the rows' gradients; those of
+`combine` are `permute` of the sums' gradients, with the same weights, and `weight_grads`.
+
+On CUDA these are Triton kernels (`permute_kernels.py`), elsewhere operations of torch, with the same results bit for
+bit but for `weight_grads`, which adds in another order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import Misconfigured, Unsupported
+
+CHOICES = 128  # whose rows a program finds: it compares each with all before
+SCANNED = 1024  # counts that a program adds up at a time
+BLOCK_BYTES = 4096  # of a token, which a program of 128 threads has in flight: two loads of 16 bytes each
+DOTS = 4096  # products of rows and a gradient that a program has at a time
+ZERO_ROWS, ZERO_COLUMNS = 32, 256  # that a program zeroes at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Says where each choice of some tokens goes among the experts of this rank.
+
+    Rows are ordered by expert, then token, then choice. An expert's rows are followed by padding up to a multiple of
+    `pad_multiple`, one without rows has none. Choices for which no row is left have none: `missing` tells.
+    """
+
+    offsets: Tensor  # int32 [experts]: the end of each expert's rows, as torch's grouped_mm takes it
+    slots: Tensor  # int32 [tokens, top_k]: the row of each choice; -1: none here
+    sources: Tensor  # int32 [capacity]: token * top_k + choice of each row; -1: padding, or past the end
+    missing: Tensor  # int32 [1]: rows by which the capacity was too small
+    pad_multiple: int = 1
+
+    @property
+    def capacity(self) -> int:
+        """Return how many rows there are in all, used or not."""
+        return self.sources.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return how many choices a token has."""
+        return self.slots.shape[1]
+
+    def of_tokens(self, begin: int, end: int) -> Assignment:
+        """Return the same for a part of the tokens alone, whose rows stay where they are.
+
+        So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
+        and sums computed for some tokens first. `sources` still counts all tokens.
+        """
+        return replace(self, slots=self.slots[begin:end])
+
+
+def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
+    """Give each choice of an expert of this rank a row.
+
+    Args:
+        ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
+            row here.
+        first_expert: the first expert of this rank.
+        num_experts: how many this rank has.
+        capacity: how many rows there are, a multiple of `pad_multiple`; `len(ids) * min(top_k, num_experts)` is always
+            enough if no token chooses an expert twice (and `num_experts * (pad_multiple - 1)` for the padding).
+        pad_multiple: of which an expert's rows are a multiple.
+
+    Returns:
+        The assignment; equal ids have equal assignments.
+
+    Raises:
+        Misconfigured: a number or the dtype is out of its range.
+    """
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise Misconfigured(f"ids of {tuple(ids.shape)}, {ids.dtype}: give [tokens, top_k] of int32 or int64")
+    if num_experts < 1 or pad_multiple < 1:
+        raise Misconfigured(f"{num_experts} experts, rows in multiples of {pad_multiple}: give 1 or more of both")
+    if capacity < 0 or capacity % pad_multiple:
+        raise Misconfigured(f"capacity={capacity}: give a multiple of pad_multiple={pad_multiple}")
+    if _on_gpu(ids):
+        return _triton_assign(ids, first_expert, num_experts, capacity, pad_multiple)
+    return _torch_assign(ids, first_expert, num_experts, capacity, pad_multiple)
+
+
+def permute(
+    tokens: Tensor,
+    assignment: Assignment,
+    *,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """Copy tokens into the order of experts; padding is 0.
+
+    Args:
+        tokens: [tokens, hidden], the elements of a token adjacent.
+        assignment: where each goes.
+        weights: [tokens, top_k], by which each copy is multiplied, in float32, and then rounded.
+        out: [capacity, hidden], contiguous, of any floating dtype: written to and returned; None: a new tensor like
+            `tokens`. Tokens in float8 come out wide if it is so; their scales, `[tokens, 1]` expanded, are weights.
+        zero_tail: also write zeros past `offsets[-1]`. It takes as long as copying as many rows, so give False for
+            operations that go by the offsets, as grouped matmuls do: these rows are then left as they are.
+
+    Returns:
+        The rows, [capacity, hidden].
+
+    Raises:
+        Misconfigured: shapes or strides do not fit.
+    """
+    _check("tokens", tokens, (assignment.slots.shape[0], tokens.shape[-1]))
+    _check_weights(weights, assignment)
+    shape = (assignment.capacity, tokens.shape[1])
+    rows = torch.empty(shape, dtype=tokens.dtype, device=tokens.device) if out is None else out
+    _check("out", rows, shape, contiguous=True)
+    (_triton_permute if _on_gpu(tokens) else _torch_permute)(tokens, assignment, weights, rows, zero_tail)
+    return rows
+
+
+def combine(
+    rows: Tensor, assignment: Assignment, *, weights: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Add up the rows of each token, in the order of its choices, in float32; the sum is rounded once.
+
+    Args:
+        rows: [capacity, hidden], contiguous; those without a choice are not read.
+        assignment: where the rows of each token are.
+        weights: [tokens, top_k], by which each row is multiplied, in float32.
+        out: [tokens, hidden] of any floating dtype, the elements of a token adjacent: written to and returned; None: a
+            new tensor like `rows`.
+
+    Returns:
+        The sums, [tokens, hidden]; 0 for a token that chose no expert of this rank.
+
+    Raises:
+        Misconfigured: shapes or strides do not fit.
+    """
+    _check("rows", rows, (assignment.capacity, rows.shape[-1]), contiguous=True)
+    _check_weights(weights, assignment)
+    shape = (assignment.slots.shape[0], rows.shape[1])
+    sums = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
+    _check("out", sums, shape)
+    (_triton_combine if _on_gpu(rows) else _torch_combine)(rows, assignment, weights, sums)
+    return sums
+
+
+def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Tensor | None = None) -> Tensor:
+    """Return the gradients of the weights of `combine`: each choice's row times the gradient of its token's sum.
+
+    Args:
+        rows: [capacity, hidden], contiguous, which `combine` added up.
+        grads: [tokens, hidden], of the sums.
+        assignment: where the rows of each token are.
+        out: contiguous, written to and returned; None: a new tensor.
+
+    Returns:
+        float32 (float64 of float64) [tokens, top_k]; 0 for a choice without a row.
+
+    Raises:
+        Misconfigured: shapes or strides do not fit.
+    """
+    _check("rows", rows, (assignment.capacity, rows.shape[-1]), contiguous=True)
+    _check("grads", grads, (assignment.slots.shape[0], rows.shape[1]))
+    shape = assignment.slots.shape
+    products = torch.empty(shape, dtype=_wide(rows.dtype), device=rows.device) if out is None else out
+    _check("out", products, (shape[0], shape[1]), contiguous=True)
+    (_triton_weight_grads if _on_gpu(rows) else _torch_weight_grads)(rows, grads, assignment, products)
+    return products
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _check(what: str, tensor: Tensor, shape: tuple[int, int], *, contiguous: bool = False) -> None:
+    fits = tensor.is_contiguous() if contiguous else tensor.dim() == 2 and 1 in (tensor.shape[1], tensor.stride(1))
+    if tensor.shape != shape or (tensor.numel() and not fits):
+        raise Misconfigured(
+            f"{what} of {tuple(tensor.shape)}, strides {tensor.stride()}: give {shape}, "
+            f"{'contiguous' if contiguous else 'with the elements of a row adjacent'}"
+        )
+
+
+def _check_weights(weights: Tensor | None, assignment: Assignment) -> None:
+    if weights is not None and weights.shape != assignment.slots.shape:
+        raise Misconfigured(
+            f"weights of {tuple(weights.shape)}: give one for each choice, {tuple(assignment.slots.shape)}"
+        )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _torch_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: int, pad_multiple: int) -> Assignment:
+    flat = ids.flatten().long() - first_expert
+    here = (flat >= 0) & (flat < num_experts)
+    experts, order = torch.where(here, flat, num_experts).sort(stable=True)
+    counts = torch.bincount(experts, minlength=num_experts + 1)
+    padded = (counts + pad_multiple - 1) // pad_multiple * pad_multiple
+    before = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # padding of experts before
+    rows = torch.arange(len(flat), device=ids.device) + before[experts]
+    has_row = (experts < num_experts) & (rows < capacity)
+    slots, sources = ids.new_full((len(flat),), -1, dtype=torch.int32), ids.new_full((capacity,), -1, dtype=torch.int32)
+    slots[order] = torch.where(has_row, rows, -1).int()
+    sources[rows[has_row]] = order[has_row].int()
+    ends = padded[:num_experts].cumsum(0)
+    return Assignment(
+        offsets=ends.clamp(max=capacity).int(),
+        slots=slots.view(ids.shape),
+        sources=sources,
+        missing=(ends[-1:] - capacity).clamp(min=0).int(),
+        pad_multiple=pad_multiple,
+    )
+
+
+def _torch_permute(
+    tokens: Tensor, assignment: Assignment, weights: Tensor | None, rows: Tensor, zero_tail: bool
+) -> None:
+    end = assignment.capacity if zero_tail else int(assignment.offsets[-1])
+    unused = (assignment.sources[:end] < 0).nonzero().flatten()
+    rows[unused] = 0
+    for choice in range(assignment.top_k):
+        slots = assignment.slots[:, choice]
+        here = slots >= 0
+        copies = tokens[here]
+        if weights is not None:
+            wide = _wide(tokens.dtype)
+            copies = copies.to(wide) * weights[here, choice, None].to(wide)
+        rows[slots[here].long()] = copies.to(rows.dtype)
+
+
+def _torch_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None, sums: Tensor) -> None:
+    wide = _wide(rows.dtype)
+    total = torch.zeros(sums.shape, dtype=wide, device=rows.device)
+    for choice in range(assignment.top_k):
+        slots = assignment.slots[:, choice]
+        here = slots >= 0
+        values = rows[slots[here].long()].to(wide)
+        if weights is not None:
+            values *= weights[here, choice, None].to(wide)
+        total[here] += values
+    sums.copy_(total)
+
+
+def _torch_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out: Tensor) -> None:
+    wide = _wide(rows.dtype)
+    out.zero_()
+    for choice in range(assignment.top_k):
+        slots = assignment.slots[:, choice]
+        here = slots >= 0
+        products = rows[slots[here].long()].to(wide) * grads[here].to(wide)
+        out[here, choice] = products.sum(1).to(out.dtype)
+
+
+def _kernels() -> Any:
+    try:
+        from counterpoint.parallel.expert import permute_kernels
+    except ImportError as error:
+        raise Unsupported(f"rows of experts on a GPU need Triton: {error}; install triton") from error
+    return permute_kernels
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _block(hidden: int, itemsize: int) -> int:
+    """Return how many elements of a token a program takes: a power of two with little beyond the last one."""
+    block = min(_power_of_two(hidden), BLOCK_BYTES // itemsize)
+    while block > 256 and -hidden % block > hidden // 4:
+        block //= 2
+    return block
+
+
+def _strides(weights: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if weights is None else (weights.stride(0), weights.stride(1))
+
+
+def _triton_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: int, pad_multiple: int) -> Assignment:
+    kernels, ids = _kernels(), ids.contiguous()
+    choices = ids.numel()
+    blocks = max(1, -(-choices // CHOICES))
+    bins = max(32, _power_of_two(num_experts))
+    new = ids.new_empty
+    slots, sources = new(ids.shape, dtype=torch.int32), new(capacity, dtype=torch.int32)
+    offsets, missing = new(num_experts, dtype=torch.int32), new(1, dtype=torch.int32)
+    counts, totals = new(num_experts * blocks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
+    kernels.count[(blocks,)](
+        ids, first_expert, choices, counts, blocks, sources, capacity, EXPERTS=num_experts, BINS=bins, BLOCK=CHOICES
+    )
+    kernels.scan[(num_experts,)](counts, totals, blocks, WIDTH=SCANNED)
+    kernels.place[(blocks,)](
+        ids, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity, pad_multiple,
+        EXPERTS=num_experts, BINS=bins, BLOCK=CHOICES,
+    )  # fmt: skip
+    return Assignment(offsets=offsets, slots=slots, sources=sources, missing=missing, pad_multiple=pad_multiple)
+
+
+def _triton_permute(
+    tokens: Tensor, assignment: Assignment, weights: Tensor | None, rows: Tensor, zero_tail: bool
+) -> None:
+    capacity, hidden = rows.shape
+    block = _block(hidden, max(tokens.itemsize, rows.itemsize))
+    token_programs = len(tokens) * -(-hidden // block)
+    zeroed = capacity if zero_tail or assignment.pad_multiple > 1 else 0
+    programs = token_programs + -(-zeroed // ZERO_ROWS)
+    if programs and hidden:
+        _kernels().permute[(programs,)](
+            tokens, tokens.stride(0), assignment.slots, weights, *_strides(weights), rows, assignment.sources,
+            assignment.offsets, token_programs, len(assignment.offsets), capacity,
+            TOP_K=assignment.top_k, HIDDEN=hidden, BLOCK=block, ZERO_TAIL=zero_tail,
+            ZERO_ROWS=ZERO_ROWS, ZERO_BLOCK=min(ZERO_COLUMNS, _power_of_two(hidden)), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _triton_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None, sums: Tensor) -> None:
+    tokens, hidden = sums.shape
+    block = _block(hidden, max(rows.itemsize, 2))
+    if tokens and hidden:
+        _kernels().combine[(tokens * -(-hidden // block),)](
+            rows, assignment.slots, weights, *_strides(weights), sums, sums.stride(0),
+            TOP_K=assignment.top_k, HIDDEN=hidden, BLOCK=block, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _triton_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out: Tensor) -> None:
+    top_k, hidden = assignment.top_k, rows.shape[1]
+    choices = _power_of_two(top_k)
+    if len(grads):
+        _kernels().weight_grads[(len(grads),)](
+            rows, grads, grads.stride(0), assignment.slots, out,
+            TOP_K=top_k, CHOICES=choices, HIDDEN=hidden, BLOCK=min(_power_of_two(hidden), max(64, DOTS // choices)),
+        )  # fmt: skip

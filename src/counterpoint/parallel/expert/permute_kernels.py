@@ -1,0 +1,174 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+# mypy: disable-error-code="assignment, var-annotated"
+"""Define the Triton kernels of `permute.py`, which imports them at the first launch.
+
+Assigning takes three: `count` the choices of each expert in each block of choices, `scan` each expert's counts, and
+`place` every choice. All of it is in the order of choices, so that no row depends on which program was first.
+
+The others run a program for each token and `BLOCK` of its elements, so that a token, or the rows of its sum, are read
+once; the slots of its choices are all that they follow.
+"""
+
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(-1)
+
+
+@triton.jit
+def _local(ids, first_expert, at, choices, EXPERTS: tl.constexpr):
+    """Return the experts of this rank that choices are for; -1 for others, and past the last choice."""
+    chosen = tl.load(ids + at, mask=at < choices, other=-1) - first_expert
+    return tl.where((at < choices) & (chosen >= 0) & (chosen < EXPERTS), chosen, NONE).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_expert", "choices", "blocks", "capacity"])
+def count(ids, first_expert, choices, counts, blocks, sources, capacity, EXPERTS: tl.constexpr, BINS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Count the choices of each expert in a block of them, and say of all rows that they have no source."""
+    block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
+    experts = _local(ids, first_expert, block * BLOCK + lanes, choices, EXPERTS)
+    found = tl.histogram(experts, BINS, mask=experts >= 0)
+    tl.store(counts + bins * blocks + block, found, mask=bins < EXPERTS)
+    for start in range(block * BLOCK, capacity, blocks * BLOCK):
+        tl.store(sources + start + lanes, tl.full([BLOCK], -1, tl.int32), mask=start + lanes < capacity)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def scan(counts, totals, blocks, WIDTH: tl.constexpr):
+    """Replace an expert's counts by the sums of those before, and keep the total."""
+    counts += tl.program_id(0) * blocks
+    before = 0
+    for start in range(0, blocks, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        values = tl.load(counts + at, mask=at < blocks, other=0)
+        tl.store(counts + at, before + tl.cumsum(values) - values, mask=at < blocks)
+        before += tl.sum(values)
+    tl.store(totals + tl.program_id(0), before)
+
+
+@triton.jit(do_not_specialize=["first_expert", "choices", "blocks", "capacity"])
+def place(ids, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity, pad_multiple,
+          EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Give every choice of a block its row: after the experts before, the blocks before and the choices before."""
+    block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
+    total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
+    padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
+    ends = tl.cumsum(padded)
+    at = block * BLOCK + lanes
+    experts = _local(ids, first_expert, at, choices, EXPERTS)
+    known = tl.maximum(experts, 0)
+    earlier = (experts[:, None] == experts[None, :]) & (lanes[:, None] < lanes[None, :])
+    rows = tl.sum(earlier.to(tl.int32), axis=0) + tl.load(counts + known * blocks + block)
+    rows += tl.gather(ends - padded, known, axis=0)
+    has_row = (experts >= 0) & (rows < capacity)
+    tl.store(slots + at, tl.where(has_row, rows, NONE), mask=at < choices)
+    tl.store(sources + rows, at, mask=has_row)
+    if block == 0:
+        tl.store(offsets + bins, tl.minimum(ends, capacity), mask=bins < EXPERTS)
+        tl.store(missing, tl.maximum(tl.sum(padded) - capacity, 0))
+
+
+@triton.jit
+def _columns(block, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns of a block, and which of them there are."""
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    return columns, columns < HIDDEN
+
+
+@triton.jit
+def _wide(values):
+    """Return values in the dtype of sums."""
+    return values if values.dtype == tl.float64 else values.to(tl.float32)
+
+
+@triton.jit
+def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write zeros to those of some rows that have no source."""
+    lines = first + tl.arange(0, ROWS)
+    unused = tl.load(sources + lines, mask=lines < end, other=0) < 0
+    if tl.max(unused.to(tl.int32)) > 0:
+        starts = rows + lines.to(tl.int64)[:, None] * HIDDEN
+        for block in range(tl.cdiv(HIDDEN, BLOCK)):
+            columns, mask = _columns(block, HIDDEN, BLOCK)
+            zeros = tl.zeros([ROWS, BLOCK], tl.float32).to(rows.dtype.element_ty)
+            tl.store(starts + columns[None, :], zeros, mask=unused[:, None] & mask[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["token_programs", "experts", "capacity"], do_not_specialize_on_alignment=["slots", "weights"]
+)
+def permute(tokens, token_stride, slots, weights, weight_stride, choice_stride, rows, sources, offsets, token_programs,
+            experts, capacity, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ZERO_TAIL: tl.constexpr,
+            ZERO_ROWS: tl.constexpr, ZERO_BLOCK: tl.constexpr):  # fmt: skip
+    """Copy a token to the rows of its choices; programs after these see to `ZERO_ROWS` rows each that have none."""
+    blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program // blocks
+        columns, mask = _columns(program % blocks, HIDDEN, BLOCK)
+        chosen, factors, last = (), (), -1
+        for choice in tl.static_range(TOP_K):  # all before the first store, which later loads could not overtake
+            slot = tl.load(slots + token * TOP_K + choice)
+            last = tl.maximum(last, slot)
+            chosen += (slot,)
+            if weights is not None:
+                factors += (tl.load(weights + token * weight_stride + choice * choice_stride),)
+        here = mask & (last >= 0)  # with many ranks, a third of the tokens has no expert here
+        values = tl.load(tokens + token.to(tl.int64) * token_stride + columns, mask=here)
+        for choice in tl.static_range(TOP_K):
+            slot = chosen[choice]
+            if slot >= 0:
+                copy = values
+                if weights is not None:
+                    copy = _wide(values)
+                    copy *= factors[choice].to(copy.dtype)
+                copy = copy.to(rows.dtype.element_ty)
+                tl.store(rows + slot.to(tl.int64) * HIDDEN + columns, copy, mask=mask)
+    else:
+        end = capacity if ZERO_TAIL else tl.load(offsets + experts - 1)
+        first = (program - token_programs) * ZERO_ROWS
+        if first < end:
+            _zero(rows, sources, first, end, HIDDEN, ZERO_ROWS, ZERO_BLOCK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "weights"])
+def combine(rows, slots, weights, weight_stride, choice_stride, sums, sum_stride, TOP_K: tl.constexpr,
+            HIDDEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Add up a block of the rows of a token, in the order of its choices."""
+    blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    token = tl.program_id(0) // blocks
+    columns, mask = _columns(tl.program_id(0) % blocks, HIDDEN, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = tl.load(slots + token * TOP_K + choice)
+        here = slot >= 0  # a mask, not a branch: loads of all choices are in flight together
+        values = tl.load(rows + tl.maximum(slot, 0).to(tl.int64) * HIDDEN + columns, mask=mask & here, other=0)
+        values = values.to(total.dtype)
+        if weights is not None:
+            weight = tl.load(weights + token * weight_stride + choice * choice_stride, mask=here, other=0)
+            values *= weight.to(total.dtype)
+        total += values
+    tl.store(sums + token.to(tl.int64) * sum_stride + columns, total.to(sums.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+                 HIDDEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Multiply all rows of a token by the gradient of its sum; `CHOICES` is `TOP_K`, made a power of two."""
+    token = tl.program_id(0)
+    choices = tl.arange(0, CHOICES)
+    slot = tl.load(slots + token * TOP_K + choices, mask=choices < TOP_K, other=-1)
+    here = slot >= 0
+    lines = rows + tl.maximum(slot, 0).to(tl.int64)[:, None] * HIDDEN
+    gradients = (
+        grads + token.to(tl.int64) * grad_stride + tl.zeros([CHOICES, 1], tl.int32)
+    )  # read as rows are: no barrier
+    total = tl.zeros([CHOICES, BLOCK], out.dtype.element_ty)
+    blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    for block in tl.static_range(blocks):
+        columns, mask = _columns(block, HIDDEN, BLOCK)
+        used = here[:, None] & mask[None, :]
+        values = tl.load(lines + columns[None, :], mask=used, other=0)
+        total += values.to(total.dtype) * tl.load(gradients + columns[None, :], mask=used, other=0).to(total.dtype)
+    tl.store(out + token * TOP_K + choices, tl.sum(total, axis=1), mask=choices < TOP_K)

@@ -1,0 +1,131 @@
+"""Run torchtitan's expert parallelism by a `Dispatcher`: mixed into the token dispatcher that it replaces.
+
+`counterpoint.torchtitan` puts it there; nothing here imports torchtitan. Suffixes of names are torchtitan's: T tokens,
+D hidden, K choices, E experts, R rows of this rank's experts, e these experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
+from counterpoint.parallel.expert.options import ExpertOptions
+
+_ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedTokens:
+    """Holds what `combine` has to know of a `dispatch`."""
+
+    dispatcher: Dispatcher
+    handle: Handle
+
+
+class TokenDispatching:
+    """Replaces `dispatch` and `combine` of a token dispatcher, where experts are divided among ranks.
+
+    All layers of a group with the same sizes and options have one dispatcher. It is made by `init_buffer` where the
+    override gives `hidden` and `max_tokens`; else by the first dispatch, for as many tokens as any rank has then.
+    """
+
+    ep_mesh: Any
+    num_experts: int
+    top_k: int
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]  # torchtitan's class comes after this one
+        self._options: ExpertOptions = config.options
+        self._hidden: int | None = config.hidden
+        self._max_tokens: int | None = config.max_tokens
+        self._scores_first: bool = getattr(config, "score_before_experts", False)
+
+    def init_buffer(self) -> None:
+        """Make the dispatcher, if its sizes are known, so that no dispatch in a graph capture has to."""
+        if self.ep_mesh is not None and self._hidden is not None and self._max_tokens is not None:
+            self._dispatcher(self._hidden, self._max_tokens, self._options)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def dispatch(
+        self,
+        x_TD: Tensor,  # noqa: N803
+        topk_scores_TK: Tensor,  # noqa: N803
+        topk_expert_ids_TK: Tensor,  # noqa: N803
+        num_local_tokens_per_expert_E: Tensor,  # noqa: N803
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Send tokens to their experts.
+
+        Args:
+            x_TD: this rank's tokens.
+            topk_scores_TK: the weight of each choice.
+            topk_expert_ids_TK: the expert of each choice.
+            num_local_tokens_per_expert_E: of this rank's tokens; not needed where experts are divided.
+
+        Returns:
+            Rows of this rank's experts, of which those past the last expert's are not used; int32 numbers of rows of
+            each expert, with those that pad them; what `combine` takes.
+        """
+        scores, ids = topk_scores_TK, topk_expert_ids_TK
+        if self.ep_mesh is None:
+            whole: tuple[Tensor, Tensor, Any] = super().dispatch(x_TD, scores, ids, num_local_tokens_per_expert_E)  # type: ignore[misc]
+            return whole
+        if self._max_tokens is None:
+            self._max_tokens = self._most_tokens(x_TD)
+        dispatcher = self._dispatcher(x_TD.shape[1], self._max_tokens, self._options)
+        weights = torch.ones_like(scores, requires_grad=False) if self._scores_first else scores
+        rows, ends, handle = dispatcher.dispatch(x_TD, ids, weights)
+        if self._scores_first:
+            rows = (rows.float() * self._scores_of_rows(scores, ids, self._max_tokens)).to(rows.dtype)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return rows, counts, RoutedTokens(dispatcher=dispatcher, handle=handle)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
+        """Return the sum over each token's choices of what their experts made, `[T, D]`, weighted unless rows were."""
+        if not isinstance(metadata, RoutedTokens):
+            whole: Tensor = super().combine(routed_output_RD, metadata, x_TD)  # type: ignore[misc]
+            return whole
+        return metadata.dispatcher.combine(routed_output_RD, metadata.handle)
+
+    def _scores_of_rows(self, scores: Tensor, ids: Tensor, max_tokens: int) -> Tensor:
+        """Return the score of each row, `[R, 1]`: scores and ids travel as tokens do, and a row's expert tells which.
+
+        Float32 holds every number of an expert below 2^24.
+        """
+        width = -(-2 * self.top_k // _ROW) * _ROW
+        filled = scores.new_zeros(len(scores), width - 2 * self.top_k, dtype=torch.float32)
+        dispatcher = self._dispatcher(width, max_tokens, replace(self._options, wire_dtype=None))
+        rows, ends, _ = dispatcher.dispatch(
+            torch.cat([scores.float(), ids.float(), filled], dim=1), ids, torch.ones_like(scores, requires_grad=False)
+        )
+        experts = torch.bucketize(torch.arange(len(rows), device=rows.device, dtype=ends.dtype), ends, right=True)
+        chosen = rows[:, self.top_k : 2 * self.top_k] == (experts + dispatcher.layout.first_expert)[:, None]
+        return (rows[:, : self.top_k] * chosen).sum(dim=1, keepdim=True)
+
+    def _most_tokens(self, x: Tensor) -> int:
+        most = torch.tensor(len(x), device=x.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_mesh.get_group())
+        return int(most)
+
+    def _dispatcher(self, hidden: int, max_tokens: int, options: ExpertOptions) -> Dispatcher:
+        group, sizes = self.ep_mesh.get_group(), (self.num_experts, self.top_k, max_tokens, hidden)
+        key = (group.group_name, sizes, repr(options))
+        found = _DISPATCHERS.get(key)
+        if found is None or found.group is not group:
+            found = _DISPATCHERS[key] = Dispatcher(
+                group,
+                experts=self.num_experts,
+                top_k=self.top_k,
+                max_tokens=max_tokens,
+                hidden=hidden,
+                options=options,
+            )
+        return found
+
+
+_DISPATCHERS: dict[Any, Dispatcher] = {}

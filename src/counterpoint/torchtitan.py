@@ -1,0 +1,87 @@
+"""Put counterpoint under a training of torchtitan, by its overrides. It needs no torchtitan to be imported.
+
+--override.imports counterpoint.torchtitan.token_dispatcher
+--override.imports 'counterpoint.torchtitan.token_dispatcher={"mechanism": "gather", "max_tokens": 8192}'
+--override.imports counterpoint.torchtitan.column_parallel_linear
+--override.imports counterpoint.torchtitan.row_parallel_linear
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import field, fields, make_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.expert.torchtitan import TokenDispatching
+from counterpoint.parallel.tensor.torchtitan import ColumnLinear, RowLinear
+
+__all__ = ["column_parallel_linear", "row_parallel_linear", "token_dispatcher"]
+_MODELS = "torchtitan.models.common"
+
+
+def token_dispatcher(cfg: Any, *, hidden: int | None = None, max_tokens: int | None = None, **options: Any) -> Any:
+    """Return the configuration of a token dispatcher whose tokens travel by `counterpoint.expert_parallel`.
+
+    Args:
+        cfg: of torchtitan's `AllToAllTokenDispatcher`, or of a subclass such as the one that pads rows for float8.
+        hidden: elements of a token; with `max_tokens`, buffers are made when the model is parallelized.
+        max_tokens: most tokens that a rank dispatches at once; None: as many as any rank has at the first dispatch.
+        options: of `ExpertOptions`; `wire_dtype` by its name, as "float8_e4m3fn".
+    """
+    if isinstance(name := options.get("wire_dtype"), str):
+        options["wire_dtype"] = getattr(torch, name, name)
+    if hasattr(cfg, "pad_multiple"):  # for quantized experts, whose scales may be of all rows
+        options = {"pad_multiple": cfg.pad_multiple, "zero_tail": True} | options
+    more = {"hidden": hidden, "max_tokens": max_tokens, "options": ExpertOptions(**options)}
+    return _replaced(cfg, TokenDispatching, more)
+
+
+def column_parallel_linear(cfg: Any) -> Any:
+    """Return the configuration of a column-parallel linear layer whose rows are gathered beside its matmul."""
+    return _replaced(cfg, ColumnLinear, {})
+
+
+def row_parallel_linear(cfg: Any) -> Any:
+    """Return the configuration of a row-parallel linear layer whose sums travel beside its matmul."""
+    return _replaced(cfg, RowLinear, {})
+
+
+def _replaced(cfg: Any, mixin: type, more: dict[str, Any]) -> Any:
+    same = {each.name: getattr(cfg, each.name) for each in fields(cfg) if each.init}
+    return _class_of(type(cfg)._owner, mixin, tuple(more)).Config(**same, **more)
+
+
+@cache
+def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
+    """Return a subclass of a configurable class of torchtitan with a mixin before it, and more fields in its `Config`.
+
+    torchtitan lets `Config.build` make the class in which the `Config` was defined.
+    """
+    name = f"Counterpoint{base.__name__}"
+    config: Any = make_dataclass(
+        "Config", [(each, Any, field(default=None)) for each in names], bases=(base.Config,), kw_only=True, slots=True
+    )
+    config.__module__, config.__qualname__ = __name__, f"{name}.Config"
+    return type(name, (mixin, base), {"__module__": __name__, "Config": config})
+
+
+def _register() -> None:
+    """Tell torchtitan what each function replaces; an older one has no parallel linear layers."""
+    override = importlib.import_module("torchtitan.config").override
+    for module, name, factory, what, exact in (
+        ("token_dispatcher", "AllToAllTokenDispatcher", token_dispatcher, "Tokens travel by copy engines.", False),
+        ("linear", "ColumnParallelLinear", column_parallel_linear, "Rows are gathered beside matmuls.", True),
+        ("linear", "RowParallelLinear", row_parallel_linear, "Sums travel beside matmuls.", True),
+    ):
+        target = getattr(importlib.import_module(f"{_MODELS}.{module}"), name, None)
+        if target is not None:
+            override(target=target.Config, description=f"counterpoint: {what}", exact=exact)(factory)
+
+
+if importlib.util.find_spec("torchtitan") is not None:
+    _register()

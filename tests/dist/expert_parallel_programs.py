@@ -1,0 +1,317 @@
+"""What ranks run to test layers of experts: a small model beside stock and beside all of it on one rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from counterpoint import overlap
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.expert.layers import ExpertLayerOptions
+from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import train_moe
+from llama import Llama, rotary_table
+from moe import MoeShape, moe
+
+LENGTH = 16
+STEPS = 3
+VOCABULARY = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How `transformers` spreads a model of experts.
+
+    Args:
+        kind: of the model.
+        sizes: keywords of its `DistributedConfig`.
+        options: of layers of experts.
+        checkpoint: activations are recomputed.
+        compiled: each layer is.
+        lengths: of the text in each step; the same on all ranks.
+    """
+
+    kind: str = "Qwen3Moe"
+    sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))
+    options: ExpertLayerOptions | None = ExpertLayerOptions(mechanism="gather")
+    checkpoint: bool = False
+    compiled: bool = False
+    lengths: tuple[int, ...] = (LENGTH,) * STEPS
+
+
+SPREADS = {
+    "Qwen3-MoE": Spread(),
+    "Mixtral": Spread(kind="Mixtral", options=None),
+    "checkpointed": Spread(checkpoint=True),
+    "compiled": Spread(compiled=True),
+    "whole": Spread(options=ExpertLayerOptions(mechanism="gather", parts=1)),
+    "by torch": Spread(options=ExpertLayerOptions(mechanism="torch", parts=3)),
+    "one batch": Spread(sizes=(("ep_size", 2), ("tp_size", 2))),
+    "one batch, all_to_all": Spread(sizes=(("ep_size", 2), ("tp_size", 2), ("ep_implementation", "all_to_all"))),
+    "other lengths": Spread(options=ExpertLayerOptions(mechanism="gather", max_tokens=64), lengths=(7, 32, 9)),
+}
+SPREADS_OF_FOUR = {
+    "two meshes": Spread(sizes=(("ep_size", 2), ("fsdp_size", 4))),
+    "tensor parallel": Spread(sizes=(("ep_size", 4), ("fsdp_size", 2), ("tp_size", 2))),
+}
+
+
+def transformers_model(spread: Spread, folder: str) -> Any:
+    """A small model of `transformers`, spread by its own plan."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    own = {"Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}}
+    config = getattr(transformers, f"{spread.kind}Config")(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **own.get(spread.kind, {"num_local_experts": 4}),
+    )
+    kind = getattr(transformers, f"{spread.kind}ForCausalLM")
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        model = kind(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("gate.weight"):
+                    parameter.normal_()  # otherwise all tokens may go to the same experts
+        model.save_pretrained(folder)
+    dist.barrier()
+    made = kind.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        distributed_config=DistributedConfig(**dict(spread.sizes)),
+        experts_implementation="eager",
+    )
+    if spread.checkpoint:
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return made
+
+
+def with_transformers(_: Session, name: str, folder: str) -> tuple[float, OverlapReport, ExpertParallelReport]:
+    """How far losses, gradients and an evaluation are from those without `overlap`, and the report."""
+    spread = (SPREADS | SPREADS_OF_FOUR)[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        expected = _trained(transformers_model(spread, folder), spread)
+        model = transformers_model(spread, folder)
+        with overlap(model, options=OverlapOptions(expert_parallel=spread.options)) as handle:
+            if spread.compiled:
+                for layer in model.model.layers:
+                    layer.compile(backend="aot_eager")
+            found = _trained(model, spread)
+            report = handle.report()
+    assert report.expert_parallel is not None
+    return largest_difference(found, expected), report, report.expert_parallel
+
+
+def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
+    """What a second `overlap` says, a longer text, and strange experts; and whether `restore` took everything back."""
+    spread, said = Spread(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        model = transformers_model(spread, folder)
+        stock = [vars(module).get("forward") for module in model.modules()]
+        handle = overlap(model)
+        said.append(_said(lambda: overlap(model)))
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        said.append(_said(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.long))))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        autocast = str(handle.report().expert_parallel.modules[0])
+        handle.restore()
+        is_restored = stock == [vars(module).get("forward") for module in model.modules()]
+        left = []
+        for sizes, change in LEFT:
+            model = transformers_model(Spread(sizes=sizes), folder)
+            for module in model.modules():
+                if hasattr(module, "down_proj"):
+                    change(module)
+            with overlap(model) as handle:
+                left += [row.torch_why for row in handle.report().expert_parallel.modules[:1]]
+    return said, left, is_restored, autocast
+
+
+LEFT: list[tuple[tuple[tuple[str, Any], ...], Any]] = [
+    ((("ep_size", 2), ("tp_size", 2), ("ep_implementation", "all_reduce")), lambda _: None),
+    (Spread().sizes, lambda module: setattr(module, "has_bias", True)),
+    (Spread().sizes, lambda module: setattr(module, "has_gate", False)),
+    (Spread().sizes, lambda module: setattr(module.config, "_experts_implementation", "sonicmoe")),
+]
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _trained(model: Any, spread: Spread) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train()
+    shares_text = dict(spread.sizes).get("tp_size", 1)
+    numbers = torch.Generator().manual_seed(1 + dist.get_rank() // shares_text)
+    found = {}
+    for step in range(STEPS):
+        text = torch.randint(VOCABULARY, (2, spread.lengths[step]), generator=numbers)
+        loss = model(input_ids=text, labels=text).loss
+        loss.backward()
+        found[f"{step} loss"] = loss.detach()
+        found |= {f"{step} {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        found["evaluated"] = model(input_ids=text, labels=text).loss
+    return found
+
+
+def whole(x: Any) -> Tensor:
+    """All ranks' parts of a tensor."""
+    if x is None:
+        return torch.zeros(0)
+    part: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return part.detach().clone()
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest error of any tensor, relative to the largest element that it should have."""
+    assert found.keys() == expected.keys()
+    pairs = [(found[name], expected[name]) for name in expected if expected[name].numel()]
+    errors = ((a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in pairs)
+    return float(max(errors))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the model of examples/train_moe.py is spread and run.
+
+    Args:
+        ep: ranks among which experts are divided; FSDP2 shards them over the others.
+        ours: tokens travel by a dispatcher.
+        parts: of the tokens.
+        mechanism: of the dispatcher.
+        overlapped: FSDP2 communicates by ours.
+        dtype: of the model. FSDP2 divides float64 twice where it has one rank.
+    """
+
+    ep: int = 2
+    ours: bool = True
+    parts: int = 2
+    mechanism: str = "gather"
+    overlapped: bool = True
+    dtype: torch.dtype = torch.float64
+
+
+LAYOUTS = {
+    "stock": Layout(ours=False, overlapped=False),
+    "overlap": Layout(),
+    "torch's FSDP2": Layout(overlapped=False),
+    "by torch": Layout(mechanism="torch", parts=3),
+    "pushed": Layout(mechanism="push"),
+    "slabs": Layout(mechanism="slabs"),
+    "experts on all": Layout(ep=4, parts=1, dtype=torch.float32),
+}
+SHAPE = MoeShape(
+    layers=2, hidden=32, ffn=24, heads=4, kv_heads=2, head_size=8, vocabulary=64, experts=8, top_k=2, shared_ffn=24
+)
+
+
+def beside_one_process(session: Session, name: str) -> tuple[float, OverlapReport | None]:
+    """How far losses and gradients are from those of a model that has all experts and sees all ranks' texts."""
+    layout = LAYOUTS[name]
+    args = argparse.Namespace(
+        ep=layout.ep, overlap=layout.ours, tokens=LENGTH, parts=layout.parts, mechanism=layout.mechanism
+    )
+    torch.set_default_dtype(layout.dtype)
+    try:
+        model = train_moe.expert_parallel_model(args, SHAPE, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    reference = moe(SHAPE, 1, _every_expert).double()
+    copies = dict(reference.named_parameters())
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            copies[key].copy_(_of_all(key, parameter, layout.ep))
+    expected = _steps(reference, list(range(session.world_size)), 1)
+    if not layout.overlapped:
+        return largest_difference(_steps(model, [session.rank], layout.ep), expected), None
+    with overlap(model) as handle:
+        found = _steps(model, [session.rank], layout.ep)
+        report = handle.report()
+    return largest_difference(found, expected), report
+
+
+def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:
+    """Train on the texts of some ranks; return the mean loss and all gradients of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    table = rotary_table(LENGTH, SHAPE.head_dim, torch.device("cpu"))
+    found = {}
+    for step in range(STEPS):
+        losses = []
+        for rank in ranks:
+            numbers = torch.Generator().manual_seed(100 * step + rank)
+            text = torch.randint(SHAPE.vocabulary, (1, LENGTH + 1), generator=numbers)
+            losses.append(model(text[:, :-1], text[:, 1:], table))
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        mean = loss.detach().clone()
+        if len(ranks) == 1:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        found[f"{step} loss"] = mean
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            found[f"{step} {name}"] = _of_all(name, parameter.grad, ep)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _of_all(name: str, x: Tensor, ep: int) -> Tensor:
+    """Return a parameter or its gradient, of all experts."""
+    part = whole(x)
+    if ".experts." not in name or ep == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(ep)]
+    dist.all_gather(parts, part, group=_group_of_experts(ep))
+    return torch.cat(parts)
+
+
+@cache  # threads of gloo stay as long as their group
+def _group_of_experts(ep: int) -> dist.ProcessGroup:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("copies", "experts"))
+    return mesh["experts"].get_group()
+
+
+def _every_expert(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, shared: nn.Module | None) -> Tensor:
+    """Every expert for every token, times its weight: the definition."""
+    gate, up = torch.einsum("th,efh->tef", x, experts.gate_up).chunk(2, dim=-1)
+    every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, experts.down)
+    chosen = every.gather(1, ids[..., None].expand(-1, -1, x.shape[1]))
+    assert shared is not None
+    out: Tensor = (chosen * weights[..., None]).sum(1).to(x.dtype) + shared(x)
+    return out

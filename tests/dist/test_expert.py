@@ -1,0 +1,137 @@
+"""Tokens to their experts and back between processes: every row, sum and derivative is right, however they go."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.dist import expert_programs as programs
+from tests.support.mortal_ranks import run_once
+from tests.support.ranks import Ranks
+
+ALL = ("torch", "gather", "slabs", "push")
+MECHANISMS = pytest.mark.parametrize("name", ALL)
+
+
+def test_random_routings_of_four_ranks(four_ranks: Ranks) -> None:
+    """Experts and ranks without tokens, one expert for all, the same expert twice, float32 and bfloat16."""
+    four_ranks.run(programs.random_routings, 1, 2, 10, ALL)
+
+
+def test_random_routings_of_three_ranks(three_ranks: Ranks) -> None:
+    """The same of an odd number of ranks."""
+    three_ranks.run(programs.random_routings, 2, 3, 10, ALL)
+
+
+def test_random_routings_on_software_gpus(three_ranks: Ranks) -> None:
+    """The same in the order of streams, with early releases and threads that come late."""
+    three_ranks.run(programs.random_routings, 3, 2, 10, ("torch", "gather"), True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_many_random_routings(four_ranks: Ranks, seed: int) -> None:
+    """2,000 in all."""
+    four_ranks.run(programs.random_routings, seed, 10, 20, ALL)
+
+
+@MECHANISMS
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_under_way(two_ranks: Ranks, name: str, count: int) -> None:
+    """Halves of several calls, one within the other, give what calls one after the other give."""
+    two_ranks.run(programs.in_halves, name, count)
+
+
+def test_several_under_way_on_software_gpus(three_ranks: Ranks) -> None:
+    """The same in the order of streams."""
+    three_ranks.run(programs.in_halves, "gather", 3, True)
+
+
+@MECHANISMS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(two_ranks: Ranks, name: str, reentrant: bool) -> None:
+    """The same rows come again, and the same derivatives."""
+    two_ranks.run(programs.checkpointed, name, reentrant)
+
+
+def test_float8_on_the_way(three_ranks: Ranks) -> None:
+    """Tokens are rounded once, with a scale for each, and padded as float8 matmuls want them."""
+    for first, *others in zip(*(three_ranks.run(programs.narrow, name) for name in ALL), strict=True):
+        assert all((first - other).abs().max() <= 0.02 * first.abs().max() for other in others)
+
+
+def test_what_has_no_room_is_dropped(two_ranks: Ranks) -> None:
+    """The same choices by each mechanism, on the rank that has no room; they are counted."""
+    found = two_ranks.run(programs.dropped, ("torch", "gather"))
+    for by_torch, by_gather in found:
+        assert by_torch[:2] == by_gather[:2]
+        assert by_torch[2] == pytest.approx(by_gather[2], rel=1e-5)
+    assert [rank[0][:2] for rank in found] == [(0, 0), (12, 36)]
+
+
+def test_what_has_no_room_raises(two_ranks: Ranks) -> None:
+    """On all ranks at once: torch's counts tell before rows leave, the others at the next call."""
+    no_room = "Misconfigured: no room for 18 rows of a rank's experts with capacity_factor=0.5"
+    for now, again, end in two_ranks.run(programs.too_many, "torch"):
+        assert now.startswith(no_room)
+        assert again.startswith(no_room)
+        assert end == "nothing"
+    for now, again, end in two_ranks.run(programs.too_many, "gather"):
+        assert now == "nothing"
+        assert again.startswith(no_room)
+        assert end.startswith(no_room)
+
+
+@MECHANISMS
+def test_one_rank(two_ranks: Ranks, name: str) -> None:
+    """A group of one needs no peers."""
+    two_ranks.run(programs.one_rank, name)
+
+
+@pytest.mark.parametrize("half", ["start", "finish"])
+def test_a_rank_that_dies_is_named(half: str) -> None:
+    """The others get an error soon, in which it stands."""
+    *said, code = run_once(3, programs.killed, "gather", half)
+    assert code == -signal.SIGKILL
+    assert all(text.startswith("PeerTimeout") and "rank 2" in text for text in said), said
+
+
+def test_without_shared_memory_torch_moves_tokens(two_ranks: Ranks) -> None:
+    """The report says why."""
+    assert "torch  1      ranks on two hosts" in two_ranks.run(programs.no_shared_memory)[0]
+
+
+def test_odd_tokens_are_left_to_torch(two_ranks: Ranks) -> None:
+    """The report says why."""
+    found = two_ranks.run(programs.odd_tokens)[0]
+    assert "torch  1      tokens of 20 bytes, which is no multiple of 16" in found
+
+
+def test_auto_goes_by_predictions(two_ranks: Ranks) -> None:
+    """Large calls are gathered, small ones left to torch; on CPUs by the figures of a GPU."""
+    large = two_ranks.run(programs.chosen, 4096, 2048, 2000.0)
+    assert all(said.startswith("gather gather is the simplest") for said in large), large
+    small = two_ranks.run(programs.chosen, 4, 128, 0.0)
+    assert all(said.startswith("torch 4 tokens are too few") for said in small), small
+
+
+def test_the_report_is_a_table(two_ranks: Ranks) -> None:
+    """A row for each kind of call."""
+    found = two_ranks.run(programs.reported)[0]
+    assert "dispatch   below 1 MiB  gather  1      asked for gather" in found
+    assert "combine    below 1 MiB  gather  1      asked for gather" in found
+
+
+def test_wrong_calls_raise(two_ranks: Ranks) -> None:
+    """Each says what is allowed."""
+    found = two_ranks.run(programs.misused)[0]
+    said = (
+        "give [tokens, 16], of at most 6 tokens", "give [tokens, 16], of at most 6 tokens", "ids (5, 2): give (6, 2)",
+        "give int32 or int64", "ids on meta", "call it once, after start_dispatch", "one for each row that was dispatched",
+        "of torch.float32", "call it once, after finish_dispatch", "allowed are auto, torch",
+        "allowed are raise, drop", "give a number above 0", "allowed are None, torch.float8_e4m3fn", "give 1 or more",
+        "give 0 µs or more", "top_k=3 of 2 experts: give at most as many",
+        "3 experts on 2 ranks: give a multiple", "top_k=0: give 1 or more",
+    )  # fmt: skip
+    assert [words in text for words, text in zip(said, found, strict=True)] == [True] * len(said), found

@@ -1,0 +1,153 @@
+"""One rank of test_expert.py: dispatchers of expert parallelism on GPUs, beside torch's all_to_all_single.
+
+python expert_worker.py FOLDER    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from counterpoint.parallel.expert import Dispatcher, ExpertOptions, MechanismName
+from tests.support.gpu_ranks import run_scenarios
+from tests.support.routing import ROUTINGS, routing
+
+Found = dict[str, str]
+MECHANISMS: tuple[MechanismName, ...] = ("gather", "push", "slabs")
+CAPTURED: tuple[MechanismName, ...] = ("gather", "slabs")
+EXPERTS, TOP_K, TOKENS, HIDDEN = 16, 4, 2048, 1024
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def dispatcher(mechanism: MechanismName, *, equal_tokens: bool = False) -> Dispatcher:
+    """Of all ranks."""
+    options = ExpertOptions(mechanism=mechanism, equal_tokens=equal_tokens, timeout_s=60)
+    return Dispatcher(experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, hidden=HIDDEN, options=options)
+
+
+def given(seed: int, kind: str, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, experts and weights of this rank."""
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=dtype)
+    ids = routing(kind, tokens, TOP_K, EXPERTS, seed + dist.get_rank()).cuda()
+    return x, ids, torch.rand(tokens, TOP_K, device="cuda")
+
+
+def trip(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
+    """Rows of this rank's experts, which double them, the sums, and the derivatives of tokens and weights."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    rows, offsets, handle = made.dispatch(x, ids, weights)
+    y = made.combine(rows * 2, handle)
+    y.backward(torch.sin(torch.arange(y.numel(), device="cuda").view_as(y)).to(y.dtype))
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [rows.detach(), offsets, y.detach(), x.grad, weights.grad]
+
+
+def beside_torch() -> Found:
+    """Every routing by every mechanism: what differs from all_to_all_single by more than twice its error."""
+    found: Found = {}
+    reference = dispatcher("torch")
+    for mechanism in MECHANISMS:
+        made = dispatcher(mechanism)
+        for number, kind in enumerate(ROUTINGS):
+            for dtype in (torch.bfloat16, torch.float32):
+                x, ids, weights = given(number, kind, TOKENS - 112 * dist.get_rank() * (number % 2), dtype)
+                ours, theirs = trip(made, x, ids, weights), trip(reference, x, ids, weights)
+                end = int(theirs[1][-1])
+                same = torch.equal(ours[1], theirs[1]) and torch.equal(ours[0][:end], theirs[0][:end])
+                exact = trip(reference, x.float(), ids, weights) if dtype == torch.bfloat16 else theirs
+                errors = [
+                    (a.double() - c.double()).abs().max().item()
+                    - 2 * (b.double() - c.double()).abs().max().item()
+                    - 1e-5 * max(1.0, c.double().abs().max().item())
+                    for a, b, c in zip(ours[2:], theirs[2:], exact[2:], strict=True)
+                ]
+                if not same or max(errors) > (0.02 if dtype == torch.bfloat16 else 0.0):
+                    found[f"{mechanism} {kind} {dtype}"] = f"{same=} {errors}"
+        made.close()
+        print(f"{mechanism}: beside torch", flush=True)
+    reference.close()
+    return found
+
+
+def captured() -> Found:
+    """A graph of gather's forward, replayed three times with other tokens."""
+    found: Found = {}
+    for mechanism in CAPTURED:
+        made = dispatcher(mechanism, equal_tokens=True)
+        x, ids, weights = given(1, "distinct", TOKENS, torch.bfloat16)
+
+        def step(made: Dispatcher = made, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> Tensor:
+            rows, _, handle = made.dispatch(x, ids, weights)
+            return made.combine(rows * 2, handle)
+
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                y = step()
+            equal = []
+            for seed in range(3):
+                for old, new in zip((x, ids, weights), given(20 + seed, "distinct", TOKENS, x.dtype), strict=True):
+                    old.copy_(new)
+                graph.replay()
+                torch.cuda.synchronize()
+                replayed = y.clone()
+                equal.append(torch.equal(replayed, step()))
+        torch.cuda.synchronize()
+        del graph
+        found[mechanism] = str(equal)
+        made.close()
+    return found
+
+
+def profiled() -> Found:
+    """Kernels of NCCL, copies to peers, and calls in which the host waits, of each mechanism."""
+    found: Found = {}
+    for mechanism in MECHANISMS:
+        made = dispatcher(mechanism, equal_tokens=True)
+        tokens = given(3, "distinct", TOKENS, torch.bfloat16)
+        for _ in range(3):
+            trip(made, *tokens)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            trip(made, *tokens)
+            ended = torch.cuda.Event()
+            ended.record()
+            while not ended.query():
+                time.sleep(0.001)
+        names = [event.name for event in recorded.events()]
+        nccl = sum(name.startswith("nccl") for name in names)
+        copies, syncs = (sum(any(part in name for part in parts) for name in names) for parts in (("PtoP",), SYNCS))
+        found[mechanism] = f"{nccl} of NCCL, {'copies' if copies else 'no copies'}, {syncs} syncs"
+        made.close()
+    return found
+
+
+SCENARIOS: dict[str, Callable[[], Found]] = {
+    "beside_torch": beside_torch,
+    "profiled": profiled,
+    "captured": captured,
+}
+
+
+def main(folder: Path) -> None:
+    run_scenarios(folder, SCENARIOS, by_default=False)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

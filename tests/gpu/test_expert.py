@@ -1,0 +1,38 @@
+"""Dispatchers of expert parallelism on all GPUs of this machine (2 to 8): what only GPUs can show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.gpu_ranks import scenario_results
+
+pytestmark = pytest.mark.gpu(2)
+
+WORKER = Path(__file__).with_name("expert_worker.py")
+Seen = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    return scenario_results(WORKER, tmp_path_factory.mktemp("expert"), timeout_s=280)
+
+
+def test_every_mechanism_moves_what_all_to_all_single_does(ranks: list[Seen]) -> None:
+    """Rows bit by bit; sums and derivatives within twice its error; any routing, other numbers of tokens by rank."""
+    assert [rank["beside_torch"] for rank in ranks] == [{}] * len(ranks)
+
+
+def test_copy_engines_carry_tokens_and_nobody_waits(ranks: list[Seen]) -> None:
+    """No kernel of NCCL runs, and the host waits for nothing but the tables that tell slabs of a second round."""
+    syncs = {"gather": 0, "push": 0, "slabs": 1}
+    wanted = {name: f"0 of NCCL, copies, {count} syncs" for name, count in syncs.items()}
+    assert [rank["profiled"] for rank in ranks] == [wanted] * len(ranks)
+
+
+def test_graphs_replay(ranks: list[Seen]) -> None:
+    """With other tokens and other experts, three times."""
+    assert [rank["captured"] for rank in ranks] == [dict.fromkeys(("gather", "slabs"), "[True, True, True]")] * len(
+        ranks
+    )

@@ -1,0 +1,62 @@
+"""Runs the kernel that packs rows by rank in Triton's interpreter, beside operations of torch.
+
+Started by path with the cases as JSON on standard input; writes for each `right`, or what was not.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+import sys
+from dataclasses import fields
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from counterpoint.parallel.expert import packing as module
+from counterpoint.parallel.expert.options import ExpertLayout
+from counterpoint.parallel.expert.packing import pack
+from tests.support.routing import routing
+
+
+def packed(
+    *,
+    kind: str,
+    rank: int,
+    ranks: int,
+    local: int = 2,
+    tokens: int = 23,
+    top_k: int = 3,
+    first: int = 5,
+    room: int = 9,
+    gaps: bool = True,
+    scaled: bool = False,
+) -> str:
+    """Every tensor of the packing."""
+    dice = torch.Generator().manual_seed(tokens)
+    ids = routing(kind, tokens, top_k, local * ranks).int()
+    weights = torch.rand(ids.shape, generator=dice)
+    scales = torch.rand(tokens, 1, generator=dice) if scaled else None
+    layout = ExpertLayout(
+        rank=rank, world_size=ranks, experts=local * ranks, top_k=top_k, max_tokens=max(1, tokens), hidden=8
+    )
+
+    def made() -> Any:
+        return pack(ids, weights, scales, layout, first=first, room=room, gaps=gaps)
+
+    wanted = made()
+    with patch.multiple(module, _on_gpu=lambda tensor: True, CHOICES=16):
+        got = made()
+    for field in fields(wanted):
+        one, other = getattr(got, field.name), getattr(wanted, field.name)
+        if field.name != "rank" and (one.dtype != other.dtype or not torch.equal(one, other)):
+            return f"{field.name}: {one} instead of {other}"
+    return "right"
+
+
+if __name__ == "__main__":
+    json.dump([packed(**case) for case in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,135 @@
+"""Exchanges of tokens: their names, how tokens are routed, and what counts as a wrong result."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from counterpoint.errors import Misconfigured
+from counterpoint.measurement import expert
+from counterpoint.measurement.expert import TokenExchange, _scales, _Tokens, find_exchange, routed
+from counterpoint.measurement.suites import EXPERT_LAYERS, ROUTINGS, ExpertLayer
+from counterpoint.records.measurement import Launched
+
+QWEN = EXPERT_LAYERS["qwen3-30b-a3b"]
+
+
+class OneRank:
+    """As much of a session as random tokens need."""
+
+    rank, device, dtype = 0, torch.device("cpu"), torch.float32
+
+
+def drawn(way: str, tokens: int = 4000, layer: ExpertLayer = QWEN, seed: int = 0) -> torch.Tensor:
+    return routed(way, tokens, layer, torch.Generator().manual_seed(seed))
+
+
+def test_an_exchange_is_read_from_its_name() -> None:
+    """With the rows that may come to a rank: each token once for each of its choices, if all are of that rank."""
+    exchange = find_exchange("exchange mixtral-8x7b 4096 zipf")
+    assert exchange == TokenExchange(layer="mixtral-8x7b", tokens=4096, routing="zipf")
+    assert [exchange.capacity(ranks) for ranks in (2, 8)] == [2 * 4096 * 2, 8 * 4096]
+    assert exchange.size_bytes(2) == 4096 * 2 * 4096 * 2
+
+
+@pytest.mark.parametrize(
+    "what", ["exchange", "exchange mixtral 4096 zipf", "exchange tiny 0 zipf", "exchange tiny 8 all"]
+)
+def test_a_wrong_name_is_refused_with_what_there_is(what: str) -> None:
+    with pytest.raises(
+        Misconfigured, match=r"write one of qwen3-30b-a3b, .* tokens of a rank, .*: exchange mixtral-8x7b"
+    ):
+        find_exchange(what)
+
+
+@pytest.mark.parametrize("way", ROUTINGS)
+def test_no_token_goes_to_an_expert_twice(way: str) -> None:
+    """And all experts exist."""
+    ids = drawn(way)
+    assert ids.shape == (4000, 8)
+    assert (ids.sort(1).values.diff() > 0).all()
+    assert ids.min() >= 0
+    assert ids.max() < 128
+
+
+def test_routings_differ_in_how_much_the_first_experts_get() -> None:
+    """The most wanted expert gets about the mean, several times as much, and every token."""
+    most = {way: drawn(way).flatten().bincount(minlength=128).max().item() / (4000 * 8 / 128) for way in ROUTINGS}
+    assert 1.0 < most["uniform"] < 1.3
+    assert 4.0 < most["zipf"] < 15.0
+    assert most["one-hot"] == 16.0
+
+
+def test_ranks_want_the_same_experts_most() -> None:
+    """Otherwise routing would be even over all ranks: their tokens differ, the order of experts does not."""
+    one, other = (drawn("zipf", seed=seed).flatten().bincount(minlength=128) for seed in (1, 2))
+    assert not one.equal(other)
+    assert one.argmax() == other.argmax()
+
+
+@pytest.mark.parametrize("way", ROUTINGS)
+def test_a_wrong_result_is_seen(way: str) -> None:
+    """Right sums pass; a token at the neighbour of its expert, a choice that is lost, or NaN does not."""
+    tokens = _Tokens.random(cast(Any, OneRank()), TokenExchange(layer="tiny", tokens=32, routing=way), 0)
+
+    def sums(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(weights[:, k] * _scales(ids[:, k]))[:, None] * tokens.x for k in range(2)]).sum(0)
+
+    right, allowed = tokens.errors(sums(tokens.ids, tokens.weights))
+    assert right <= allowed
+    moved = tokens.ids.clone()
+    moved[0, 0] += 1
+    lost = tokens.weights.clone()
+    lost[5, 1] = 0
+    for wrong in (sums(moved, tokens.weights), sums(tokens.ids, lost), tokens.x * float("nan")):
+        error, allowed = tokens.errors(wrong)
+        assert not error <= allowed
+
+
+class SeenSession(OneRank):
+    """A session on a GPU at which a profiler looked."""
+
+    is_cuda, world_size = True, 1
+
+    def lanes(self, compute: Any, comm: Any) -> Any:
+        return comm
+
+    def raise_together(self, action: Any) -> Any:
+        return action()
+
+
+def test_transport_on_sms_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of mechanisms that promise copies; kernels that permute rows, and copies, are no transport."""
+    nccl = Launched(kind="kernel", name="ncclDevKernel_SendRecv(ncclDevKernelArgs)", grid=(24, 1, 1))
+    permuting = Launched(kind="kernel", name="_permute_kernel", grid=(4096, 1, 1))
+    copy = Launched(kind="copy", name="Memcpy PtoP (Device -> Device)", bytes=1 << 20)
+    ran = {"torch": (nccl, permuting), "gather": (permuting, copy), "push": (nccl, copy)}
+    monkeypatch.setattr(expert, "sides_of_all", lambda lanes, device: [((), comm) for comm in ran.values()])
+    found = expert._observed(cast(Any, SeenSession()), dict.fromkeys(ran, cast(Any, None)), cast(Any, None))
+    assert {name: one.usage and one.usage.comm_ctas for name, one in found.items()} == {
+        "torch": 24, "gather": 0, "push": 24,
+    }  # fmt: skip
+    assert [name for name, one in found.items() if one.marked] == ["push"]
+    assert found["push"].marked == "its transport took SMs: a kernel of 24 blocks"
+
+
+@pytest.mark.parametrize(
+    ("others", "available", "multicast_off", "said"),
+    [
+        (["torch", "nccl"], True, "1", None),
+        (["torch", "gather"], True, "1", "measure it in a run of its own, with --mechanism torch"),
+        (["torch"], False, "1", "libnvshmem_host.so.3 cannot be loaded"),
+        (["torch"], True, "0", "multicast has to be off: set NVSHMEM_DISABLE_NVLS=1"),
+    ],
+)
+def test_nvshmem_is_measured_by_itself_and_without_multicast(
+    monkeypatch: pytest.MonkeyPatch, others: list[str], available: bool, multicast_off: str, said: str | None
+) -> None:
+    """A process has symmetric memory of one kind; else the reason is listed."""
+    monkeypatch.setattr("torch.distributed._symmetric_memory.is_nvshmem_available", lambda: available)
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", multicast_off)
+    reason = expert._no_symm_mem(cast(Any, SeenSession()), others)
+    assert (reason is None) == (said is None)
+    assert said is None or said in str(reason)
