@@ -17,7 +17,7 @@ import faults
 def planted(*options: str, kinds: tuple[str, ...] = (*faults.KINDS, *faults.OF_EXPERTS)) -> faults.Fault:
     parser = argparse.ArgumentParser()
     faults.add_arguments(parser, kinds)
-    return faults.Fault.from_arguments(parser.parse_args(options), rank=0, world_size=4, warmup=0, steps=3)
+    return faults.Fault.from_arguments(parser.parse_args(options), rank=0, world_size=8, warmup=0, steps=3)
 
 
 def test_tokens_of_all_ranks_prefer_the_experts_of_one() -> None:
