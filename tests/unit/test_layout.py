@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
+    "tune": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"},
     "torch_backend": {"parallel"},
     "torchtitan": {"parallel"},
     "rendering": set(),

@@ -5,7 +5,6 @@ confidence.py  how sure a prediction is, by measured_steps.json: interval, "vali
 explain.py     the formula behind each number
 goodput.py     days, GPU-hours, cost and losses of the whole training
 from_trace.py  a measured step on other machines
-read_file.py   the text of a file that a user names
 job/, compute/, network/, step/, search/, placement/: see the docstring of each
 
 Other packages import `job.job`, `job.what_if`, `step.step.predict_step`, `search.search`, and the files above.

@@ -30,7 +30,6 @@ record has is an error that names it.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +41,7 @@ from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
+from counterpoint.machine.read_file import read_text
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import (
@@ -57,8 +57,8 @@ from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import SUFFIX, levels, own_file, read_network
-from counterpoint.plan.read_file import read_text
 from counterpoint.records import Record
+from counterpoint.records.toml import toml_table
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
@@ -278,10 +278,7 @@ def job_toml(job: Job) -> str:
     overlap = {name: tables.pop(name) for name in ("mechanism",) if name in tables} | tables.pop("mechanisms", {})
     if overlap:
         tables["overlap"] = overlap
-    parts = [
-        "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in tables[name].items())])
-        for name in sorted(tables, key=TABLES.index)
-    ]
+    parts = [toml_table(f"[{name}]", tables[name]) for name in sorted(tables, key=TABLES.index)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -312,20 +309,3 @@ def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:
         if field.required or value != field.default:
             found[field.name] = _changed_fields(value) if isinstance(value, msgspec.Struct) else value
     return found
-
-
-def _toml(value: object) -> str:
-    """Return a value as TOML has it; strings as JSON has them, which TOML reads alike."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)

@@ -1,0 +1,62 @@
+"""Read and write `counterpoint.toml`: what `counterpoint tune` chose; docs/reference/tune.md describes it."""
+
+from __future__ import annotations
+
+import tomllib
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.read_file import read_text
+from counterpoint.records.toml import toml_table
+from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
+
+MAX_BYTES = 1 << 22
+
+
+def read_tuned(path: str | Path) -> Tuned:
+    """Return the tuning in a file; raise Misconfigured, with the field and what is allowed, if it is none."""
+    text = read_text(Path(path), limit=MAX_BYTES, advice="give a file that `counterpoint tune` wrote")
+    try:
+        return parse_tuned(text)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        name = printable(str(path))
+        raise Misconfigured(f"{name} is no tuning: {printable(str(error))}; see docs/reference/tune.md") from None
+
+
+def parse_tuned(text: str) -> Tuned:
+    """Return the tuning in the text of a file.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is no TOML.
+        msgspec.ValidationError: a field is missing, unknown or has a value that is not allowed.
+    """
+    content = tomllib.loads(text)
+    if content.get("schema") != TUNING_SCHEMA:
+        raise msgspec.ValidationError(f"schema = {content.get('schema')!r}; this version reads {TUNING_SCHEMA!r}")
+    return msgspec.convert(content, Tuned)
+
+
+def tuned_toml(tuning: Tuned) -> str:
+    """Return the file of a tuning, which `parse_tuned` reads as the same tuning; defaults and None are left out."""
+    fields = _without_none({"schema": TUNING_SCHEMA} | msgspec.to_builtins(tuning))
+    made, step, pairs = fields.pop("made"), fields.pop("step", None), fields.pop("pair", [])
+    tables = [toml_table(None, fields), toml_table("[made]", made)]
+    tables += [toml_table("[step]", step)] if step else []
+    tables += [toml_table("[[pair]]", pair) for pair in pairs]
+    return "\n\n".join(tables) + "\n"
+
+
+def tuned_digest(tuning: Tuned) -> str:
+    """Return a hash of all choices and of the machine that they are for, 16 hexadecimal digits."""
+    return blake2b(msgspec.json.encode(tuning, order="deterministic"), digest_size=8).hexdigest()
+
+
+def _without_none(value: Any) -> Any:
+    """Return nested mappings and lists without the entries that are None, which TOML cannot say."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

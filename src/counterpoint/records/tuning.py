@@ -1,0 +1,102 @@
+"""Define the records of `counterpoint tune`: pairs of a step, what was tried for each, and what whole steps confirmed.
+
+`Tuned` is the content of `counterpoint.toml`, the contract `counterpoint.tuning/1` (docs/reference/tune.md): keys may
+be added, never renamed. Times are µs, sizes bytes. `sigma_us` is the standard error of a time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from counterpoint.records import Record
+from counterpoint.records.measurement import Environment, Order
+
+TUNING_SCHEMA = "counterpoint.tuning/1"
+LEAVE = "leave"
+"""The choice of a pair that stays as torch and NCCL run it."""
+
+Name = Annotated[str, Meta(max_length=200)]
+Sentence = Annotated[str, Meta(max_length=1000)]
+Micros = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Refuses unknown fields, and leaves defaults out of the file."""
+
+
+class StepPair(_Strict, frozen=True, kw_only=True):
+    """Describes a compute operation and communication of a training step that may run at the same time.
+
+    Independent: `operation` is PyTorch's name of a collective, `compute` a workload of measurement/workloads.py.
+    Dependent: `all_gather_matmul` or `matmul_reduce_scatter`, and `compute` is its matmul on each rank.
+    Tokens: `operation` is `exchange`, and `compute` the experts, as in `qwen3-30b-a3b 4096 zipf`.
+    """
+
+    operation: Name
+    compute: Name
+    bytes_per_rank: Annotated[int, Meta(ge=0, le=1 << 50)]  # of the full array, over the ranks
+    ranks: Annotated[int, Meta(ge=2, le=1 << 20)]
+    dtype: Name = "bfloat16"
+    first: Order | None = None  # which side reaches the GPU first; None: not known, all orders count
+    calls: Annotated[int, Meta(ge=1, le=1 << 30)] = 1  # of such pairs in a step
+    where: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # modules, as patterns of fnmatch: "layers.*"
+
+
+class Tried(_Strict, frozen=True, kw_only=True):
+    """Holds the measured time of a pair by one mechanism: from the first start to the last end."""
+
+    mechanism: Name  # of measurement/mechanisms.py: "nccl+max_ctas=8"
+    us: Micros
+    sigma_us: Micros
+    runs: Annotated[int, Meta(ge=1, le=1 << 30)]
+    predicted_us: Micros | None = None  # by the model that chose what to measure
+    marked: Sentence | None = None  # why the time must not be believed: a knob that did nothing
+
+
+class TunedPair(StepPair, frozen=True, kw_only=True):
+    """Holds the mechanism chosen for a pair, and why."""
+
+    mechanism: Name  # LEAVE, or one of `tried`
+    why: Sentence
+    us: Micros  # of the mechanism
+    sigma_us: Micros
+    stock: Name  # the mechanism that runs where nothing is chosen: "nccl"
+    stock_us: Micros
+    stock_sigma_us: Micros
+    compute_us: Micros | None = None  # compute alone
+    comm_us: Micros | None = None  # communication alone, by the fastest mechanism tried
+    next_best: Name | None = None
+    next_best_us: Micros | None = None
+    tried: Annotated[tuple[Tried, ...], Meta(max_length=256)] = ()
+
+
+class StepVariant(_Strict, frozen=True, kw_only=True):
+    """Holds how long steps of a whole program took under one set of choices, interleaved with the other variants."""
+
+    name: Name  # "stock", "tuned", "tuned without all_gather 33554432"
+    us: Micros
+    sigma_us: Micros
+    runs: Annotated[int, Meta(ge=1, le=1 << 30)]
+
+
+class StepTuning(_Strict, frozen=True, kw_only=True):
+    """Says what whole steps confirmed, and which choices they did not."""
+
+    before_us: Micros
+    after_us: Micros
+    variants: Annotated[tuple[StepVariant, ...], Meta(max_length=256)]
+    falsified: Annotated[tuple[Sentence, ...], Meta(max_length=256)] = ()  # choices taken back, with the figures
+
+
+class Tuned(_Strict, frozen=True, kw_only=True):
+    """Holds all that `tune` chose on one machine."""
+
+    schema: Name = TUNING_SCHEMA
+    seconds: float  # that tuning took
+    profile: Name  # digest of the figures that the model used: machine/profile.py
+    made: Environment  # where; a file of another machine is not followed
+    step: StepTuning | None = None
+    notes: Annotated[tuple[Sentence, ...], Meta(max_length=256)] = ()
+    pair: Annotated[tuple[TunedPair, ...], Meta(max_length=10_000)] = ()  # the tables [[pair]] of the file

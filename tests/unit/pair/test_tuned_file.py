@@ -1,0 +1,71 @@
+"""`counterpoint.toml`: what is written is read as the same, and everything else is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import Misconfigured
+from counterpoint.pair.tuned_file import MAX_BYTES, parse_tuned, read_tuned, tuned_digest, tuned_toml
+from counterpoint.records.tuning import LEAVE
+from tests.support.example_tuned import example_tuned
+
+
+def test_what_is_written_is_read_as_the_same(tmp_path: Path) -> None:
+    """All fields go to the file and come back."""
+    tuning = example_tuned()
+    path = tmp_path / "counterpoint.toml"
+    path.write_text(tuned_toml(tuning))
+    assert read_tuned(path) == tuning
+
+
+texts = st.text(max_size=40)
+micros = st.floats(0, 1e9)
+
+
+@given(text=texts, us=micros, calls=st.integers(1, 1 << 30))
+def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> None:
+    """Quotes, line ends and other characters of names, and every digit of a time."""
+    first = example_tuned().pair[0]
+    changed = msgspec.structs.replace(first, where=(text,), why=text, us=us, calls=calls)
+    tuning = msgspec.structs.replace(example_tuned(), pair=(changed,), notes=(text,))
+    assert parse_tuned(tuned_toml(tuning)) == tuning
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('mechanism = "zero_sm"', 'mechanisms = "zero_sm"', "mechanism"),
+        ("ranks = 2", "ranks = 1", ">= 2"),
+        ("schema = ", "schema = 1 # ", "this version reads 'counterpoint.tuning/1'"),
+        ("[made]", "[made", "line"),
+        ("us = ", "us = -", ">= 0"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, before: str, after: str, said: str) -> None:
+    """An unknown field, a number out of range, another version, what is no TOML."""
+    path = tmp_path / "counterpoint.toml"
+    path.write_text(tuned_toml(example_tuned()).replace(before, after, 1))
+    with pytest.raises(Misconfigured, match=said):
+        read_tuned(path)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    """It is not read whole."""
+    path = tmp_path / "counterpoint.toml"
+    path.write_bytes(b"#" * (MAX_BYTES + 1))
+    with pytest.raises(Misconfigured, match="larger than"):
+        read_tuned(path)
+
+
+def test_another_choice_has_another_digest() -> None:
+    """Ranks compare digests."""
+    tuning = example_tuned()
+    other = msgspec.structs.replace(
+        tuning, pair=(msgspec.structs.replace(tuning.pair[0], mechanism=LEAVE), *tuning.pair[1:])
+    )
+    assert tuned_digest(other) != tuned_digest(tuning) == tuned_digest(example_tuned())
