@@ -1,0 +1,149 @@
+"""Confirm choices by whole steps of a training script, and take back those that make its steps slower. No torch.
+
+    stock, tuned, tuned without the choice that promises most, without the second, ...      run in turns, round by round
+
+    d_r = step by `tuned` - step by the other, of round r
+    slower                                   median(d) > 2 · sigma
+    sigma = sqrt(pi / 2) · s / sqrt(n)       standard error of the median of n rounds whose standard deviation is s
+
+Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps are
+faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, stdev
+from tempfile import mkdtemp
+
+from msgspec.structs import replace
+
+from counterpoint.pair.tuned_file import tuned_toml
+from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, TunedPair
+from counterpoint.tuning.script_task import ScriptVariant
+
+STOCK, TUNED = "stock", "tuned"
+SIGMAS = 2.0
+LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
+TRIES = 3  # runs of the script, each without what the one before has falsified
+
+StepTimes = Mapping[str, Sequence[float]]
+"""µs of a step by the name of a variant, one for each round."""
+Compare = Callable[[Sequence[ScriptVariant]], StepTimes]
+"""Runs the script's steps by variants in turns."""
+
+
+def sigma_of_median(values: Sequence[float]) -> float:
+    """Return the standard error of the median of two values or more."""
+    return math.sqrt(math.pi / 2 / len(values)) * stdev(values)
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return by how much the first variant takes longer than the second, round by round, and the standard error."""
+    apart = [one - other for one, other in zip(first, second, strict=True)]
+    return median(apart), sigma_of_median(apart)
+
+
+def chosen(tuned: Tuned) -> list[int]:
+    """Return the indices of pairs that are not left to torch, those that promise to save most of a step first."""
+    saved = {i: (pair.stock_us - pair.us) * pair.calls for i, pair in enumerate(tuned.pair) if pair.mechanism != LEAVE}
+    return sorted(saved, key=lambda i: -saved[i])
+
+
+def name_of(pair: TunedPair) -> str:
+    """Return a pair in words that tell it from the others of a step."""
+    return f"{pair.operation} of {pair.bytes_per_rank} bytes a rank beside {pair.compute}"
+
+
+def falsified(tuned: Tuned, times: StepTimes, without: Mapping[int, str]) -> dict[int, str]:
+    """Return the choices that whole steps show to be slower, each with a sentence that has the figures.
+
+    Args:
+        tuned: the choices of the variant `tuned`.
+        times: of `stock`, `tuned` and the variants of `without`.
+        without: by index of a pair, the name of the variant in which it is left to torch.
+    """
+    found = {}
+    for index, name in without.items():
+        slower_us, sigma_us = difference(times[TUNED], times[name])
+        if slower_us > SIGMAS * sigma_us:
+            found[index] = f"{_choice(tuned.pair[index])}: {_figures(slower_us, sigma_us)} than a step without it"
+    slower_us, sigma_us = difference(times[TUNED], times[STOCK])
+    if not found and slower_us > SIGMAS * sigma_us:
+        why = f"{_figures(slower_us, sigma_us)} than stock, and no single choice is to blame"
+        found = {index: f"{_choice(tuned.pair[index])}: a step by all choices is {why}" for index in chosen(tuned)}
+    return found
+
+
+def take_back(tuned: Tuned, why: Mapping[int, str]) -> Tuned:
+    """Return the choices with those pairs left to torch, and why."""
+    pairs = list(tuned.pair)
+    for index, sentence in why.items():
+        pair = pairs[index]
+        pairs[index] = replace(
+            pair, mechanism=LEAVE, us=pair.stock_us, sigma_us=pair.stock_sigma_us, why=f"whole steps: {sentence}"[:1000]
+        )
+    return replace(tuned, pair=tuple(pairs))
+
+
+def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int = LEFT_OUT) -> Tuned:
+    """Return the choices that whole steps confirm, with `step`; without any choice nothing is run.
+
+    Args:
+        tuned: what was chosen for the pairs of the script.
+        compare: runs the script's steps; the last round's results are those of `step`.
+        folder: for the files that the variants follow.
+        most_left_out: choices without which steps are run, too; 0 where a variant costs much.
+    """
+    rows: list[StepVariant] = []
+    said: list[str] = []
+    for attempt in range(1, TRIES + 1):
+        if not chosen(tuned):
+            break
+        left_out = chosen(tuned)[:most_left_out] if len(chosen(tuned)) > 1 else []
+        without = {index: f"{TUNED} without {name_of(tuned.pair[index])}" for index in left_out}
+        times = compare(_variants(tuned, without, folder))
+        rows += [_row(name if attempt == 1 else f"{name}, run {attempt}", times[name]) for name in times]
+        before_us, after_us = median(times[STOCK]), median(times[TUNED])
+        found = falsified(tuned, times, without)
+        if found and attempt == TRIES:
+            rest = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
+            found = {index: rest for index in chosen(tuned)} | found
+        tuned = take_back(tuned, found)
+        said += [found[index] for index in sorted(found)]
+        if not found:
+            break
+    if not rows:
+        return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
+    if not chosen(tuned):
+        after_us = before_us
+    step = StepTuning(
+        before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256])
+    )
+    return replace(tuned, step=step)
+
+
+def _variants(tuned: Tuned, without: Mapping[int, str], folder: Path) -> list[ScriptVariant]:
+    """Return stock, all choices, and all but one; their files are written to a new folder."""
+    files = Path(mkdtemp(prefix="choices-", dir=folder))
+    sets = {TUNED: tuned} | {name: take_back(tuned, {index: "left out"}) for index, name in without.items()}
+    made = [ScriptVariant(name=STOCK, file=None)]
+    for number, (name, choices) in enumerate(sets.items()):
+        path = files / f"{number}.toml"
+        path.write_text(tuned_toml(choices))
+        made.append(ScriptVariant(name=name, file=str(path)))
+    return made
+
+
+def _row(name: str, times_us: Sequence[float]) -> StepVariant:
+    return StepVariant(name=name[:200], us=median(times_us), sigma_us=sigma_of_median(times_us), runs=len(times_us))
+
+
+def _choice(pair: TunedPair) -> str:
+    return f"{name_of(pair)} by {pair.mechanism}"
+
+
+def _figures(slower_us: float, sigma_us: float) -> str:
+    return f"{slower_us / 1e3:.3f} ms slower (2 sigma are {SIGMAS * sigma_us / 1e3:.3f})"
