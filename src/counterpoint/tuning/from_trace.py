@@ -25,18 +25,22 @@ from counterpoint.diagnosis.digest import RankDigest, matrix_product
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.launch_order import find_blocked
+from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
 from counterpoint.trace.classify import dtype_bytes, is_host_matmul, is_matmul
-from counterpoint.trace.timeline import F64, I64, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
+from counterpoint.tuning.parts import check_pair
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 _SHAPES = 32  # of matmuls that are told apart on a rank: the longest
 _LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of a training
 _REPEATS = 99  # most that a workload's name can say
 _AGREE = 0.75  # share of a class's calls in which the same side came first
 _MODULES = 64
 _SHORTEST_US = 1.0
+_SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
 
 Product = tuple[int, int, int]  # M, N, K
 
@@ -73,10 +77,15 @@ def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepP
         _Rank(job, column, lost).add_to(found, left_out)
     per_step = 1.0 / (job.num_steps * len(job.ranks))
     pairs: Counter[StepPair] = Counter()
+    said = []
     for kind, members in sorted(found.items(), key=lambda item: -item[1].comm_us):
         pair = members.pair(kind)
-        pairs[pair] += members.calls
-    said = [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
+        try:
+            check_pair(pair)
+            pairs[pair] += members.calls
+        except Misconfigured as error:
+            said.append(f"a pair of the trace is left out: {error}"[:1000])
+    said += [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
     made = [msgspec.structs.replace(pair, calls=_calls(count * per_step)) for pair, count in pairs.items()]
     return tuple(made), (*notes, *said)
 
@@ -87,6 +96,7 @@ _NOTES = {  # why a collective is no pair, and what would help
     "bytes": "{calls} collectives of a step are left out, as the trace does not say their size or ranks",
     "copies": "{calls} copies between GPUs of a step are left out, as the trace does not say which collective they are:"
     " record the step without counterpoint.overlap",
+    "small": "{calls} collectives of a step are of less than 4 KiB a rank, and are left out",
     "alone": "{calls} collectives of a step have no matmul beside them, nor before the next one, and are left out",
     "other": "{calls} broadcasts, sends or other calls of a step are left out: only all_gather, reduce_scatter, "
     "all_reduce and all_to_all are tuned",
@@ -115,7 +125,7 @@ class _Class:
 
     calls: int = 0
     comm_us: float = 0.0
-    beside_us: Counter[Product] = field(default_factory=Counter)
+    beside_us: defaultdict[Product, float] = field(default_factory=lambda: defaultdict(float))
     alone_us: dict[Product, float] = field(default_factory=dict)  # mean time of such a matmul
     first: Counter[Order | None] = field(default_factory=Counter)
     modules: set[str | None] = field(default_factory=set)
@@ -135,8 +145,8 @@ class _Class:
 
     def _longest(self) -> str:
         """Return the workload of the longest matmul, repeated until it takes as long as all of a call."""
-        longest, _ = self.beside_us.most_common(1)[0]
-        us = self.beside_us.total() / self.calls
+        longest = max(self.beside_us, key=lambda product: self.beside_us[product])
+        us = sum(self.beside_us.values()) / self.calls
         return _gemm(longest, min(max(round(us / self.alone_us[longest]), 1), _REPEATS))
 
 
@@ -174,9 +184,8 @@ class _Rank:
             if matmul is None and not us.any():
                 left_out["shapes" if unknown[at] > 0 or later_unknown[at] > 0 else "alone"] += 1
                 continue
-            operation = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
             kind = _Kind(
-                operation=operation[comm.op[row]] if matmul else comm.op[row],
+                operation=DEPENDENT[comm.op[row]] if matmul else comm.op[row],
                 bytes_per_rank=int(comm.bytes[row]) // int(comm.size[row]),
                 ranks=int(comm.size[row]),
                 dtype=comm.dtype[row] or "",
@@ -199,8 +208,9 @@ class _Rank:
             return "copies"
         if comm.op[row] not in COLLECTIVES:
             return "other"
-        known = comm.bytes[row] > 0 and comm.size[row] > 1 and comm.dtype[row] is not None
-        return None if known else "bytes"
+        if comm.bytes[row] <= 0 or comm.size[row] < 2 or comm.dtype[row] is None:
+            return "bytes"
+        return "small" if comm.bytes[row] < _SMALLEST_BYTES * comm.size[row] else None
 
     def _order(self, compute_ran: bool) -> Order | None:
         """Return which side reached the GPU first; without GPUs neither does."""
@@ -234,7 +244,7 @@ class _Rank:
         known = [self._within(self.which == i, start, end) for i in range(len(self.products))]
         return np.array(known).reshape(len(known), len(start)), self._within(self.which < 0, start, end)
 
-    def _within(self, chosen: np.ndarray, start: F64, end: F64) -> F64:
+    def _within(self, chosen: Bools, start: F64, end: F64) -> F64:
         rows = self.matmuls[chosen]
         return Intervals.union(self.start[rows], self.end[rows]).within(start, end)
 
@@ -257,7 +267,7 @@ class _Rank:
         """
         comm = self.digest.comm
         item, op = dtype_bytes(comm.dtype[row]), comm.op[row]
-        if item is None or op not in ("all_gather", "reduce_scatter") or not len(self.matmuls):
+        if item is None or op not in DEPENDENT or not len(self.matmuls):
             return None
         starts = self.start[self.matmuls]
         at = int(np.searchsorted(starts, self.done[row] if op == "all_gather" else self.ready[row]))

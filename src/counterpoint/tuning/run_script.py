@@ -36,13 +36,16 @@ _TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", r
 def run_script(
     command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> ScriptResult:
-    """Run the script until the task is done; return what its rank 0 wrote.
+    """Run the script until the task is done.
 
     Args:
         command: that starts the script.
         task: whose folder exists; it gets the log.
         variables: of the environment, beside those of this process and of the command.
         timeout_s: longest time without a finished step.
+
+    Returns:
+        What rank 0 wrote.
 
     Raises:
         Misconfigured: the program of the command is not there, or the script ended too early.
@@ -94,9 +97,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float) -> 
         if now != seen:
             seen, last = now, time.monotonic()
         if time.monotonic() - last > timeout_s:
-            raise PeerTimeout(
-                f"no step of the script's optimizer ended for {timeout_s:g} s; log: {folder / LOG}"
-            )
+            raise PeerTimeout(f"no step of the script's optimizer ended for {timeout_s:g} s; log: {folder / LOG}")
         time.sleep(POLL_S)
 
 

@@ -1,8 +1,8 @@
 """Record the steps of a training script, or run them by several variants in turns; each rank does it alike.
 
 The script is not changed. Its steps are those of its first optimizer, and its call of `counterpoint.overlap` is
-answered by an object that can be switched: to torch's collectives, and to the choices of a file. All ranks count the same
-steps, so that they switch at the same ones; rank 0 alone decides how many rounds there are.
+answered by an object that can be switched: to torch's collectives, and to the choices of a file. All ranks count the
+same steps, so that they switch at the same ones; rank 0 alone decides how many rounds there are.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     slower                                   median(d) > 2 · sigma
     sigma = sqrt(pi / 2) · s / sqrt(n)       standard error of the median of n rounds whose standard deviation is s
 
-Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps are
-faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
+Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps
+are faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
         found = falsified(tuned, times, without)
         if found and attempt == TRIES:
             rest = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
-            found = {index: rest for index in chosen(tuned)} | found
+            found = dict.fromkeys(chosen(tuned), rest) | found
         tuned = take_back(tuned, found)
         said += [found[index] for index in sorted(found)]
         if not found:
@@ -119,9 +119,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
         return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
     if not chosen(tuned):
         after_us = before_us
-    step = StepTuning(
-        before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256])
-    )
+    step = StepTuning(before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256]))
     return replace(tuned, step=step)
 
 
