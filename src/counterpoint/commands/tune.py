@@ -14,17 +14,31 @@ from counterpoint.rendering.files import is_stream
 
 
 def tune(
-    source: Annotated[Path, typer.Argument(help="A file of pairs of a step: pairs.toml.")],
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="Pairs of a step (pairs.toml), or traces of a job.", show_default=False),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help='Tune a training script: "torchrun --nproc-per-node 2 train.py". Whole steps confirm it.'),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Figures of this machine; by default COUNTERPOINT_PROFILE, or those that are shipped."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Write the choices.")] = Path("counterpoint.toml"),
-    device: Annotated[str, typer.Option(help="cuda, or cpu: the same with gloo, to try it anywhere.")] = "cuda",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda (the default), or cpu: the same with gloo, to try it anywhere. A script has its own."),
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks: by default as many as the pairs have.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds after which no further pair is measured.")] = 120.0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which no further pair is measured; as many for steps of --run.")
+    ] = 120.0,
     rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
-    timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a finished pair or step after which the run ends.")
+    ] = 120.0,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -36,17 +50,27 @@ def tune(
 ) -> None:
     """Which mechanism for each of my pairs of operations? Needs torch, and 2 GPUs or --device cpu."""
     json_path = json_file(json)
+    _check_source(source, run, nproc, fresh=fresh)
     _check_outputs(source, out, json_path)
-    partial = None if is_stream(out) else out.with_name(out.name + ".partial.jsonl")
+    partial = None if is_stream(out) or run is not None else out.with_name(out.name + ".partial.jsonl")
     check_outputs(partial)
     with ending_cleanly(partial, fresh=fresh), progress(quiet, "starting ranks") as tell:
         from counterpoint.pair.tuned_file import tuned_toml
-        from counterpoint.tuning import api
 
-        tuned = api.tune(
-            source, device=device, world_size=nproc, profile=profile, budget_s=budget, rounds=rounds,
-            timeout_s=timeout, partial=partial, fresh=fresh, progress=tell,
-        )  # fmt: skip
+        if source is not None:
+            from counterpoint.tuning import api
+
+            tuned = api.tune(
+                source, device=device or "cuda", world_size=nproc, profile=profile, budget_s=budget, rounds=rounds,
+                timeout_s=timeout, partial=partial, fresh=fresh, progress=tell,
+            )  # fmt: skip
+        else:
+            from counterpoint.tuning.script_api import tune_script
+
+            tuned = tune_script(
+                run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,
+                progress=tell,
+            )  # fmt: skip
         with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
             write_file(out, tuned_toml(tuned).encode())
             if json_path is not None:
@@ -66,10 +90,20 @@ def tune(
             console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_outputs(source: Path, out: Path, json_path: Path | None) -> None:
+def _check_source(source: Path | None, run: str | None, nproc: int | None, *, fresh: bool) -> None:
+    """Raise Misconfigured if it is not one source, or if an option has no effect with it."""
+    if (source is None) == (run is None):
+        raise Misconfigured("give one of SOURCE (pairs.toml, or traces) and --run 'torchrun ... train.py'")
+    if run is not None and nproc is not None:
+        raise Misconfigured(f"--nproc {nproc} with --run: the command says how many ranks there are; leave it out")
+    if run is not None and fresh:
+        raise Misconfigured("--fresh with --run: a script is recorded anew each time, nothing is kept; leave it out")
+
+
+def _check_outputs(source: Path | None, out: Path, json_path: Path | None) -> None:
     """Raise Misconfigured if an output cannot be written, or would replace what is read or another output."""
     check_outputs(out, json_path)
-    paths = [source.resolve(), out.resolve(), *([json_path.resolve()] if json_path else [])]
+    paths = [path.resolve() for path in (source, out, json_path) if path is not None]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None and not is_stream(twice):
         raise Misconfigured(f"{twice.name} is named twice; give SOURCE, --out and --json files of their own")

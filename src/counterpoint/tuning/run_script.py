@@ -28,7 +28,8 @@ from counterpoint.tuning.script_task import (
     write_whole,
 )
 
-TIMEOUT_S = 300.0  # a model is made and compiled before its first step
+TIMEOUT_S = 120.0
+FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
 LOG = "script.log"
 _TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
@@ -42,7 +43,7 @@ def run_script(
         command: that starts the script.
         task: whose folder exists; it gets the log.
         variables: of the environment, beside those of this process and of the command.
-        timeout_s: longest time without a finished step.
+        timeout_s: longest time without a finished step; the first one has five minutes more.
 
     Returns:
         What rank 0 wrote.
@@ -54,7 +55,7 @@ def run_script(
     folder = Path(task.folder)
     write_whole(task_file(folder), task)
     beside = {**DEFAULTS, **os.environ, **command.variables, **variables, TASK_VARIABLE: str(task_file(folder))}
-    beside["PATH"] = os.pathsep.join([beside.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
     with (folder / LOG).open("wb") as log:
         try:
             process = subprocess.Popen(
@@ -85,8 +86,7 @@ def run_script(
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float) -> None:
     """Return when the script has ended well; raise if it ends otherwise, or if no step ends in time."""
-    last = time.monotonic()
-    seen = 0
+    last, seen = time.monotonic() + FIRST_STEP_S, 0
     while True:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its group's number stays
         if ended is not None:
@@ -113,7 +113,7 @@ def _died(folder: Path, code: int) -> CounterpointError:
     with (folder / LOG).open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         text = log.read().decode(errors="replace")
-    found = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
+    found = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text.rpartition("Root Cause")[2])}
     failures = dict(filter(None, map(_failure, (folder / "errors").glob("rank*.json"))))
     at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
     during = f"in {at} of the script" if at else "in the script"

@@ -1,7 +1,7 @@
 """Tune a training script as it is: record steps, choose for their pairs, confirm by whole steps. No torch.
 
 A script that calls `counterpoint.overlap` runs all variants in one process. Any other, a model of DDP, whose hook stays
-for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock, ...
+for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def tune_script(
     budget_s: float = 120.0,
     rounds: int = 12,
     timeout_s: float = TIMEOUT_S,
-    partial: Path | None = None,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Tuned:
     """Choose a mechanism for each pair of a training script's steps, and keep what its whole steps confirm.
@@ -58,8 +56,6 @@ def tune_script(
         budget_s: seconds for pairs, and as many for whole steps, which need five rounds at least.
         rounds: of pairs.
         timeout_s: longest time without a finished pair, or step of the script.
-        partial: as of `tune`.
-        fresh: as of `tune`.
         progress: called as (done, in all, what runs now).
 
     Returns:
@@ -81,7 +77,7 @@ def tune_script(
             raise Misconfigured(f"no collective and matmul of a step can run together; {'; '.join(notes)}")
         tuned = tune(
             pairs, device=recorded.device, world_size=recorded.world_size, profile=profile, budget_s=budget_s,
-            rounds=rounds, timeout_s=timeout_s, partial=partial, fresh=fresh, progress=progress,
+            rounds=rounds, timeout_s=timeout_s, progress=progress,
         )  # fmt: skip
         tell(2, 3, "comparing whole steps")
         steps = ScriptComparison(run, folder, recorded, variables={}, budget_s=budget_s, timeout_s=timeout_s)
