@@ -1,4 +1,4 @@
-"""A machine whose optimum is known: planted times by mechanism and order, noise, clocks that drift, knobs without effect.
+"""A machine whose optimum is known: planted times, noise, clocks that drift, knobs that do nothing.
 
 Its rounds are those of `measurement/rows.py`, so that what a decision is made from has the same form and errors.
 """
