@@ -229,13 +229,8 @@ def line(group: str, cases: Sequence[Case]) -> tuple[str, ...]:
     names = dict.fromkeys(name for case in cases for name in case.times)
     single = {name: fmean(case.regret(name) for case in cases) for name in names}
     best = min(single, key=single.__getitem__)
-    of_ideal = [case.of_ideal for case in cases if case.picked in case.of_ideal]
-    stock_ideal = (
-        fmean(case.of_ideal[case.stock] for case in cases if case.stock in case.of_ideal) if of_ideal else None
-    )
-    mine_ideal = (
-        fmean(case.of_ideal[case.picked] for case in cases if case.picked in case.of_ideal) if of_ideal else None
-    )
+    by_stock = [case.of_ideal[case.stock] for case in cases if case.stock in case.of_ideal]
+    as_chosen = [case.of_ideal[case.picked] for case in cases if case.picked in case.of_ideal]
     gains = [case.times[case.stock].us / case.times.get(case.picked, case.times[case.stock]).us - 1 for case in cases]
     return (
         group, str(len(cases)), near(listed), near(regrets), f"{fmean(regrets):.2%}",
@@ -257,13 +252,14 @@ def share(*parts: float) -> str:
 
 
 def table_of(cases: Sequence[Case]) -> list[tuple[str, ...]]:
-    """A line for each group, one for each of its operations, and one for all."""
-    groups: dict[str, list[Case]] = {}
-    for case in cases:
-        groups.setdefault(case.group, []).append(case)
-        if case.pair.operation != case.group:
-            groups.setdefault(f"{case.group}: {case.pair.operation}", []).append(case)
-    lines = [line(group, mine) for group, mine in sorted(groups.items())]
+    """A line for each group and, where it has several, for each of its operations, and one for all."""
+    lines = []
+    for group in dict.fromkeys(case.group for case in cases):
+        mine = [case for case in cases if case.group == group]
+        lines.append(line(group, mine))
+        operations = dict.fromkeys(case.pair.operation for case in mine)
+        for name in operations if len(operations) > 1 else ():
+            lines.append(line(f"{group}: {name}", [case for case in mine if case.pair.operation == name]))
     return [*lines, line("all", cases)] if cases else []
 
 
