@@ -253,3 +253,14 @@ def test_row_curves_are_measured_and_read(
         "not measured, left out: 256 x 1056 x 64, 256 x 128 x 64, 256 x 32 x 80, 256 x 64 x 32"
         in capsys.readouterr().out
     )
+
+
+def test_tune_pairs_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: a line for each operation, whose pair was measured twice and chosen once."""
+    out = tmp_path / "tune.json"
+    arguments = ["--device", "cpu", "--pairs", "2", "--rounds", "5", "--out", str(out)]
+    command = [sys.executable, "benchmarks/tune_pairs.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
