@@ -190,13 +190,13 @@ class Environment(Record, frozen=True, kw_only=True):
     """Describes the machine, versions and command of a measurement."""
 
     device: str  # cuda | cpu
-    gpu: str | None
+    gpu: str | None = None
     world_size: int
-    driver: str | None
+    driver: str | None = None
     torch: str
-    nccl: str | None
+    nccl: str | None = None
     counterpoint: str
-    commit: str | None
+    commit: str | None = None
     command: tuple[str, ...]
     date: str  # ISO 8601, UTC
     variables: dict[str, str]  # NCCL_*, CUDA_*, TORCH_*
