@@ -12,11 +12,12 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from counterpoint.controls.parse import VARIABLES
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.records.tuning import Tuned
 from counterpoint.tuning.shared import (
-    EXCHANGE,
     GroupSettings,
     Numbered,
     Shared,
@@ -29,9 +30,9 @@ from counterpoint.tuning.shared import (
 
 FILE = "counterpoint.toml"  # what the other formats call the file itself
 _VARIABLES = {  # of NCCL and torch, by the field of `ProcessGroupNCCL.Options`
-    "max_ctas": "NCCL_MAX_CTAS",
-    "min_ctas": "NCCL_MIN_CTAS",
-    "cga_cluster_size": "NCCL_CGA_CLUSTER_SIZE",
+    "max_ctas": VARIABLES["max_ctas"],
+    "min_ctas": VARIABLES["min_ctas"],
+    "cga_cluster_size": VARIABLES["cga_cluster"],
     "cta_policy": "NCCL_CTA_POLICY",
     "is_high_priority_stream": "TORCH_NCCL_HIGH_PRIORITY",
 }
