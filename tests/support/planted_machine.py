@@ -1,4 +1,4 @@
-"""A machine whose optimum is known: planted times by mechanism and order, noise, clocks that drift, knobs without effect.
+"""A machine whose optimum is known: planted times, noise, clocks that drift, knobs that do nothing.
 
 Its rounds are those of `measurement/rows.py`, so that what a decision is made from has the same form and errors.
 """
@@ -128,7 +128,13 @@ class PlantedMachine:
         return (1 + self.drift * self._trials) * math.exp(self._random.gauss(0.0, self.noise))
 
     def _side(self, side: str, us: float) -> Callable[[], Trial]:
-        return lambda: Trial(**{f"{side}_start": 0.0, f"{side}_end": us * self._now()})
+        def run() -> Trial:
+            end = us * self._now()
+            return (
+                Trial(compute_start=0.0, compute_end=end) if side == "compute" else Trial(comm_start=0.0, comm_end=end)
+            )
+
+        return run
 
     def _both(self, us: float) -> Callable[[], Trial]:
         def run() -> Trial:

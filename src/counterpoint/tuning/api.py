@@ -21,7 +21,7 @@ from counterpoint.tuning.decide import as_another, decide, left
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs_file import read_pairs
 from counterpoint.tuning.parts import MEASURED_DTYPE, check_pair, part_of, stock_of, times_of
-from counterpoint.tuning.shortlist import Candidate, shortlist
+from counterpoint.tuning.shortlist import MechanismCandidate, shortlist
 
 LEAST_BUDGET_S = 1.0
 LONGEST_BUDGET_S = 86400.0
@@ -72,12 +72,12 @@ def tune(
     pairs, said = pairs_of(source)
     ranks = _ranks(pairs, device, world_size)
     known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
-    work = Work.of([pair for pair in pairs if pair.ranks == ranks], known, device)
+    plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device)
     measured = measure_parts(
-        "tune", work.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=budget_s,
+        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=budget_s,
         partial=partial, fresh=fresh, progress=progress,
     )  # fmt: skip
-    choices = [_choice(pair, work, measured, device, budget_s) for pair in pairs]
+    choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]
     return Tuned(
         seconds=round(time.monotonic() - began, 1),
         profile=known.digest,
@@ -104,14 +104,14 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TuningPlan:
     """Holds what is to be measured, in this order, and what the model expects of it."""
 
     parts: tuple[Scenario | Block, ...] = ()
-    candidates: Mapping[str, tuple[Candidate, ...]] = field(default_factory=dict)  # by name of a part
+    candidates: Mapping[str, tuple[MechanismCandidate, ...]] = field(default_factory=dict)  # by name of a part
 
     @classmethod
-    def of(cls, pairs: Sequence[StepPair], profile: Profile, device: str) -> Work:
+    def of(cls, pairs: Sequence[StepPair], profile: Profile, device: str) -> TuningPlan:
         """Return a part for each pair that differs: one of each class first, and the heaviest before the others."""
         by_name: dict[str, list[StepPair]] = {}
         for pair in pairs:
@@ -137,7 +137,7 @@ def class_of(pair: StepPair) -> tuple[object, ...]:
     return (pair.operation, pair.ranks, pair.dtype, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
 
 
-def _weight(pairs: Sequence[StepPair], candidates: Sequence[Candidate]) -> float:
+def _weight(pairs: Sequence[StepPair], candidates: Sequence[MechanismCandidate]) -> float:
     """Return the predicted µs of equal pairs in a step; without a prediction their bytes."""
     each = candidates[0].predicted_us or pairs[0].bytes_per_rank
     return each * sum(pair.calls for pair in pairs)
@@ -156,12 +156,12 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
     return ranks
 
 
-def _choice(pair: StepPair, work: Work, measured: Measurement, device: str, budget_s: float) -> TunedPair:
+def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str, budget_s: float) -> TunedPair:
     """Return the decision for a pair; one without times is left, with what kept it from being measured."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
-    candidates = work.candidates[part_of(pair, ()).name]
+    candidates = plan.candidates[part_of(pair, ()).name]
     expected = {each.mechanism: each.predicted_us for each in candidates}
     times = times_of(pair, measured)
     if not times.tried:
@@ -172,7 +172,7 @@ def _choice(pair: StepPair, work: Work, measured: Measurement, device: str, budg
     return decide(pair, tried, stock=stock, compute_us=times.compute_us, comm_us=times.comm_us)
 
 
-def _out_of_time(candidates: Sequence[Candidate], budget_s: float) -> str:
+def _out_of_time(candidates: Sequence[MechanismCandidate], budget_s: float) -> str:
     """Return why a pair was not measured, and what the model would have tried first."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
     stock, best = candidates[0], min(candidates, key=lambda each: each.predicted_us or math.inf)

@@ -28,7 +28,7 @@ from counterpoint.diagnosis.launch_order import find_blocked
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
-from counterpoint.trace.classify import dtype_bytes, is_host_matmul, is_matmul
+from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_matmul
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 from counterpoint.tuning.parts import check_pair
 
@@ -162,7 +162,7 @@ class _Rank:
         steps = job.steps_of(column)
         self.rows = np.flatnonzero(steps.covers(self.start[comm.first]))
         self.busy = job.busy(column, Kind.COMPUTE)
-        is_matmul_name = np.array([is_matmul(n) or is_host_matmul(n) for n in self.digest.names], bool)
+        is_matmul_name = np.array([is_gemm_kernel(n) or is_host_matmul(n) for n in self.digest.names], bool)
         of_compute = np.flatnonzero(gpu.kind == Kind.COMPUTE)
         self.matmuls = of_compute[is_matmul_name[gpu.name[of_compute]]] if len(of_compute) else of_compute
         self.products, self.which = self._products()

@@ -2,7 +2,8 @@
 
 Both sides alone come from the profile, what they do to each other from the models of `pair/`:
 
-    GEMMs alone             waves of tiles (`estimated_curve`); fewer SMs, more waves
+    GEMMs alone             waves of tiles (`estimated_curve`); on fewer SMs `WAVES_COST` of what more waves cost,
+                            for under the power limit their clocks rise
     NCCL alone              latency + bytes / bus bandwidth; with c CTAs the bandwidth is c / `full_speed_ctas` · 0.9
                             of the whole, at most all of it
     copy engines alone      the collective's program on the clock of `collectives/program`
@@ -40,8 +41,8 @@ from counterpoint.tuning.parts import depends, orders_of
 
 NCCL_CTAS = 24  # that NCCL takes by itself on NVLink, of any size above some MiB (results/pairs-4xh200.json)
 CLUSTERS = (2,)  # of CTAs, to try besides NCCL's own of 4: these find room beside a GEMM that leaves SMs
-ABOUT_FULL = 0.9  # of the bandwidth that `full_speed_ctas` reach: 311 of 343 GB/s on 8 x H200
-"""What follows from `NcclFacts.full_speed_ctas`, 'CTAs with which it about fills the links'."""
+ABOUT_FULL = 0.9  # of NCCL's bandwidth by `full_speed_ctas`, "with which it about fills the links": 311 of 343 GB/s
+WAVES_COST = 0.6  # median over 24 settings of 100 to 128 SMs in results/blocks-4xh200.json, and over those of 2 GPUs
 
 
 def predicted_times(pair: StepPair, profile: Profile) -> dict[str, float]:
@@ -106,7 +107,7 @@ class Predictor:
     def _together(self, mechanism: str, comm_us: float, num_ctas: int, *, gemm_sms: int | None = None) -> float:
         both = Pair(
             products=self.workload.products,
-            compute_us=self.compute_us,
+            compute_us=self._compute_us(gemm_sms) / self._more_waves(gemm_sms),  # which the model multiplies by them
             collective=self.pair.operation,
             size_bytes=self.pair.bytes_per_rank * self.pair.ranks,
             comm_us=comm_us,
@@ -131,19 +132,31 @@ class Predictor:
             )  # fmt: skip
             yield split.mechanism, found.objective_us
 
+    def _more_waves(self, gemm_sms: int | None) -> float:
+        """Return how many times as many waves GEMMs need on so many SMs as on all of them, 1 for other computation."""
+        products, tile = self.workload.products, self.profile.chip.matmul_tile
+        if gemm_sms is None or not products:
+            return 1.0
+        return sum(steps_of(products, gemm_sms, tile)) / sum(steps_of(products, self.layout.num_sms, tile))
+
+    def _compute_us(self, gemm_sms: int | None) -> float:
+        """Return the computation alone with GEMMs on so many SMs; None: on all."""
+        return self.compute_us * (1.0 + WAVES_COST * (self._more_waves(gemm_sms) - 1.0))
+
     @property
     def _size(self) -> int:
         return self.pair.bytes_per_rank * self.pair.ranks
 
     def _curves(self) -> Curves:
         """Return curves of both sides: GEMMs take as many more waves on fewer SMs, NCCL has less bandwidth."""
-        products, whole = self.workload.products, self.layout.num_sms
         splits = candidates_for(self.layout, NCCL_CTAS, clusters=CLUSTERS)
-        limits = sorted({split.gemm_sms or whole for split in splits})
-        steps = {sms: sum(steps_of(products, sms, self.profile.chip.matmul_tile)) for sms in limits}
-        points = tuple((sms, self.compute_us * steps[sms] / steps[whole]) for sms in limits)
+        limits = sorted({split.gemm_sms or self.layout.num_sms for split in splits})
+        points = tuple((sms, self._compute_us(sms)) for sms in limits)
         gemm = GemmCurve(
-            workload=self.pair.compute, products=products, points=points, tile=self.profile.chip.matmul_tile
+            workload=self.pair.compute,
+            products=self.workload.products,
+            points=points,
+            tile=self.profile.chip.matmul_tile,
         )
         comms = {comm_key(self.pair.operation, split): self._comm_curve(split.max_ctas) for split in splits}
         return Curves(layout=self.layout, gemms={self.pair.compute: gemm}, comms=comms)

@@ -21,14 +21,16 @@ UNPREDICTED = ("nccl_zero_cta", "nccl+max_ctas=8+gemm_sms=124")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class MechanismCandidate:
     """Represents a mechanism to measure; `predicted_us` is None where the model has no figures."""
 
     mechanism: str
     predicted_us: float | None = None
 
 
-def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> tuple[Candidate, ...]:
+def shortlist(
+    pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST
+) -> tuple[MechanismCandidate, ...]:
     """Return stock and the mechanisms with the least predicted time beside it; stock comes first, then the best.
 
     Args:
@@ -45,10 +47,10 @@ def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: i
     return best_of(times or dict.fromkeys((stock, *_offered(pair, device))), stock, most)
 
 
-def best_of(times: Mapping[str, float | None], stock: str, most: int = MOST) -> tuple[Candidate, ...]:
+def best_of(times: Mapping[str, float | None], stock: str, most: int = MOST) -> tuple[MechanismCandidate, ...]:
     """Return stock and the `most` others with the least time; of equal ones those that were named first."""
     others = sorted((name for name in times if name != stock), key=lambda name: times[name] or 0.0)
-    return tuple(Candidate(mechanism=name, predicted_us=times.get(name)) for name in (stock, *others[:most]))
+    return tuple(MechanismCandidate(mechanism=name, predicted_us=times.get(name)) for name in (stock, *others[:most]))
 
 
 def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
