@@ -159,6 +159,19 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
         assert {row.path for row in report.calls} == {"push"}
 
 
+@pytest.mark.needs("transformers")
+def test_experts_that_are_left_on_gpus_are_taken_for_a_choice(two_ranks: Ranks, tmp_path: Path) -> None:
+    """It was measured; all others stay, with the reason that they have without a file."""
+    expected = [("push by tuning: exchange says so", ""), ("", "not measured")]
+    assert two_ranks.run(programs.experts_not_asked_for, str(tmp_path)) == [expected] * 2
+
+
+def test_a_model_is_as_before_after_an_error(two_ranks: Ranks) -> None:
+    for text, is_unchanged in two_ranks.run(programs.unchanged):
+        assert text.startswith("Misconfigured: nowhere.toml: No such file or directory")
+        assert is_unchanged
+
+
 def test_calls_of_the_backend_follow_the_choice_of_their_size(two_ranks: Ranks) -> None:
     """Before crossovers, which decide where there is no choice."""
     for report in two_ranks.run(programs.of_backend):

@@ -24,6 +24,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.parallel.backend.report import BackendReport
 from counterpoint.parallel.ddp import DdpReport
+from counterpoint.parallel.expert import modules as expert_modules
 from counterpoint.parallel.expert.layers import ExpertLayerOptions
 from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
@@ -232,6 +233,29 @@ def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelRepor
             report = handle.report().expert_parallel
     assert report is not None
     return programs.largest_difference(found, expected), report
+
+
+def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
+    """What is said of each layer of experts that is left but for a choice, where only the first has one."""
+    programs = expert_parallel_programs
+    spread, chosen = programs.Spread(), choice("exchange", "push", where=("model.layers.0.*",), stock="torch")
+    with warnings.catch_warnings(), patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
+        warnings.simplefilter("ignore")  # its own
+        model = programs.transformers_model(spread, folder)
+        with overlap(model, tuned=tuning(chosen)) as handle:
+            programs._trained(model, spread)
+            report = handle.report().expert_parallel
+    assert report is not None
+    return [(module.choice, module.torch_why) for module in report.modules]
+
+
+def unchanged(_: Session) -> tuple[str, bool]:
+    """What is said when a tensor-parallel model is to follow a file that is not there, and whether it is as before."""
+    case = tensor_parallel_programs.Case()
+    model = tensor_parallel_programs.parallel(case, tensor_parallel_programs.mesh_of(case))
+    before = [dict(vars(module)) for module in model.modules()]
+    text = said(lambda: overlap(model, tuned="nowhere.toml"))
+    return text, [dict(vars(module)) for module in model.modules()] == before
 
 
 def of_backend(_: Session) -> BackendReport:

@@ -116,7 +116,7 @@ class FollowedTuning:
             return self._gemm_sms and f"{knob} not applied: {self._gemm_sms}"
         variable = VARIABLES.get(key)
         if variable is None:
-            return f"{printable(knob)} not applied: make the process groups with it"
+            return f"{printable(knob)} not applied: give it to process groups when they are made"
         if os.environ.get(variable) == value:
             return ""
         advice = f"set {variable}={value} before the groups are made (counterpoint tune {self.name} --to env)"
@@ -153,7 +153,7 @@ def follow_together(
     if error is not None:
         raise error
     if found is not None and found.choices.differences:
-        warnings.warn(f"{found.name}: {'; '.join(map(str, found.choices.differences))}", UserWarning, stacklevel=4)
+        warnings.warn(f"{found.name}: {'; '.join(map(str, found.choices.differences))}", UserWarning, stacklevel=5)
     return found
 
 
