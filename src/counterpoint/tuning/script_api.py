@@ -18,13 +18,14 @@ from counterpoint.measurement.api import run_folder
 from counterpoint.measurement.launch import Progress
 from counterpoint.records.tuning import Tuned
 from counterpoint.tuning.api import tune
+from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.run_command import RunCommand, parse_command
 from counterpoint.tuning.run_script import TIMEOUT_S, run_script
 from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
 from counterpoint.tuning.steps import LEFT_OUT, StepTimes, confirm
 
-TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # names the file that overlap and the backend follow
+TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
 _OFF = "off"
 _APART_RUNS = 3  # of each variant, at least: processes differ by more than steps of one do
 _BLOCKS_APART = 3  # of steps in each of these
@@ -80,7 +81,9 @@ def tune_script(
             rounds=rounds, timeout_s=timeout_s, progress=progress,
         )  # fmt: skip
         tell(2, 3, "comparing whole steps")
-        steps = ScriptComparison(run, folder, recorded, variables={}, budget_s=budget_s, timeout_s=timeout_s)
+        steps = ScriptComparison(
+            run, folder, recorded, variables=variables_of(tuned), budget_s=budget_s, timeout_s=timeout_s
+        )
         tuned = replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
         return confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
 

@@ -8,6 +8,7 @@
 
 Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps
 are faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
+Pairs whose communication is the same call, beside one matmul in forward and another in backward, are one choice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tempfile import mkdtemp
 from msgspec.structs import replace
 
 from counterpoint.pair.tuned_file import tuned_toml
-from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, TunedPair
+from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned
+from counterpoint.tuning.parts import depends
 from counterpoint.tuning.script_task import ScriptVariant
 
 STOCK, TUNED = "stock", "tuned"
@@ -29,6 +31,8 @@ SIGMAS = 2.0
 LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
 TRIES = 3  # runs of the script, each without what the one before has falsified
 
+Choice = tuple[int, ...]
+"""Indices of the pairs of a tuning that have one call."""
 StepTimes = Mapping[str, Sequence[float]]
 """µs of a step by the name of a variant, one for each round."""
 Compare = Callable[[Sequence[ScriptVariant]], StepTimes]
@@ -46,41 +50,50 @@ def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, 
     return median(apart), sigma_of_median(apart)
 
 
-def chosen(tuned: Tuned) -> list[int]:
-    """Return the indices of pairs that are not left to torch, those that promise to save most of a step first."""
-    saved = {i: (pair.stock_us - pair.us) * pair.calls for i, pair in enumerate(tuned.pair) if pair.mechanism != LEAVE}
-    return sorted(saved, key=lambda i: -saved[i])
+def chosen(tuned: Tuned) -> list[Choice]:
+    """Return the choices that are not left to torch, those that promise to save most of a step first."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, pair in enumerate(tuned.pair):
+        if pair.mechanism != LEAVE:
+            call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
+            found.setdefault(call + (pair.compute,) * depends(pair), []).append(index)
+    return sorted(map(tuple, found.values()), key=lambda choice: -_saved_us(tuned, choice))
 
 
-def name_of(pair: TunedPair) -> str:
-    """Return a pair in words that tell it from the others of a step."""
-    return f"{pair.operation} of {pair.bytes_per_rank} bytes a rank beside {pair.compute}"
+def _saved_us(tuned: Tuned, choice: Choice) -> float:
+    return sum((tuned.pair[i].stock_us - tuned.pair[i].us) * tuned.pair[i].calls for i in choice)
 
 
-def falsified(tuned: Tuned, times: StepTimes, without: Mapping[int, str]) -> dict[int, str]:
+def name_of(tuned: Tuned, choice: Choice) -> str:
+    """Return a choice in words that tell it from the others of a step."""
+    pair = tuned.pair[choice[0]]
+    return f"{pair.operation} of {pair.bytes_per_rank} bytes a rank" + f" with {pair.compute}" * depends(pair)
+
+
+def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> dict[Choice, str]:
     """Return the choices that whole steps show to be slower, each with a sentence that has the figures.
 
     Args:
         tuned: the choices of the variant `tuned`.
         times: of `stock`, `tuned` and the variants of `without`.
-        without: by index of a pair, the name of the variant in which it is left to torch.
+        without: by choice, the name of the variant in which it is left to torch.
     """
     found = {}
-    for index, name in without.items():
+    for choice, name in without.items():
         slower_us, sigma_us = difference(times[TUNED], times[name])
         if slower_us > SIGMAS * sigma_us:
-            found[index] = f"{_choice(tuned.pair[index])}: {_figures(slower_us, sigma_us)} than a step without it"
+            found[choice] = f"{_said(tuned, choice)}: {_figures(slower_us, sigma_us)} than a step without it"
     slower_us, sigma_us = difference(times[TUNED], times[STOCK])
     if not found and slower_us > SIGMAS * sigma_us:
         why = f"{_figures(slower_us, sigma_us)} than stock, and no single choice is to blame"
-        found = {index: f"{_choice(tuned.pair[index])}: a step by all choices is {why}" for index in chosen(tuned)}
+        found = {choice: f"{_said(tuned, choice)}: a step by all choices is {why}" for choice in chosen(tuned)}
     return found
 
 
-def take_back(tuned: Tuned, why: Mapping[int, str]) -> Tuned:
-    """Return the choices with those pairs left to torch, and why."""
+def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
+    """Return the tuning with these choices left to torch, and why."""
     pairs = list(tuned.pair)
-    for index, sentence in why.items():
+    for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
         pairs[index] = replace(
             pair, mechanism=LEAVE, us=pair.stock_us, sigma_us=pair.stock_sigma_us, why=f"whole steps: {sentence}"[:1000]
@@ -103,7 +116,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
         if not chosen(tuned):
             break
         left_out = chosen(tuned)[:most_left_out] if len(chosen(tuned)) > 1 else []
-        without = {index: f"{TUNED} without {name_of(tuned.pair[index])}" for index in left_out}
+        without = {choice: f"{TUNED} without {name_of(tuned, choice)}" for choice in left_out}
         times = compare(_variants(tuned, without, folder))
         rows += [_row(name if attempt == 1 else f"{name}, run {attempt}", times[name]) for name in times]
         before_us, after_us = median(times[STOCK]), median(times[TUNED])
@@ -123,10 +136,10 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
     return replace(tuned, step=step)
 
 
-def _variants(tuned: Tuned, without: Mapping[int, str], folder: Path) -> list[ScriptVariant]:
+def _variants(tuned: Tuned, without: Mapping[Choice, str], folder: Path) -> list[ScriptVariant]:
     """Return stock, all choices, and all but one; their files are written to a new folder."""
     files = Path(mkdtemp(prefix="choices-", dir=folder))
-    sets = {TUNED: tuned} | {name: take_back(tuned, {index: "left out"}) for index, name in without.items()}
+    sets = {TUNED: tuned} | {name: take_back(tuned, {choice: "left out"}) for choice, name in without.items()}
     made = [ScriptVariant(name=STOCK, file=None)]
     for number, (name, choices) in enumerate(sets.items()):
         path = files / f"{number}.toml"
@@ -139,8 +152,8 @@ def _row(name: str, times_us: Sequence[float]) -> StepVariant:
     return StepVariant(name=name[:200], us=median(times_us), sigma_us=sigma_of_median(times_us), runs=len(times_us))
 
 
-def _choice(pair: TunedPair) -> str:
-    return f"{name_of(pair)} by {pair.mechanism}"
+def _said(tuned: Tuned, choice: Choice) -> str:
+    return f"{name_of(tuned, choice)} by {tuned.pair[choice[0]].mechanism}"
 
 
 def _figures(slower_us: float, sigma_us: float) -> str:

@@ -56,7 +56,7 @@ def test_fsdp_on_two_gpus() -> None:
         ("all_gather", "bfloat16", 218_112_000, 2, 7, ("layers.*",)),
     ]
     assert all(pair.compute.startswith("gemm ") for pair in found)
-    assert notes[0] == "3 collectives of a step have no matmul beside them, nor before the next one, and are left out"
+    assert notes[0] == "4 collectives of a step have no matmul beside them, nor before the next one, and are left out"
 
 
 @pytest.mark.parametrize(("sample", "ranks"), [("fsdp-4-ranks", 4), ("fsdp-healthy", 8)])

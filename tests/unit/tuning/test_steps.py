@@ -90,7 +90,7 @@ def test_without_a_choice_nothing_is_run(tmp_path: Path) -> None:
 
 def test_all_are_taken_back_if_none_is_to_blame() -> None:
     """Together they are slower than stock, apart each one seems to help: two that only harm together."""
-    names = {0: "without 0", 2: "without 2"}
+    names = {(0,): "without 0", (2,): "without 2"}
     times = {
         "stock": [100.0, 101.0, 99.0],
         "tuned": [110.0, 111.0, 109.0],
@@ -98,14 +98,14 @@ def test_all_are_taken_back_if_none_is_to_blame() -> None:
         "without 2": [111.0, 112.0, 110.0],
     }
     found = falsified(tuned(), times, names)
-    assert sorted(found) == [0, 2]
+    assert sorted(found) == [(0,), (2,)]
     assert all("no single choice is to blame" in why for why in found.values())
 
 
 def test_what_is_within_two_sigma_is_kept() -> None:
     """A variant that is slower by less than the noise is no proof."""
     times = {"stock": [100.0, 90.0, 112.0], "tuned": [101.0, 99.0, 103.0], "w": [100.0, 101.0, 99.0]}
-    assert falsified(tuned(), times, {0: "w"}) == {}
+    assert falsified(tuned(), times, {(0,): "w"}) == {}
 
 
 def test_rounds_are_compared_not_medians() -> None:
@@ -115,6 +115,10 @@ def test_rounds_are_compared_not_medians() -> None:
     assert (us, sigma) == (2.0, 0.0)
 
 
-def test_pairs_of_a_step_have_names_of_their_own() -> None:
-    """A variant is named after what is left out."""
-    assert len({name_of(pair) for pair in tuned().pair}) == len(tuned().pair)
+def test_one_call_beside_two_matmuls_is_one_choice() -> None:
+    """The same all_gather in forward and backward is left out as a whole; a matmul is told by its shape."""
+    gather, _, matmul = tuned().pair
+    pairs = (gather, replace(gather, compute="gemm 1x1x1"), matmul, replace(matmul, compute="gemm 2x2x2"))
+    both = replace(tuned(), pair=pairs)
+    assert chosen(both) == [(0, 1), (2,), (3,)]
+    assert len({name_of(both, choice) for choice in chosen(both)}) == 3
