@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.api import run_folder
 from counterpoint.measurement.launch import Progress
+from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import Tuned
 from counterpoint.tuning.api import tune
 from counterpoint.tuning.exporters import variables_of
@@ -27,6 +28,7 @@ from counterpoint.tuning.steps import LEFT_OUT, StepTimes, confirm
 
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
 _OFF = "off"
+RECORDED = "recorded"  # folder of the traces
 _APART_RUNS = 3  # of each variant, at least: processes differ by more than steps of one do
 _BLOCKS_APART = 3  # of steps in each of these
 _WHY_APART = {
@@ -70,10 +72,10 @@ def tune_script(
     run, tell = parse_command(command), progress or (lambda done, total, what: None)
     with run_folder("counterpoint-tune-") as folder:
         tell(0, 3, "recording steps of the script")
-        recorded = run_script(run, _task(folder, "recorded"), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
+        recorded = record_script(run, folder, timeout_s=timeout_s)
         if device is not None and recorded.device != device:
             raise Misconfigured(f"--device {device}, but the script runs on {recorded.device}; leave that out")
-        pairs, notes = pairs_of_traces(folder / "recorded")
+        pairs, notes = pairs_of_traces(folder / RECORDED)
         if not pairs:
             raise Misconfigured(f"no collective and matmul of a step can run together; {'; '.join(notes)}")
         tuned = tune(
@@ -82,14 +84,28 @@ def tune_script(
         )  # fmt: skip
         tell(2, 3, "comparing whole steps")
         steps = ScriptComparison(
-            run, folder, recorded, variables=variables_of(tuned), budget_s=budget_s, timeout_s=timeout_s
+            run, folder, recorded, sets_variables=bool(variables_of(tuned)), budget_s=budget_s, timeout_s=timeout_s
         )
         tuned = replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
         return confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
 
 
+def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
+    """Record steps of a script by torch's collectives into `folder / RECORDED`; raises as `run_script`."""
+    return run_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
+
+
 class ScriptComparison:
-    """Runs a script's steps by variants, in one process or one for each."""
+    """Runs a script's steps by variants, in one process or one for each.
+
+    Args:
+        command: that starts the script.
+        folder: for files of the runs.
+        recorded: what a run before has found out about the script.
+        sets_variables: some choices are variables of the environment, which a process cannot change.
+        budget_s: seconds for all rounds of a comparison, of which there are five at least; three in processes apart.
+        timeout_s: longest time without a step.
+    """
 
     def __init__(
         self,
@@ -97,14 +113,14 @@ class ScriptComparison:
         folder: Path,
         recorded: ScriptResult,
         *,
-        variables: dict[str, str],
+        sets_variables: bool,
         budget_s: float,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._command, self._folder, self._variables = command, folder, variables
+        self._command, self._folder = command, folder
         self._budget_s, self._timeout_s = budget_s, timeout_s
         self._runs = 0
-        self.is_apart = recorded.overlap != "switched" or bool(variables)
+        self.is_apart = recorded.overlap != "switched" or sets_variables
         self.notes = (f"steps were compared in processes apart: {_WHY_APART[recorded.overlap]}",) * self.is_apart
         self.most_left_out = 0 if self.is_apart else LEFT_OUT
 
@@ -125,8 +141,7 @@ class ScriptComparison:
                 task = _task(
                     self._folder, self._name(), variants=(variant,), rounds=_BLOCKS_APART, min_rounds=_BLOCKS_APART
                 )
-                variables = {TUNED_VARIABLE: variant.file or _OFF} | (self._variables if variant.file else {})
-                result = run_script(self._command, task, variables=variables, timeout_s=self._timeout_s)
+                result = run_script(self._command, task, variables=_variables(variant), timeout_s=self._timeout_s)
                 found[variant.name].append(median(result.blocks_us[0]))
             number += 1
         return found
@@ -134,6 +149,13 @@ class ScriptComparison:
     def _name(self) -> str:
         self._runs += 1
         return f"steps{self._runs}"
+
+
+def _variables(variant: ScriptVariant) -> dict[str, str]:
+    """Return the variables by which a process is this variant."""
+    if variant.file is None:
+        return {TUNED_VARIABLE: _OFF}
+    return {TUNED_VARIABLE: variant.file, **variables_of(read_tuned(variant.file))}
 
 
 def _task(folder: Path, name: str, **asked: object) -> ScriptTask:

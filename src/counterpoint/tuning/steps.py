@@ -50,14 +50,18 @@ def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, 
     return median(apart), sigma_of_median(apart)
 
 
-def chosen(tuned: Tuned) -> list[Choice]:
-    """Return the choices that are not left to torch, those that promise to save most of a step first."""
+def choices(tuned: Tuned) -> list[Choice]:
+    """Return all choices, those that promise to save most of a step first."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, pair in enumerate(tuned.pair):
-        if pair.mechanism != LEAVE:
-            call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
-            found.setdefault(call + (pair.compute,) * depends(pair), []).append(index)
+        call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
+        found.setdefault(call + (pair.compute,) * depends(pair), []).append(index)
     return sorted(map(tuple, found.values()), key=lambda choice: -_saved_us(tuned, choice))
+
+
+def chosen(tuned: Tuned) -> list[Choice]:
+    """Return the choices of which some pair is not left to torch, in the same order."""
+    return [choice for choice in choices(tuned) if any(tuned.pair[index].mechanism != LEAVE for index in choice)]
 
 
 def _saved_us(tuned: Tuned, choice: Choice) -> float:
@@ -95,6 +99,8 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
     pairs = list(tuned.pair)
     for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
+        if pair.mechanism == LEAVE:
+            continue
         pairs[index] = replace(
             pair, mechanism=LEAVE, us=pair.stock_us, sigma_us=pair.stock_sigma_us, why=f"whole steps: {sentence}"[:1000]
         )
@@ -153,7 +159,8 @@ def _row(name: str, times_us: Sequence[float]) -> StepVariant:
 
 
 def _said(tuned: Tuned, choice: Choice) -> str:
-    return f"{name_of(tuned, choice)} by {tuned.pair[choice[0]].mechanism}"
+    mechanisms = dict.fromkeys(tuned.pair[index].mechanism for index in choice if tuned.pair[index].mechanism != LEAVE)
+    return f"{name_of(tuned, choice)} by {' and '.join(mechanisms)}"
 
 
 def _figures(slower_us: float, sigma_us: float) -> str:
