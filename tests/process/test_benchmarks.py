@@ -126,7 +126,7 @@ def test_an_expert_layer_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPa
     """A variant whose output has three times the error of plain torch ends the benchmark; a missing gradient, too."""
     bench = object.__new__(expert_layer.Bench)
     bench.args, bench.device, bench.dtype = argparse.Namespace(rounds=1, steps=1), torch.device("cpu"), torch.float32
-    bench.model, bench.dispatchers = torch.nn.Linear(2, 2), {}  # type: ignore[assignment]
+    bench.model, bench.dispatchers, bench.rank = torch.nn.Linear(2, 2), {}, 0  # type: ignore[assignment]
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
     outputs = {"all_to_all_single": 1.0 + 1e-6, "gather": 1.0 + 3e-6}
     monkeypatch.setattr(bench, "routes", lambda what: ((name, name, None) for name in outputs))
