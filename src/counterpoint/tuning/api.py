@@ -82,7 +82,7 @@ def tune(
         seconds=round(time.monotonic() - began, 1),
         profile=known.digest,
         made=measured.environment,
-        notes=(*said, *_notes(pairs, measured, device)),
+        notes=(*said, *_notes(pairs, measured, known, device)),
         pair=tuple(_followed(choices)),
     )
 
@@ -192,7 +192,10 @@ def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
         yield choice if follows is None else as_another(choice, follows)
 
 
-def _notes(pairs: Sequence[StepPair], measured: Measurement, device: str) -> Iterator[str]:
+def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
+    """Yield what a reader of the choices should know: what was measured otherwise, or not, and what was assumed."""
+    if device == "cuda" and (assumed := profile.note()):
+        yield assumed[:1000]
     dtype = MEASURED_DTYPE[device]
     if others := sorted({pair.dtype for pair in pairs} - {dtype}):
         yield f"pairs of {', '.join(others)} were measured in {dtype} with as many bytes, by which their times go"
