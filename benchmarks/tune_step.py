@@ -79,7 +79,7 @@ def combinations(tuned: Tuned, most: int) -> dict[str, Tuned]:
             ways.append((choice, found))
             number *= len(found)
     rest = {c: tuned.pair[c[0]].mechanism for c in choices(tuned) if c not in dict(ways)}
-    made = {}
+    made: dict[str, Tuned] = {}
     for picked in itertools.product(*(found for _, found in ways)):
         picks = dict(zip((choice for choice, _ in ways), picked, strict=True))
         name = ", ".join(f"{tuned.pair[choice[0]].operation} {way}" for choice, way in picks.items())

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import LEAVE, Tuned
 from counterpoint.tuning.script_task import ScriptVariant
-from counterpoint.tuning.steps import chosen, confirm, difference, falsified, name_of
+from counterpoint.tuning.steps import Choice, chosen, confirm, difference, falsified, name_of
 from tests.support.example_tuned import example_tuned
 
 ROUNDS = 7
@@ -90,7 +90,7 @@ def test_without_a_choice_nothing_is_run(tmp_path: Path) -> None:
 
 def test_all_are_taken_back_if_none_is_to_blame() -> None:
     """Together they are slower than stock, apart each one seems to help: two that only harm together."""
-    names = {(0,): "without 0", (2,): "without 2"}
+    names: dict[Choice, str] = {(0,): "without 0", (2,): "without 2"}
     times = {
         "stock": [100.0, 101.0, 99.0],
         "tuned": [110.0, 111.0, 109.0],
