@@ -58,7 +58,7 @@ def test_blocks_cover_1_kb_to_1_gb() -> None:
     ("suite", "device", "mechanisms", "said"),
     [
         ("slow", "cuda", None, "choose from: quick"),
-        ("conccl", "cpu", None, "on a CPU there are quick, tensor and expert"),
+        ("conccl", "cpu", None, "on a CPU there are quick, tensor, expert, machine"),
         ("quick", "cuda", ["smoke_signals"], "choose from: nccl"),
         ("quick", "cuda", ["nccl+volume=11"], "volume"),
         ("quick", "cpu", ["nccl"], "choose from: gloo"),
