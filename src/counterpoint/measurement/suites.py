@@ -246,7 +246,7 @@ FEW_SMS = ("zero_sm+gemm_sms=124", "zero_sm+gemm_sms=116")  # beside which few S
 _CPU_GEMM = "gemm 512x512x512*8"
 _MACHINE_SIZES = {
     "cuda": tuple(1 << power for power in range(16, 31, 2)),  # 64 KiB to 1 GiB
-    "cpu": tuple(1 << power for power in range(14, 23, 2)),
+    "cpu": tuple(1 << power for power in (14, 18, 22)),
 }
 _CTA_SIZES = (32 << 20, 256 << 20, 1 << 30)
 _CTA_LIMITS = ("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (4, 8, 16)), "nccl+max_ctas=16+cga_cluster=2")

@@ -42,7 +42,12 @@ def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
 
 def _of_gemms(rows: Mapping[str, BlockRow], sheet: GpuSheet, known: Efficiency) -> dict[str, Any]:
     """Return the part of the peak that short GEMMs reach, and what of that stays under a lasting load."""
-    bursts = [predicted_us(what, sheet, known) / mean_us(rows[what]) for what in BURSTS if what in rows]
+    launch_us = known.launch_us
+    bursts = [
+        (predicted_us(what, sheet, known) - launch_us) / (mean_us(rows[what]) - launch_us)
+        for what in BURSTS
+        if what in rows and mean_us(rows[what]) > launch_us
+    ]
     if not bursts:
         return {}
     figures: dict[str, Any] = {"matmul": known.matmul * median(bursts)}
