@@ -6,13 +6,13 @@ one order, so results are the same bits, but for what two runs of stock do not r
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from counterpoint.measurement.launch import reserved_port
 from tests.support.gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -30,17 +30,15 @@ NAMES = (
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("fsdp")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    ended = run_ranks(
-        WORKER, folder / "answer.json", folder=folder, world_size=2, timeout_s=TIMEOUT_S,
-        paths=[Path(__file__).parents[2]],
-        environment={
-            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        },
-    )  # fmt: skip
+    with reserved_port() as port:
+        ended = run_ranks(
+            WORKER, folder / "answer.json", folder=folder, world_size=2, timeout_s=TIMEOUT_S,
+            paths=[Path(__file__).parents[2]],
+            environment={
+                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            },
+        )  # fmt: skip
     print(ended.logs[0])
     ended.well()
     answer: list[dict[str, Any]] = msgspec.json.decode((folder / "answer.json").read_bytes())

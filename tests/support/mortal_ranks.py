@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from counterpoint.measurement.launch import reserved_port
 
 TIMEOUT_S = 60.0
 _FORKS = multiprocessing.get_context("forkserver")
@@ -24,9 +25,11 @@ def run_once(world_size: int, program: Callable[..., Any], *arguments: Any) -> l
         AssertionError: a rank raised.
         TimeoutError: a rank neither answered nor died.
     """
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with reserved_port() as port:
+        return _ended(world_size, port, program, arguments)
+
+
+def _ended(world_size: int, port: int, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     pipes, processes = [], []
     for rank in range(world_size):
         here, there = _FORKS.Pipe()

@@ -1,177 +1,144 @@
-"""A machine of known figures: what the suite `machine` would measure on it, by the models that profiles are for.
+"""A machine whose optimum is known: planted times, noise, clocks that drift, knobs that do nothing.
 
-Collectives by zero_sm take what the clock says, NCCL latency + bytes / bandwidth, GEMMs what the model of waves says.
-Pairs by NCCL take what the model that divides SMs says; others keep, while both run, the parts of their speeds that the
-profile has. Every time is multiplied by noise.
+Its rounds are those of `measurement/rows.py`, so that what a decision is made from has the same form and errors.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
-from counterpoint.collectives.program.operations import even_call
-from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
-from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
-from counterpoint.machine.gpus import find_gpu
-from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.measurement.suites import FEW_SMS, GEMM, LASTING, STREAM, SUM, blocks_of, scenarios_of
-from counterpoint.measurement.workloads import find_workload
-from counterpoint.pair.choice import predict
-from counterpoint.pair.curves import Curves, curves_from
-from counterpoint.pair.hidden import overlap, pair_class
-from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, steps_of
-from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
-from counterpoint.tune.fit_compute import predicted_us as gemm_us
-from counterpoint.tune.fit_pairs import MECHANISMS, summed_us
-from counterpoint.tune.fitted import pair_of
-from counterpoint.tune.rates import TimedCall
-from counterpoint.tune.rates import predicted_us as clock_us
+import msgspec
 
-RANKS = 4
-HEAD_US = 100.0
-SPEED_BY_CTAS = {4: 0.3, 8: 0.55, 16: 0.95, 24: 1.0}
-WHERE = Environment(
-    device="cuda", gpu="NVIDIA H200", world_size=RANKS, driver="580.1", torch="2.11.0", nccl="2.28.9",
-    counterpoint="0.1.0", commit="abc", command=("counterpoint", "tune", "--machine"),
-    date="2026-11-23T03:00:00+00:00", variables={},
-)  # fmt: skip
+from counterpoint.measurement.gpu_usage import Observed
+from counterpoint.measurement.rows import Samples, compute_time, play_rounds, row, time_of
+from counterpoint.measurement.trial import Trial
+from counterpoint.records.measurement import Block, BlockRow, Measurement, Order, Row, Scenario
+from tests.support import fake_worker
+
+DROPPED = 2
+COMPUTE_US, COMM_US = 1000.0, 600.0  # alone
+NO_EFFECT = "the knob did nothing"
+
+
+class _OneRank:
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 @dataclass(kw_only=True)
 class PlantedMachine:
-    """`noise` is the relative standard deviation of every time; the ranks tuned their calls by the default profile."""
+    """Measures parts of a plan as `measure_parts` does."""
 
-    profile: Profile
-    noise: float = 0.0
-    random: random.Random = field(default_factory=lambda: random.Random(0))
+    together_us: Callable[[str, str, Order], float]  # the truth: operation, mechanism, order
+    noise: float = 0.0  # standard deviation of a trial, over its time
+    drift: float = 0.0  # by how much each trial is slower than the one before, over the first one's time
+    no_ops: frozenset[str] = frozenset()  # mechanisms whose knob does nothing
+    interleaved: bool = True  # False: all rounds of a mechanism, then those of the next one
+    seconds: float = 0.0  # that a part takes of the budget
+    seed: int = 0
+    measured: list[str] = field(default_factory=list)  # names of parts
+    tried: set[str] = field(default_factory=set)  # mechanisms
+    _trials: int = 0
 
-    def measurement(self) -> Measurement:
-        """Return all rows of the suite."""
-        blocks = tuple(self._blocks())
+    def measure_parts(
+        self, suite: str, parts: Sequence[Scenario | Block], *, device: str, world_size: int, rounds: int,
+        budget_s: float | None = None, **others: Any,
+    ) -> Measurement:  # fmt: skip
+        """Return what a measurement of this machine returns."""
+        self._random = random.Random(self.seed)
+        rows: list[Row] = []
+        blocks: list[BlockRow] = []
+        for number, part in enumerate(parts):
+            if number and budget_s is not None and (number + 1) * self.seconds > budget_s:
+                break
+            self.measured.append(part.name)
+            self.tried |= set(part.mechanisms)
+            if isinstance(part, Scenario):
+                rows += self._rows(part, rounds)
+            else:
+                blocks += self._blocks(part, rounds)
+        environment = msgspec.structs.replace(fake_worker.ENVIRONMENT, device=device, world_size=world_size)
         return Measurement(
-            suite="machine", environment=WHERE, rounds=7, dropped_rounds=2, blocks=blocks, rows=tuple(self._rows())
-        )
+            suite=suite, environment=environment, rounds=rounds, dropped_rounds=DROPPED,
+            rows=tuple(rows), blocks=tuple(blocks),
+        )  # fmt: skip
 
-    def alone_us(self, collective: str, size_bytes: int, mechanism: str) -> float:
-        """Return a collective alone, without noise."""
-        if mechanism.startswith("zero_sm"):
-            call = even_call(collective, RANKS, size_bytes)
-            tuning = best_tuning(call, default_profile().rates)
-            tuning = with_link_turns(tuning) if call.reduces else tuning
-            return clock_us(TimedCall(call=call, tuning=tuning, us=1.0), self.profile.rates)
-        rates = self.profile.nccl_rates
-        split = SmSplit.of(mechanism)
-        speed = SPEED_BY_CTAS[(split and split.max_ctas) or 24]
-        gb_per_s = speed * rates.bus_gb_per_s[collective]  # type: ignore[index]
-        return rates.latency_us + bus_factor(collective, RANKS) * size_bytes / gb_per_s / 1e3
+    def _rows(self, part: Scenario, rounds: int) -> list[Row]:
+        trials: dict[tuple[str, str], Callable[[], Trial]] = {("", "compute_alone"): self._side("compute", COMPUTE_US)}
+        for name in part.mechanisms:
+            trials[name, "compute_alone"] = self._side("compute", COMPUTE_US)
+            trials[name, "comm_alone"] = self._side("comm", COMM_US)
+            trials[name, "serial"] = self._both(COMPUTE_US + COMM_US)
+            for order in part.orders:
+                trials[name, order] = self._both(self.together_us(part.collective, self._as_is(name), order))
+        samples = self._play(trials, rounds)
+        return [
+            row(
+                part,
+                mechanism=name,
+                order=order,
+                size_bytes=part.size_bytes or 0,
+                flops=1,
+                peak_tflops=None,
+                samples=samples,
+                best=(part.mechanisms[0], COMM_US),
+                observed=Observed(marked=NO_EFFECT if name in self.no_ops else None),
+                device=None,
+            )
+            for name in part.mechanisms
+            for order in part.orders
+        ]
 
-    def compute_us(self, workload: str, num_sms: int = 132) -> float:
-        """Return GEMMs alone on so many SMs, without noise."""
-        products, tile = find_workload(workload).products, self.profile.chip.matmul_tile
-        part = sum(steps_of(products, num_sms, tile)) / sum(steps_of(products, 132, tile))
-        sheet = find_gpu("H200")
-        assert sheet is not None
-        return gemm_us(workload, sheet, self.profile.efficiency) * part
+    def _blocks(self, part: Block, rounds: int) -> list[BlockRow]:
+        operation, _, rest = part.what.partition(" ")
+        legs = [f"{leg} {rest}" for leg in ("dispatch", "combine")] if operation == "exchange" else [part.what]
+        found = []
+        for leg in legs:
+            trials = {("matmul alone", ""): self._side("compute", COMPUTE_US)} if operation != "exchange" else {}
+            for name in part.mechanisms:
+                us = self.together_us(operation, self._as_is(name), "together") / len(legs)
+                trials[name, ""] = self._side("compute", us)
+            for (name, _), samples in self._play(trials, rounds).items():
+                marked = NO_EFFECT if name in self.no_ops else None
+                found.append(BlockRow(what=leg, mechanism=name, time=time_of(samples, compute_time), marked=marked))
+        return found
 
-    def _told(self, us: float) -> Timing:
-        us *= math.exp(self.random.gauss(0.0, self.noise))
-        return Timing(us=us, p10_us=us * 0.99, p90_us=us * 1.01, rank=0, per_rank_us=(us,) * RANKS)
+    def _as_is(self, mechanism: str) -> str:
+        """The mechanism that really runs where a knob does nothing."""
+        return mechanism.partition("+")[0] if mechanism in self.no_ops else mechanism
 
-    def _blocks(self) -> Iterator[BlockRow]:
-        efficiency, sums = self.profile.efficiency, self.profile.sums
-        bandwidth = 4800.0 * efficiency.memory * 1e3
-        known = {
-            "launch kernel": efficiency.host_us,
-            "launch collective": efficiency.host_collective_us,
-            STREAM: find_workload(STREAM).memory_bytes(2) / bandwidth,
-            LASTING: self.compute_us(GEMM) / efficiency.clock,
-            SUM: (RANKS + 1) / RANKS * (1 << 30) / sums.memory_gb_per_s / 1e3,
-        }
-        for block in blocks_of("machine", device="cuda", world_size=RANKS):
-            for mechanism in block.mechanisms:
-                for size in block.sizes_bytes:
-                    time = self._told(self.alone_us(block.what, size, mechanism))
-                    split = SmSplit.of(mechanism)
-                    yield BlockRow(
-                        what=block.what, mechanism=mechanism, size_bytes=size, time=time,
-                        num_ctas=0 if split is None else split.max_ctas or 24,
-                        gb_per_s=bus_gb_per_s(block.what, size, RANKS, time.us),
-                    )  # fmt: skip
-                if not block.sizes_bytes:
-                    limit = int(mechanism.partition("=")[2] or 132)
-                    us = known.get(block.what) or self.compute_us(block.what, limit)
-                    rate = sums.memory_gb_per_s if block.what == SUM else None
-                    yield BlockRow(what=block.what, mechanism=mechanism, time=self._told(us), gb_per_s=rate)
+    def _play(
+        self, trials: Mapping[tuple[str, str], Callable[[], Trial]], rounds: int
+    ) -> dict[tuple[str, str], Samples]:
+        session = cast(Any, _OneRank())
+        if self.interleaved:
+            return play_rounds(session, dict(trials), rounds=rounds, dropped=DROPPED, seed=self.seed)
+        found: dict[tuple[str, str], Samples] = {}
+        for key, trial in trials.items():
+            found |= play_rounds(session, {key: trial}, rounds=rounds, dropped=DROPPED, seed=self.seed)
+        return found
 
-    @cached_property
-    def _curves(self) -> Curves:
-        """What both sides cost alone, without noise."""
-        quiet = PlantedMachine(profile=self.profile)
-        rows = tuple(quiet._blocks())
-        products = {row.what: find_workload(row.what).products for row in rows if row.what.startswith("gemm ")}
-        return curves_from(rows, products, layout=SmLayout.even(132))
+    def _now(self) -> float:
+        """The factor on the next trial."""
+        self._trials += 1
+        return (1 + self.drift * self._trials) * math.exp(self._random.gauss(0.0, self.noise))
 
-    def _rows(self) -> Iterator[Row]:
-        for scenario in scenarios_of("machine", device="cuda"):
-            size = self._size(scenario)
-            for mechanism in scenario.mechanisms:
-                for order in scenario.orders:
-                    yield self._row(scenario, size, mechanism, order)
+    def _side(self, side: str, us: float) -> Callable[[], Trial]:
+        def run() -> Trial:
+            end = us * self._now()
+            return (
+                Trial(compute_start=0.0, compute_end=end) if side == "compute" else Trial(comm_start=0.0, comm_end=end)
+            )
 
-    def _size(self, scenario: Scenario) -> int:
-        wanted = (scenario.ratio or 1.0) * self.compute_us(scenario.workload)
-        sizes = [1 << 20, 1 << 32]
-        for _ in range(40):
-            middle = round(math.sqrt(sizes[0] * sizes[1])) // 512 * 512
-            sizes[self.alone_us(scenario.collective, middle, "nccl") > wanted] = middle
-        return sizes[0]
+        return run
 
-    def _row(self, scenario: Scenario, size: int, mechanism: str, order: Order) -> Row:
-        compute, comm = self.compute_us(scenario.workload), self.alone_us(scenario.collective, size, mechanism)
-        kept = self.profile.mechanisms[MECHANISMS.get(mechanism, mechanism.partition("+")[0])]
-        g, c, both = play(compute, comm, kept.compute_kept, kept.comm_kept, order)
-        head_us = 0.0 if order == "together" else HEAD_US
-        ratios = overlap(compute_us=compute, comm_us=comm, both_us=both, order=order, head_us=head_us)
-        fields: dict[str, Any] = {
-            "scenario": scenario.name, "workload": scenario.workload, "collective": scenario.collective,
-            "size_bytes": size, "ratio": scenario.ratio, "mechanism": mechanism, "order": order,
-            "compute_alone": self._told(compute), "compute_controlled": self._told(compute),
-            "comm_alone": self._told(comm), "best_comm_alone_us": comm, "best_mechanism": mechanism,
-            "serial": self._told(compute + comm), "together": self._told(both), "compute_together": self._told(g),
-            "comm_together": self._told(c), "head_start_us": head_us, "hidden": ratios.hidden,
-            "ideal_fraction": ratios.ideal_fraction, "compute_kept": compute / g, "comm_kept": comm / c,
-            "pair_class": pair_class(compute, comm),
-        }  # fmt: skip
-        row = Row(**fields)
-        if mechanism in FEW_SMS and scenario.collective in REDUCTIONS:
-            pair = pair_of(row, RANKS, SmLayout.even(132))
-            return Row(**fields | {"together": self._told(summed_us(pair, row, self.profile))})
-        split = SmSplit.of(mechanism)
-        if split is None or not self._curves.cover(scenario.workload, scenario.collective, size, split):
-            return row
-        told = predict(
-            self._curves, scenario.workload, scenario.collective, size, split,
-            orders=(order,), contention=self.profile.contention,
-        ).objective_us  # fmt: skip
-        return Row(**fields | {"together": self._told(told)})
+    def _both(self, us: float) -> Callable[[], Trial]:
+        def run() -> Trial:
+            end = us * self._now()
+            return Trial(compute_start=0.0, compute_end=end, comm_start=0.0, comm_end=end)
 
-
-def play(compute: float, comm: float, kept_g: float, kept_c: float, order: Order) -> tuple[float, float, float]:
-    """Return how long each side took from its own start, and both, if they keep these parts of their speeds."""
-    compute_at = HEAD_US if order == "comm_first" else 0.0
-    comm_at = HEAD_US if order == "compute_first" else 0.0
-    now = max(compute_at, comm_at)
-    g, c = compute - min(compute, now - compute_at), comm - min(comm, now - comm_at)
-    if not g or not c:
-        ends = compute_at + compute, comm_at + comm
-    elif g / kept_g <= c / kept_c:
-        ends = now + g / kept_g, now + g / kept_g + c - g / kept_g * kept_c
-    else:
-        ends = now + c / kept_c + g - c / kept_c * kept_g, now + c / kept_c
-    return ends[0] - compute_at, ends[1] - comm_at, max(ends)
+        return run

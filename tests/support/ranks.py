@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
+
+from counterpoint.measurement.launch import reserved_port
 
 TIMEOUT_S = 300.0  # a hang; machines may be busy
 
@@ -22,9 +24,8 @@ class Ranks:
         self.start()
 
     def start(self) -> None:
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
+        self.reserved = ExitStack()
+        port = self.reserved.enter_context(reserved_port())
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -36,24 +37,32 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for pipe in self.pipes:
-            pipe.send((program, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_S):
-                self.close()
-                self.start()  # for the tests that come after
-                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            answers.append(pipe.recv())
+        try:
+            answers = self._answers(program, arguments)
+        except (TimeoutError, EOFError, BrokenPipeError):
+            self.close()
+            self.start()  # for the tests that come after
+            raise
         failed = [text for ok, text in answers if not ok]
         if failed:
             raise AssertionError("\n".join(failed))
         return [value for _, value in answers]
 
+    def _answers(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+        for pipe in self.pipes:
+            pipe.send((program, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            answers.append(pipe.recv())
+        return answers
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        self.reserved.close()
 
 
 def become(rank: int, world_size: int, port: int) -> None:

@@ -87,13 +87,11 @@ def _started(plan: Plan, plan_file: Path, module: str) -> Iterator[list[subproce
     """Start each rank in a session of its own: Ctrl-C reaches the parent alone, which then kills all."""
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, str(plan_file)]
     processes: list[subprocess.Popen[bytes]] = []
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # reserved, yet rank 0 may listen on it
-        held.bind(("127.0.0.1", 0))
+    with reserved_port() as port:
         try:
             for rank in range(plan.world_size):
                 with (plan_file.parent / f"rank{rank}.log").open("wb") as log:
-                    variables = _environment(rank, plan.world_size, held.getsockname()[1])
+                    variables = _environment(rank, plan.world_size, port)
                     process = subprocess.Popen(
                         command,
                         env=variables,
@@ -111,6 +109,15 @@ def _started(plan: Plan, plan_file: Path, module: str) -> Iterator[list[subproce
             for process in processes:
                 with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it dies when that lets go
                     process.wait(timeout=REAP_S)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port of this host that no other program gets while the block runs, yet rank 0 may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -69,6 +69,7 @@ class AllToAll:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unsupported("mechanism 'torch' in a graph capture: the host waits for counts; take 'gather'")
         layout = self._layout
+        weights = weights.float()
         home = assign(ids, first_expert=0, num_experts=layout.experts, capacity=ids.numel())
         mine = home.offsets.diff(prepend=home.offsets.new_zeros(1)).view(layout.world_size, -1)
         everyone = mine.new_empty(layout.world_size, *mine.shape)
@@ -132,6 +133,9 @@ class AllToAll:
     def dropped(self) -> int:
         """Return how many rows had no room so far."""
         return self._dropped
+
+    def check(self) -> None:
+        """Do nothing: torch's own watchdog does it."""
 
     def close(self) -> None:
         """Do nothing: the process group is not this object's."""

@@ -118,6 +118,7 @@ class Slabs:
         """Begin to send tables and slabs; raise if an earlier call had no room."""
         if not self._memory.is_capturing():
             self._overflow.check()
+        ids, weights = ids.int().contiguous(), weights.float().contiguous()
         block = self._layout.block(len(x), self._options)
         first, room = self._sizes(block)
         values, scales = (x, None) if self._options.wire_dtype is None else narrowed(x, self._options.wire_dtype)
@@ -191,6 +192,10 @@ class Slabs:
     def dropped(self) -> int:
         """Return how many choices of this rank's tokens had no room so far; this waits for the device."""
         return self._overflow.total()
+
+    def check(self) -> None:
+        """Raise the error that ended the communicator, if there was one."""
+        self._communicator.check()
 
     def close(self) -> None:
         """Close the communicator; raise if the last call had no room and that was not allowed."""

@@ -48,6 +48,11 @@ class ShardedModule:
     kept: bool = False  # its whole parameters stay after forward
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Return its name in the model, or several."""
+        return tuple(self.name.partition(" (group ")[0].split(", "))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks over which it is sharded, counted in the job."""
         import torch.distributed as dist
@@ -72,6 +77,15 @@ class GatheredParameter:
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleCall:
+    """Describes a collective of a module."""
+
+    operation: str  # PyTorch's name
+    num_bytes: int  # of the whole array
+    dtype: str  # torch's name
 
 
 def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
@@ -178,6 +192,23 @@ def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
     assert module.shard_group is not None
     ranks = module.shard_group.size()
     return tuple(GatheredParameter(num_bytes=ranks * size, dtype=dtype) for size, dtype in _sizes(module.parameters))
+
+
+def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
+    """Return the gather of the parameters, and the reduce_scatter of the gradients, of a module that is sharded."""
+    gathered = gathered_parameters(module)
+    dtype = gathered[0].dtype
+    reduced = inside(module.parameters, "mp_policy").reduce_dtype or dtype
+    num_bytes = sum(one.num_bytes for one in gathered)
+    scattered_bytes = sum(one.num_bytes // one.dtype.itemsize for one in gathered) * reduced.itemsize
+    return (
+        ModuleCall(operation="all_gather", num_bytes=num_bytes, dtype=_dtype_name(dtype)),
+        ModuleCall(operation="reduce_scatter", num_bytes=scattered_bytes, dtype=_dtype_name(reduced)),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def copied_why(module: ShardedModule) -> str:

@@ -23,10 +23,10 @@ from counterpoint.machine.profile import Profile, parse_profile, profile_of
 from counterpoint.measurement import api
 from counterpoint.measurement.launch import Progress
 from counterpoint.records.measurement import Environment, Measurement
-from counterpoint.tune.fit_collectives import fit_nccl, fit_nccl_rates, fit_rates
-from counterpoint.tune.fit_compute import fit_efficiency
-from counterpoint.tune.fit_pairs import fit_contention, fit_mechanisms, fit_sums
-from counterpoint.tune.fitted import Fitted
+from counterpoint.tuning.fit_collectives import fit_nccl, fit_nccl_rates, fit_rates
+from counterpoint.tuning.fit_compute import fit_efficiency
+from counterpoint.tuning.fit_pairs import fit_contention, fit_mechanisms, fit_sums
+from counterpoint.tuning.fitted import Fitted
 
 SUITE = "machine"
 ROUNDS = 7

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile, parse_profile, profile_json
 from counterpoint.records.measurement import Measurement
-from counterpoint.tune.fit_collectives import ALWAYS, crossover_bytes
-from counterpoint.tune.fitted import alone
-from counterpoint.tune.machine import fit_profile
-from tests.support.planted_machine import PlantedMachine
+from counterpoint.tuning.fit_collectives import ALWAYS, crossover_bytes
+from counterpoint.tuning.fitted import alone
+from counterpoint.tuning.machine import fit_profile
+from tests.support.known_machine import KnownMachine
 
 NOISE = 0.01
 SHIPPED = default_profile()
@@ -50,7 +50,7 @@ PLANTED = replace(
 @cache
 def measured(noise: float = 0.0) -> Measurement:
     """Return the suite on the planted machine."""
-    return PlantedMachine(profile=PLANTED, noise=noise).measurement()
+    return KnownMachine(profile=PLANTED, noise=noise).measurement()
 
 
 @cache
@@ -74,11 +74,11 @@ def test_every_group_that_the_suite_measures_is_found() -> None:
 
 def test_the_rates_predict_as_the_planted_ones_do() -> None:
     """With noise, the mean error over all times is at most twice the mean of |noise|, which is 0.8 deviations."""
-    machine = PlantedMachine(profile=PLANTED)
+    machine = KnownMachine(profile=PLANTED)
     errors = []
     for name, by_size in alone(measured(NOISE), "zero_sm").items():
         for size in by_size:
-            found = PlantedMachine(profile=replace(PLANTED, rates=fitted(NOISE).rates))
+            found = KnownMachine(profile=replace(PLANTED, rates=fitted(NOISE).rates))
             errors.append(abs(found.alone_us(name, size, "zero_sm") / machine.alone_us(name, size, "zero_sm") - 1))
     assert sum(errors) / len(errors) < 2 * 0.8 * NOISE
 
@@ -91,7 +91,7 @@ def test_the_link_is_found() -> None:
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
 def test_crossovers_lie_where_the_planted_times_meet(collective: str) -> None:
     """Within the two sizes of the suite around that point, a factor of 4."""
-    machine, sizes = PlantedMachine(profile=PLANTED), [1 << power for power in range(14, 33)]
+    machine, sizes = KnownMachine(profile=PLANTED), [1 << power for power in range(14, 33)]
     gains = [
         math.log(machine.alone_us(collective, size, "nccl") / machine.alone_us(collective, size, "zero_sm"))
         for size in sizes
@@ -111,7 +111,7 @@ def test_rates_of_nccl_are_found() -> None:
     found, planted = fitted(NOISE).nccl_rates, PLANTED.nccl_rates
     assert found.bus_gb_per_s == pytest.approx(planted.bus_gb_per_s, rel=3 * NOISE)
     smallest = min(
-        us for name in planted.bus_gb_per_s for us in [PlantedMachine(profile=PLANTED).alone_us(name, 1 << 24, "nccl")]
+        us for name in planted.bus_gb_per_s for us in [KnownMachine(profile=PLANTED).alone_us(name, 1 << 24, "nccl")]
     )
     assert found.latency_us == pytest.approx(planted.latency_us, abs=3 * NOISE * smallest)
 
@@ -161,7 +161,8 @@ def test_a_group_says_where_it_is_from() -> None:
     """Machine, command, error, date, and how much its times spread."""
     found = fitted().rates
     assert found.source.startswith("4 x H200, NCCL 2.28.9; counterpoint tune --machine: fitted to 40 times of zero_sm")
-    assert (found.date, found.time_spread) == ("2026-11-23", pytest.approx(0.02))
+    assert found.date == "2026-11-23"
+    assert found.time_spread == pytest.approx(0.02)
 
 
 def test_marked_rows_teach_nothing() -> None:
