@@ -31,6 +31,7 @@ def fit_sums(measured: Measurement, known: Profile) -> Fitted:
     Raises:
         Misconfigured: the sum alone, such a pair, or a GEMM beside an all_gather was not measured.
     """
+    layout = SmLayout.even(sheet_of(measured).sm.num_sms, known.chip)
     alone = stock_rows(measured).get(SUM)
     copied = [row for row in beside(measured, "zero_sm") if row.collective not in REDUCTIONS]
     rows = [
@@ -41,7 +42,6 @@ def fit_sums(measured: Measurement, known: Profile) -> Fitted:
     if alone is None or alone.gb_per_s is None or not copied or not rows:
         raise Misconfigured(f"{SUM} alone, a GEMM beside an all_gather by zero_sm, or {FEW_SMS[0]} was not measured")
     lost = within(1.0 - median(map(compute_kept, copied)), 0.0, 0.99)
-    layout = SmLayout.even(sheet_of(measured).sm.num_sms, known.chip)
     pairs = [(pair_of(row, measured.environment.world_size, layout), row) for row in rows]
     found = {}
     for rate in _SM_RATES:

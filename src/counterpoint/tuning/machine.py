@@ -104,7 +104,7 @@ def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
 def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
     """Return the figures of a group with their machine, command, fit, date and spread."""
     nccl = f", NCCL {where.nccl}" if where.nccl else ""
-    source = f"{where.world_size} x {_gpu(where)}{nccl}; {' '.join(where.command[:4])}: {fitted.said}"
+    source = f"{where.world_size} x {_gpu(where)}{nccl}: {fitted.said}; {' '.join(where.command)}"
     about = {"source": printable(source)[:_TEXT], "date": where.date[:10], "time_spread": fitted.spread}
     return {key: _rounded(each) for key, each in (fitted.figures | about).items()}
 

@@ -160,7 +160,8 @@ def test_mechanisms_that_were_not_measured_are_assumed() -> None:
 def test_a_group_says_where_it_is_from() -> None:
     """Machine, command, error, date, and how much its times spread."""
     found = fitted().rates
-    assert found.source.startswith("4 x H200, NCCL 2.28.9; counterpoint tune --machine: fitted to 40 times of zero_sm")
+    assert found.source.startswith("4 x H200, NCCL 2.28.9: fitted to 40 times of zero_sm alone, ")
+    assert found.source.endswith(" off in the mean; counterpoint tune --machine")
     assert found.date == "2026-11-23"
     assert found.time_spread == pytest.approx(0.02)
 
