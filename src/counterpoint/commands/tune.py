@@ -12,7 +12,6 @@ from counterpoint.commands.terminal import check_outputs, json_file, progress, w
 from counterpoint.errors import Misconfigured
 from counterpoint.rendering.files import is_stream
 
-
 _CHOICES, _PROFILE = Path("counterpoint.toml"), Path("profile.json")
 _BUDGET_S, _ROUNDS = 120.0, 12
 
