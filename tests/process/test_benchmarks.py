@@ -264,3 +264,16 @@ def test_tune_pairs_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
+
+
+def test_tune_step_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
+    out = tmp_path / "step.json"
+    arguments = ["--device", "cpu", "--models", "fsdp", "--rounds", "5", "--budget", "5", "--combinations", "4"]
+    command = [sys.executable, "benchmarks/tune_step.py", *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["variant"].partition(" ")[0] for row in rows] == ["stock", "all", "tuned", "oracle"]
+    assert all(row["rounds"] >= 5 and row["ms"] > 0 for row in rows)
+    assert (tmp_path / "step-fsdp.toml").exists()
