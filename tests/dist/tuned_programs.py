@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,7 @@ from counterpoint.parallel.tuned import VARIABLE
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.version import VERSION
 from tests.dist import expert_parallel_programs, tensor_parallel_programs
+from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
 
@@ -76,13 +77,22 @@ CHOICES = {
 }
 
 
-def fsdp(session: Session, name: str, prefetch: int | None, folder: str) -> tuple[list[str], OverlapReport]:
+def fsdp(session: Session, name: str, folder: str) -> tuple[list[str], OverlapReport]:
     """What differs from stock FSDP2 after training by a file, and the report."""
-    case = Case(policy=BF16)
+    return followed_by(session, Case(policy=BF16), written(folder, tuning(*CHOICES[name])))
+
+
+def mixed(session: Session, case: Case, on_gpu: bool) -> tuple[list[str], OverlapReport]:
+    """As `fsdp`, where each layer leaves something else to torch; `on_gpu`: by the communicator of GPUs."""
+    with on_software_gpu() if on_gpu else nullcontext():
+        return followed_by(session, case, tuning(*MIXED))
+
+
+def followed_by(session: Session, case: Case, tuned: Any) -> tuple[list[str], OverlapReport]:
+    """What differs from stock FSDP2 after training by a tuning, and the report."""
     expected = stock_trained(session, case)
     model = sharded(case)
-    options = OverlapOptions(prefetch=prefetch)
-    with overlap(model, options=options, tuned=written(folder, tuning(*CHOICES[name]))) as handle:
+    with overlap(model, options=case.options, tuned=tuned) as handle:
         got = trained(session, model, case)
         return differences(expected, got), handle.report()
 
@@ -129,6 +139,16 @@ def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
         texts = said(lambda: overlap(model)), said(lambda: dist.all_reduce(torch.ones(8), group=group))
     dist.destroy_process_group(group)
     return texts
+
+
+def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
+    """What is said to this rank of two axes of two, if the last rank has another file."""
+    file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
+    if how == "replicated":
+        return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
+    case = tensor_parallel_programs.CASES["with FSDP2"]
+    model = tensor_parallel_programs.sharded(case, tensor_parallel_programs.mesh_of(case))
+    return said(lambda: overlap(model, tuned=file))
 
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:

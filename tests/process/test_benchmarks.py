@@ -107,6 +107,15 @@ def test_tensor_host_runs(tmp_path: Path) -> None:
     assert min(row["launches"] for row in rows) == 1.0
 
 
+def test_expert_host_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: every variant beside plain torch, in the same run."""
+    arguments = ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2"]
+    rows = on_two_ranks("expert_host.py", [*arguments, "--mechanisms", "gather"], tmp_path)["rows"]
+    names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")
+    assert [row["variant"] for row in rows] == [*names, *names]
+    assert [row["times"] for row in rows if row["variant"] == names[0]] == [1.0] * 2
+
+
 def test_expert_layer_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: all variants have the error of plain torch and go the way asked for."""
     arguments = ["--device", "cpu", "--shapes", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]

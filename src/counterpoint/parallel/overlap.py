@@ -38,7 +38,6 @@ from counterpoint.records.tuning import Tuned
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
     from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
@@ -197,10 +196,10 @@ class _Layers:
         with ExitStack() as undo:
             self.tensor = OverlappedTensorParallel(model, options.tensor_parallel)
             undo.callback(self.tensor.restore)
-            groups = [group for module in modules for group in module.groups]
+            groups = [group for module in modules for group in (*module.groups, *module.replicating)]
             groups += [*self.tensor.groups, *expert_groups(model)]
             device_type = _device_type(model, modules)
-            self.tuning: FollowedTuning | None = follow_together(tuned, _ordered(groups), device_type=device_type)
+            self.tuning: FollowedTuning | None = follow_together(tuned, groups, device_type=device_type)
             self.expert = OverlappedExpertParallel(model, options.expert_parallel, self.tuning)
             undo.callback(self.expert.restore)
             if self.tuning is not None:
@@ -362,14 +361,6 @@ class Overlap:
             torch_why=self._torch_why[module],
             copied_why="" if hooked is None else hooked.copied_why,
         )
-
-
-def _ordered(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
-    """Return each group of ranks once, in the same order on all ranks, so that no two of them wait for each other."""
-    import torch.distributed as dist
-
-    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-    return [by_ranks[ranks] for ranks in sorted(by_ranks)]
 
 
 def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:

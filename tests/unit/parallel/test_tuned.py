@@ -89,6 +89,7 @@ def test_one_limit_of_sms_is_applied_until_the_end(monkeypatch: pytest.MonkeyPat
         tuning.limit_gemms(undo, "cuda")
         assert limits.now == 124
         assert "not applied" not in call(tuning).why
+        assert str(tuning) == "counterpoint.toml: 1 of 3 choices followed; matmuls have 124 SMs"
     assert limits.now is None
 
 
