@@ -16,7 +16,7 @@ import numpy as np
 
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.pair.tuned_choices import EXCHANGE, Choices, stays_with_torch
+from counterpoint.pair.tuned_choices import EXCHANGE, FARTHEST, Choices, stays_with_torch
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.timeline import I64, Bools
@@ -93,11 +93,22 @@ def _nearest(
     names = _OPERATIONS.get(operation, (operation,))
     found = [choices.find(name, ranks=ranks, bytes_per_rank=bytes_per_rank, where=where) for name in names]
     pairs = [pair for pair in found if pair is not None and pair.bytes_per_rank > 0]
-    return min(
+    nearest = min(
         pairs,
         key=lambda pair: (abs(math.log(pair.bytes_per_rank / bytes_per_rank)), not stays_with_torch(pair)),
         default=None,
     )
+    if nearest is None or where:
+        return nearest
+    told_apart = any(_told_apart(pair, nearest) for pair in choices.pairs)
+    return None if told_apart else nearest
+
+
+def _told_apart(one: TunedPair, other: TunedPair) -> bool:
+    """Return whether programs tell calls of two pairs apart by modules, which a call without one does not allow."""
+    same_calls = (one.operation, one.ranks) == (other.operation, other.ranks) and bool(one.where)
+    sizes = sorted((one.bytes_per_rank, other.bytes_per_rank))
+    return same_calls and one.mechanism != other.mechanism and sizes[1] <= FARTHEST * sizes[0]
 
 
 def _same_size(moved: I64, pair: TunedPair) -> Bools:
