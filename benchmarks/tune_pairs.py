@@ -253,13 +253,12 @@ def share(*parts: float) -> str:
 
 def table_of(cases: Sequence[Case]) -> list[tuple[str, ...]]:
     """A line for each group and, where it has several, for each of its operations, and one for all."""
-    lines = []
-    for group in dict.fromkeys(case.group for case in cases):
-        mine = [case for case in cases if case.group == group]
-        lines.append(line(group, mine))
-        operations = dict.fromkeys(case.pair.operation for case in mine)
-        for name in operations if len(operations) > 1 else ():
-            lines.append(line(f"{group}: {name}", [case for case in mine if case.pair.operation == name]))
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        for name in (case.group, f"{case.group}: {case.pair.operation}"):
+            groups.setdefault(name, []).append(case)
+    parts = {name for name, mine in groups.items() if len(mine) < len(groups[mine[0].group])}
+    lines = [line(name, mine) for name, mine in groups.items() if name in parts or name == mine[0].group]
     return [*lines, line("all", cases)] if cases else []
 
 

@@ -48,9 +48,11 @@ def check_pair(pair: StepPair) -> None:
     if depends(pair) and pair.first is not None:
         raise Misconfigured(f"{pair.operation}: first = {pair.first!r}, but one side waits for the other; leave it out")
     if is_exchange(pair.operation):
-        find_exchange(_block_name(pair))
+        experts = find_exchange(_block_name(pair)).sizes.experts
+        if experts % pair.ranks:
+            raise Misconfigured(f"{pair.ranks} ranks cannot share {experts} experts; give a number that divides them")
     elif is_dependent(pair.operation):
-        _check_bytes(pair)
+        _check_matmul(pair)
     elif pair.operation in measured_by("torch"):
         find_workload(pair.compute)
         if not pair.bytes_per_rank:
@@ -188,11 +190,13 @@ def _block_name(pair: StepPair) -> str:
     return f"{pair.operation} {sizes}"
 
 
-def _check_bytes(pair: StepPair) -> None:
-    """Raise Misconfigured if the matmul of a pair communicates other bytes than the pair says."""
+def _check_matmul(pair: StepPair) -> None:
+    """Raise Misconfigured if ranks cannot share the rows of a matmul, or communicate other bytes than the pair says."""
     if not pair.compute.startswith("gemm "):
         raise Misconfigured(f"{pair.operation} of {printable(pair.compute)!r}; write its matmul as gemm MxNxK")
     call = find_dependent(_block_name(pair))
+    if call.m % pair.ranks:
+        raise Misconfigured(f"{pair.ranks} ranks cannot share {call.m} rows; give a multiple of their number as M")
     moved = call.moved * DTYPES[pair.dtype][1] // pair.ranks
     if moved != pair.bytes_per_rank:
         raise Misconfigured(

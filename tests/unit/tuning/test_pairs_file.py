@@ -37,6 +37,14 @@ def test_a_matmul_and_an_exchange_are_read(tmp_path: Path) -> None:
     assert [pair.operation for pair in read_pairs(path)] == ["all_gather_matmul", "exchange"]
 
 
+@pytest.mark.parametrize("page", ["reference/tune.md", "how-to/tune-a-job.md"])
+def test_the_examples_of_the_pages_are_read(tmp_path: Path, page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    path = tmp_path / "pairs.toml"
+    path.write_text(text.partition("```toml\n")[2].partition("```")[0])
+    assert len(read_pairs(path)) >= 2
+
+
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "operation": ({"operation": "all_gossip"}, "pair 1: there is no operation 'all_gossip'; choose from: all_gather"),
     "compute": ({"compute": "gemm 8x8"}, "pair 1: there is no workload 'gemm 8x8'; write one of: gemm MxNxK"),
@@ -56,6 +64,8 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         "moves 64 bytes per rank, not 1024; correct one of them",
     ),
     "a matmul's name": ({"operation": "all_gather_matmul", "compute": "8x8x8"}, "write its matmul as gemm MxNxK"),
+    "rows": ({"operation": "all_gather_matmul", "compute": "gemm 9x8x8"}, "2 ranks cannot share 9 rows"),
+    "experts": ({"operation": "exchange", "compute": "8x8x3x1 8 zipf"}, "2 ranks cannot share 3 experts"),
     "an exchange's name": ({"operation": "exchange", "compute": "gemm 8x8x8"}, "there is no exchange"),
 }
 
