@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 from msgspec.structs import replace
 
@@ -14,8 +13,7 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.effect import check_shows_copies
 from counterpoint.diagnosis.job import missing_ranks, numbered, world_size_of
 from counterpoint.diagnosis.knobs import Sight, sight_of
-from counterpoint.diagnosis.tuned_calls import PairCalls, calls_of_pairs
-from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.diagnosis.tuned_calls import PairCalls, alike_pairs, calls_of_pairs
 from counterpoint.pair.tuned_choices import Choices, mechanism_base, mechanism_knobs
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import KnobEffect, KnobState, TuningEffect
@@ -103,12 +101,8 @@ def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
 
     With each comes the mechanism that calls without a named module follow.
     """
-    alike = defaultdict[tuple[str, int, int, str, str | None], list[TunedPair]](list)
-    for pair in tuned.pair:
-        compute = pair.compute if pair.operation in get_args(TensorOperation) else None
-        alike[pair.operation, pair.ranks, pair.bytes_per_rank, pair.dtype, compute].append(pair)
     found: dict[TunedPair, str] = {}
-    for (operation, ranks, size, dtype, compute), pairs in alike.items():
+    for (operation, ranks, size, dtype, compute), pairs in alike_pairs(tuned.pair).items():
         few = Choices(replace(tuned, pair=tuple(pairs)), machine)
         decides = few.find(operation, ranks=ranks, bytes_per_rank=size, dtype=dtype, compute=compute)
         if decides is not None:

@@ -202,6 +202,13 @@ def test_pairs_are_told_apart_by_the_modules_that_a_trace_names() -> None:
     assert [each.state for each in effect(pairs, layer(1, 100)).knobs] == ["not_seen", "no_effect"]
 
 
+def test_pairs_alike_with_one_choice_have_their_calls_in_common() -> None:
+    """A gather runs beside other matmuls in forward than in backward: which call is beside which, nothing says."""
+    pairs = chosen("zero_sm"), chosen("zero_sm", compute="gemm 128x64x64")
+    assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["no_effect", "no_effect"]
+    assert [each.state for each in effect(pairs, (copied(0, 70),)).knobs] == ["took_effect", "took_effect"]
+
+
 def test_a_call_without_a_module_accuses_none_of_them() -> None:
     pairs = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
     assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["not_seen", "not_seen"]
