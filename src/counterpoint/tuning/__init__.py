@@ -2,6 +2,7 @@
 
 api.py          `counterpoint.tune`
 pairs_file.py   the pairs of a step, from a file
+check_pair.py   which pairs are refused
 parts.py        how each pair is measured, and its times in what was measured
 predictions.py  what the model expects of each mechanism
 shortlist.py    which mechanisms are measured

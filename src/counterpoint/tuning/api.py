@@ -17,9 +17,10 @@ from counterpoint.measurement.api import count_ranks, measure_parts
 from counterpoint.measurement.launch import Progress
 from counterpoint.records.measurement import Block, Measurement, Scenario
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair
+from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.decide import as_another, decide, left
 from counterpoint.tuning.pairs_file import read_pairs
-from counterpoint.tuning.parts import MEASURED_DTYPE, check_pair, part_of, stock_of, times_of
+from counterpoint.tuning.parts import MEASURED_DTYPE, part_of, stock_of, times_of
 from counterpoint.tuning.shortlist import MechanismCandidate, shortlist
 
 LEAST_BUDGET_S = 1.0
@@ -72,8 +73,9 @@ def tune(
     ranks = _ranks(pairs, device, world_size)
     known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
     plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device)
+    left_s = max(0.0, budget_s - (time.monotonic() - began))
     measured = measure_parts(
-        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=budget_s,
+        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
         partial=partial, fresh=fresh, progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]

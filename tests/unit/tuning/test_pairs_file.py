@@ -64,6 +64,12 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         "moves 64 bytes per rank, not 1024; correct one of them",
     ),
     "a matmul's name": ({"operation": "all_gather_matmul", "compute": "8x8x8"}, "write its matmul as gemm MxNxK"),
+    "a GEMM without end": ({"compute": "gemm 99999999x99999999x8"}, "need 20,000,003 GB on a rank; 275 GB are allowed"),
+    "bytes without end": ({"bytes_per_rank": 1 << 50}, "need 2,251,800 GB on a rank"),
+    "rows without end": (
+        {"operation": "all_gather_matmul", "compute": f"gemm {1 << 47}x8x8", "bytes_per_rank": 1 << 50},
+        "GB on a rank; 275 GB are allowed",
+    ),
     "rows": ({"operation": "all_gather_matmul", "compute": "gemm 9x8x8"}, "2 ranks cannot share 9 rows"),
     "experts": ({"operation": "exchange", "compute": "8x8x3x1 8 zipf"}, "2 ranks cannot share 3 experts"),
     "an exchange's name": ({"operation": "exchange", "compute": "gemm 8x8x8"}, "there is no exchange"),
