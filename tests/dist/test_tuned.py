@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 from tests.dist import tuned_programs as programs
+from tests.support.fsdp_training import CASES, Case
 from tests.support.ranks import Ranks
 
 BITS = 1e-5  # of float32 after a step of sums in another order
 
 
-@pytest.mark.parametrize("prefetch", [None, 1])
-def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, prefetch: int | None, tmp_path: Path) -> None:
+EAGER = {name: case for name, case in CASES.items() if case.compiled is None and not case.meta and not case.grouped}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["CPU", "software GPU"])
+@pytest.mark.parametrize("case", EAGER.values(), ids=EAGER)
+def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, case: Case, on_gpu: bool) -> None:
     """Gather and reduce_scatter apart: what is left is torch's, all else has calls, and every bit is stock's."""
-    for wrong, report in two_ranks.run(programs.fsdp, "mixed", prefetch, str(tmp_path)):
+    for wrong, report in two_ranks.run(programs.mixed, case, on_gpu):
         assert wrong == []
         taken = {
             module.name: tuple(hook is not None and hook.calls >= 3 for hook in (module.all_gather, module.reduce_scatter))
@@ -26,12 +31,12 @@ def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, prefetch: int | 
             "layers.1": (True, False),
             "layers.2": (False, True),
         }
-        assert report.tuned.endswith(".toml: 6 of 6 choices followed")
+        assert report.tuned == "tuning: 6 of 6 choices followed"
 
 
 def test_the_report_says_which_choice_a_module_follows(two_ranks: Ranks, tmp_path: Path) -> None:
     """Why a module is left, in its row; all choices, below the table."""
-    [(_, report), _] = two_ranks.run(programs.fsdp, "mixed", None, str(tmp_path))
+    [(_, report), _] = two_ranks.run(programs.fsdp, "mixed", str(tmp_path))
     modules = {module.name: module for module in report.modules}
     file = str(tmp_path / "rank0.toml")
     left = f"leave by {file}: all_gather says so"
@@ -48,13 +53,13 @@ def test_the_report_says_which_choice_a_module_follows(two_ranks: Ranks, tmp_pat
 
 def test_a_model_that_is_left_as_a_whole_trains(two_ranks: Ranks, tmp_path: Path) -> None:
     """No error: the file says so."""
-    for wrong, report in two_ranks.run(programs.fsdp, "all left", None, str(tmp_path)):
+    for wrong, report in two_ranks.run(programs.fsdp, "all left", str(tmp_path)):
         assert wrong == []
         assert all(module.all_gather is None and module.reduce_scatter is None for module in report.modules)
 
 
 def test_a_file_that_changes_nothing_says_so(two_ranks: Ranks, tmp_path: Path) -> None:
-    for wrong, report in two_ranks.run(programs.fsdp, "of other models", None, str(tmp_path)):
+    for wrong, report in two_ranks.run(programs.fsdp, "of other models", str(tmp_path)):
         assert wrong == []
         assert "changes nothing: no call so far has one of its 1 choices" in str(report)
         assert all(module.all_gather is not None for module in report.modules)
@@ -62,7 +67,7 @@ def test_a_file_that_changes_nothing_says_so(two_ranks: Ranks, tmp_path: Path) -
 
 def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Path) -> None:
     """Process groups that are there already take no setting."""
-    for wrong, report in two_ranks.run(programs.fsdp, "too late", None, str(tmp_path)):
+    for wrong, report in two_ranks.run(programs.fsdp, "too late", str(tmp_path)):
         assert wrong == []
         [layer] = [module for module in report.modules if module.name == "layers.0"]
         assert layer.all_gather is None
@@ -74,22 +79,25 @@ def test_modules_without_a_name_are_found_by_size(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.by_size) == [[(True, True), *[(False, True)] * 3]] * 2
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("other files", "Misconfigured: the ranks do not match: {'tuned (COUNTERPOINT_TUNED)': '"),
-        ("missing on one", "Misconfigured: the ranks do not match: {'tuned (COUNTERPOINT_TUNED)': '"),
-        ("named on one", "Misconfigured: the ranks do not match: {'tuned (COUNTERPOINT_TUNED)': '"),
-        ("of another machine", "Misconfigured: the ranks do not match: {'tuned (COUNTERPOINT_TUNED)': '"),
-    ],
-)
-def test_ranks_with_different_files_are_told_so(two_ranks: Ranks, how: str, message: str, tmp_path: Path) -> None:
+DIFFERENT = ("other files", "missing on one", "named on one", "of another machine")
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_ranks_with_different_files_are_told_so(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     """All of them, with both ranks' names, before anything is changed."""
     for texts in two_ranks.run(programs.disagreeing, how, str(tmp_path)):
         for text in texts:
-            assert text.startswith(message)
-            assert "on rank 0" in text
-            assert "on rank 1; give all the same" in text
+            assert text.startswith("Misconfigured: ranks follow different tunings: ")
+            assert " on rank 0, " in text
+            assert " on rank 1; give all the same (argument tuned, variable COUNTERPOINT_TUNED)" in text
+
+
+@pytest.mark.parametrize("how", ["replicated", "tensor parallel"])
+def test_ranks_that_share_no_group_with_the_odd_one_are_told_too(four_ranks: Ranks, how: str, tmp_path: Path) -> None:
+    """Rank 3 has another file, and rank 0 is on both other axes."""
+    for text in four_ranks.run(programs.disagreeing_on_a_mesh, how, str(tmp_path)):
+        assert text.startswith("Misconfigured: ranks follow different tunings: ")
+        assert " on rank 3; give all the same" in text
 
 
 def test_a_file_that_is_nowhere_is_an_error(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -157,6 +165,19 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
         assert first.choice == "push by tuning: exchange says so"
         assert (first.torch_why, second.torch_why) == ("", "leave by tuning: exchange says so")
         assert {row.path for row in report.calls} == {"push"}
+
+
+@pytest.mark.needs("transformers")
+def test_experts_that_are_left_on_gpus_are_taken_for_a_choice(two_ranks: Ranks, tmp_path: Path) -> None:
+    """It was measured; all others stay, with the reason that they have without a file."""
+    expected = [("push by tuning: exchange says so", ""), ("", "not measured")]
+    assert two_ranks.run(programs.experts_not_asked_for, str(tmp_path)) == [expected] * 2
+
+
+def test_a_model_is_as_before_after_an_error(two_ranks: Ranks) -> None:
+    for text, is_unchanged in two_ranks.run(programs.unchanged):
+        assert text.startswith("Misconfigured: nowhere.toml: No such file or directory")
+        assert is_unchanged
 
 
 def test_calls_of_the_backend_follow_the_choice_of_their_size(two_ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.parallel.backend.report import BackendReport
 from counterpoint.parallel.ddp import DdpReport
+from counterpoint.parallel.expert import modules as expert_modules
 from counterpoint.parallel.expert.layers import ExpertLayerOptions
 from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
@@ -32,6 +33,7 @@ from counterpoint.parallel.tuned import VARIABLE
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.version import VERSION
 from tests.dist import expert_parallel_programs, tensor_parallel_programs
+from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
 
@@ -75,13 +77,22 @@ CHOICES = {
 }
 
 
-def fsdp(session: Session, name: str, prefetch: int | None, folder: str) -> tuple[list[str], OverlapReport]:
+def fsdp(session: Session, name: str, folder: str) -> tuple[list[str], OverlapReport]:
     """What differs from stock FSDP2 after training by a file, and the report."""
-    case = Case(policy=BF16)
+    return followed_by(session, Case(policy=BF16), written(folder, tuning(*CHOICES[name])))
+
+
+def mixed(session: Session, case: Case, on_gpu: bool) -> tuple[list[str], OverlapReport]:
+    """As `fsdp`, where each layer leaves something else to torch; `on_gpu`: by the communicator of GPUs."""
+    with on_software_gpu() if on_gpu else nullcontext():
+        return followed_by(session, case, tuning(*MIXED))
+
+
+def followed_by(session: Session, case: Case, tuned: Any) -> tuple[list[str], OverlapReport]:
+    """What differs from stock FSDP2 after training by a tuning, and the report."""
     expected = stock_trained(session, case)
     model = sharded(case)
-    options = OverlapOptions(prefetch=prefetch)
-    with overlap(model, options=options, tuned=written(folder, tuning(*CHOICES[name]))) as handle:
+    with overlap(model, options=case.options, tuned=tuned) as handle:
         got = trained(session, model, case)
         return differences(expected, got), handle.report()
 
@@ -128,6 +139,16 @@ def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
         texts = said(lambda: overlap(model)), said(lambda: dist.all_reduce(torch.ones(8), group=group))
     dist.destroy_process_group(group)
     return texts
+
+
+def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
+    """What is said to this rank of two axes of two, if the last rank has another file."""
+    file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
+    if how == "replicated":
+        return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
+    case = tensor_parallel_programs.CASES["with FSDP2"]
+    model = tensor_parallel_programs.sharded(case, tensor_parallel_programs.mesh_of(case))
+    return said(lambda: overlap(model, tuned=file))
 
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:
@@ -232,6 +253,29 @@ def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelRepor
             report = handle.report().expert_parallel
     assert report is not None
     return programs.largest_difference(found, expected), report
+
+
+def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
+    """What is said of each layer of experts that is left but for a choice, where only the first has one."""
+    programs = expert_parallel_programs
+    spread, chosen = programs.Spread(), choice("exchange", "push", where=("model.layers.0.*",), stock="torch")
+    with warnings.catch_warnings(), patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
+        warnings.simplefilter("ignore")  # its own
+        model = programs.transformers_model(spread, folder)
+        with overlap(model, tuned=tuning(chosen)) as handle:
+            programs._trained(model, spread)
+            report = handle.report().expert_parallel
+    assert report is not None
+    return [(module.choice, module.torch_why) for module in report.modules]
+
+
+def unchanged(_: Session) -> tuple[str, bool]:
+    """What is said when a tensor-parallel model is to follow a file that is not there, and whether it is as before."""
+    case = tensor_parallel_programs.Case()
+    model = tensor_parallel_programs.parallel(case, tensor_parallel_programs.mesh_of(case))
+    before = [dict(vars(module)) for module in model.modules()]
+    text = said(lambda: overlap(model, tuned="nowhere.toml"))
+    return text, [dict(vars(module)) for module in model.modules()] == before
 
 
 def of_backend(_: Session) -> BackendReport:

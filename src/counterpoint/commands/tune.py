@@ -12,18 +12,26 @@ from counterpoint.commands.terminal import check_outputs, json_file, progress, w
 from counterpoint.errors import Misconfigured
 from counterpoint.rendering.files import is_stream
 
+_CHOICES, _PROFILE = Path("counterpoint.toml"), Path("profile.json")
+_BUDGET_S, _ROUNDS = 120.0, 12
+
 
 def tune(
-    source: Annotated[Path, typer.Argument(help="A file of pairs of a step: pairs.toml.")],
+    source: Annotated[Path | None, typer.Argument(help="A file of pairs of a step: pairs.toml.")] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Measure this machine into a profile instead: up to two minutes.")
+    ] = False,
     profile: Annotated[
         Path | None,
         typer.Option(help="Figures of this machine; by default COUNTERPOINT_PROFILE, or those that are shipped."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Write the choices.")] = Path("counterpoint.toml"),
+    out: Annotated[
+        Path | None, typer.Option(help="Write the choices: by default counterpoint.toml; with --machine profile.json.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same with gloo, to try it anywhere.")] = "cuda",
     nproc: Annotated[int | None, typer.Option(help="Ranks: by default as many as the pairs have.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds after which no further pair is measured.")] = 120.0,
-    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
+    budget: Annotated[float, typer.Option(help="Seconds after which no further pair is measured.")] = _BUDGET_S,
+    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = _ROUNDS,
     timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
     fresh: Annotated[
         bool,
@@ -36,6 +44,16 @@ def tune(
 ) -> None:
     """Which mechanism for each of my pairs of operations? Needs torch, and 2 GPUs or --device cpu."""
     json_path = json_file(json)
+    if machine:
+        if source or profile or json or fresh or (budget, rounds) != (_BUDGET_S, _ROUNDS):
+            raise Misconfigured(
+                "--machine measures all of a machine: only --out, --device, --nproc, --timeout, --quiet go with it"
+            )
+        _machine(out or _PROFILE, device=device, nproc=nproc, timeout=timeout, quiet=quiet)
+        return
+    if source is None:
+        raise Misconfigured("nothing to tune: give a file of pairs, as in pairs.toml, or --machine for a profile")
+    out = out or _CHOICES
     _check_outputs(source, out, json_path)
     partial = None if is_stream(out) else out.with_name(out.name + ".partial.jsonl")
     check_outputs(partial)
@@ -64,6 +82,24 @@ def tune(
             console = Console(soft_wrap=False)
             render_tuned(tuned, console)
             console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _machine(out: Path, *, device: str, nproc: int | None, timeout: float, quiet: bool) -> None:
+    """Measure this machine, write its profile, and say what is in it."""
+    check_outputs(out)
+    with ending_cleanly(None, fresh=True), progress(quiet, "starting ranks") as tell:
+        from counterpoint.machine.profile import profile_json
+        from counterpoint.tuning.machine import tune_machine
+
+        found = tune_machine(device=device, world_size=nproc, timeout_s=timeout, progress=tell)
+        write_file(out, profile_json(found))
+    if not quiet:
+        from rich.console import Console
+
+        console = Console(soft_wrap=False)
+        for line in (str(found), *(f"{group} left out: {why}" for group, why in found.left_out.items())):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote {out}: export COUNTERPOINT_PROFILE={out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_outputs(source: Path, out: Path, json_path: Path | None) -> None:

@@ -10,6 +10,8 @@ from itertools import product
 from math import inf, log2
 from typing import Literal, get_args
 
+import msgspec
+
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
@@ -114,9 +116,20 @@ class Choices:
         return _fastest([pair for pair in wanted if _distance(pair, bytes_per_rank, compute) == nearest])
 
 
-def _fastest(pairs: list[TunedPair]) -> TunedPair | None:
-    """Return the pair whose mechanism takes the least time for all of these pairs; None for no pair."""
-    return min(pairs, key=lambda one: sum(pair.calls * _us(pair, one.mechanism) for pair in pairs), default=None)
+def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
+    """Return the pair whose mechanism takes the least time for all of these pairs; None for no pair.
+
+    If each costs the others more than it saves, all are left.
+    """
+
+    def step_us(mechanism: str) -> float:
+        return sum(pair.calls * _us(pair, mechanism) for pair in pairs)
+
+    best = min(pairs, key=lambda pair: step_us(pair.mechanism), default=None)
+    if best is None or len(pairs) == 1 or step_us(best.mechanism) <= step_us(LEAVE):
+        return best
+    why = f"no mechanism is faster than {best.stock} for all {len(pairs)} pairs of this size together"
+    return msgspec.structs.replace(best, mechanism=LEAVE, us=best.stock_us, sigma_us=best.stock_sigma_us, why=why)
 
 
 def _us(pair: TunedPair, mechanism: str) -> float:

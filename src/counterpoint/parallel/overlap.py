@@ -25,14 +25,10 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
-    calls_of,
-    copied_why,
     discard_pass,
     is_unfinished,
     outermost,
-    present_hooks,
     refuse_unfinished,
-    set_hooks,
     sharded_modules,
     unmanaged_bytes,
 )
@@ -42,15 +38,14 @@ from counterpoint.records.tuning import Tuned
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
     from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
     from counterpoint.parallel.expert.layers import ExpertLayerOptions
+    from counterpoint.parallel.fsdp.hooked import HookedModule, ModuleChoice
     from counterpoint.parallel.fsdp.hooks import Communicators
-    from counterpoint.parallel.fsdp.slots import ModuleParameters
     from counterpoint.parallel.tensor.plans import TensorOptions
-    from counterpoint.parallel.tuned import FollowedTuning, TunedCall
+    from counterpoint.parallel.tuned import FollowedTuning
 
 
 STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
@@ -201,10 +196,10 @@ class _Layers:
         with ExitStack() as undo:
             self.tensor = OverlappedTensorParallel(model, options.tensor_parallel)
             undo.callback(self.tensor.restore)
-            groups = [group for module in modules for group in module.groups]
+            groups = [group for module in modules for group in (*module.groups, *module.replicating)]
             groups += [*self.tensor.groups, *expert_groups(model)]
             device_type = _device_type(model, modules)
-            self.tuning: FollowedTuning | None = follow_together(tuned, _ordered(groups), device_type=device_type)
+            self.tuning: FollowedTuning | None = follow_together(tuned, groups, device_type=device_type)
             self.expert = OverlappedExpertParallel(model, options.expert_parallel, self.tuning)
             undo.callback(self.expert.restore)
             if self.tuning is not None:
@@ -231,48 +226,14 @@ class _Layers:
         self._undo.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ModuleChoice:
-    """Holds what the tuning chose for the two collectives of an FSDP2 module; None: built-in rules take them."""
-
-    gather: TunedCall | None = None
-    scatter: TunedCall | None = None
-
-    @classmethod
-    def of(cls, module: ShardedModule, tuning: FollowedTuning | None) -> _ModuleChoice:
-        if tuning is None:
-            return cls()
-        ranks, where = len(module.ranks), module.names
-        gather, scatter = (
-            tuning.find(call.operation, ranks=ranks, num_bytes=call.num_bytes, dtype=call.dtype, where=where)
-            for call in calls_of(module)
-        )
-        return cls(gather=gather, scatter=scatter)
-
-    @property
-    def takes_gather(self) -> bool:
-        """Return whether our gather takes the place of torch's."""
-        return self.gather is None or not self.gather.stays
-
-    @property
-    def takes_scatter(self) -> bool:
-        """Return whether our reduce_scatter takes the place of torch's."""
-        return self.scatter is None or not self.scatter.stays
-
-    def torch_why(self) -> str:
-        """Return why torch's own collectives both stay; empty if they do not."""
-        if self.takes_gather or self.takes_scatter:
-            return ""
-        return "; ".join(dict.fromkeys(call.why for call in (self.gather, self.scatter) if call is not None))
-
-
 def _overlap_fsdp2(
     model: nn.Module, modules: Sequence[ShardedModule], options: OverlapOptions, layers: _Layers
 ) -> Overlap:
+    from counterpoint.parallel.fsdp.hooked import ModuleChoice, check_unchanged, hooked_modules, why_not_taken
     from counterpoint.parallel.fsdp.hooks import Communicators
 
-    torch_why = {module: _torch_why(module, options.limit_bytes) for module in modules}
-    choices = {module: _ModuleChoice.of(module, None if why else layers.tuning) for module, why in torch_why.items()}
+    torch_why = {module: why_not_taken(module, options.limit_bytes) for module in modules}
+    choices = {module: ModuleChoice.of(module, None if why else layers.tuning) for module, why in torch_why.items()}
     torch_why = {module: why or choices[module].torch_why() for module, why in torch_why.items()}
     taken = [module for module in modules if not torch_why[module]]
     if not taken:
@@ -280,26 +241,19 @@ def _overlap_fsdp2(
             return Overlap(torch_why=torch_why, choices=choices, layers=layers)
         raise Unsupported(f"nothing to overlap: {modules[0].name}: {torch_why[modules[0]]}")
     for module in taken:
-        _check_unchanged(module)
+        check_unchanged(module)
     gathering = [module for module in taken if choices[module].takes_gather]
     prefetch = None if options.prefetch is None else Prefetch(options.prefetch, gathering)
     groups = [group for module in taken for group in module.groups]
     communicators = Communicators(groups, device=taken[0].device, options=options)
-    copied = {module: copied_why(module) if options.direct else "direct=False" for module in gathering}
-    parameters = _parameters([module for module in gathering if not copied[module]], communicators, options)
     return Overlap(
-        hooked={
-            module: _HookedModule(
-                module,
-                communicators,
-                parameters.get(module),
-                options,
-                prefetch,
-                choice=choices[module],
-                copied_why=copied.get(module, ""),
-            )
-            for module in taken
-        },
+        hooked=hooked_modules(
+            {module: choices[module] for module in taken},
+            communicators,
+            direct=options.direct,
+            channels=(options.gather_channel, options.scatter_channel),
+            prefetch=prefetch,
+        ),
         torch_why=torch_why,
         choices=choices,
         communicators=communicators,
@@ -317,9 +271,9 @@ class Overlap:
         self,
         *,
         layers: _Layers,
-        hooked: Mapping[ShardedModule, _HookedModule] = MappingProxyType({}),
+        hooked: Mapping[ShardedModule, HookedModule] = MappingProxyType({}),
         torch_why: Mapping[ShardedModule, str] = MappingProxyType({}),
-        choices: Mapping[ShardedModule, _ModuleChoice] = MappingProxyType({}),
+        choices: Mapping[ShardedModule, ModuleChoice] = MappingProxyType({}),
         communicators: Communicators | None = None,
         prefetch: Prefetch | None = None,
         outermost: Sequence[nn.Module] = (),
@@ -409,70 +363,6 @@ class Overlap:
         )
 
 
-class _HookedModule:
-    """Sets counterpoint's hooks on one module, those that its choice takes; `undo` puts back the ones of before."""
-
-    def __init__(
-        self,
-        module: ShardedModule,
-        communicators: Communicators,
-        parameters: ModuleParameters | None,
-        options: OverlapOptions,
-        prefetch: Prefetch | None,
-        *,
-        choice: _ModuleChoice,
-        copied_why: str,
-    ) -> None:
-        from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook
-
-        self._module, self._before = module, present_hooks(module)
-        self.copied_why = copied_why
-        self.gather: GatherHook | None = None
-        self.scatter: ScatterHook | None = None
-        if choice.takes_gather:
-            self.gather = GatherHook(
-                module, communicators, parameters=parameters, channel=options.gather_channel, prefetch=prefetch
-            )
-        if choice.takes_scatter:
-            self.scatter = ScatterHook(
-                communicators,
-                ranks=len(module.ranks),
-                direct=options.direct,
-                channel=options.scatter_channel,
-                prefetch=prefetch,
-            )
-        set_hooks(module, self.gather or self._before[0], self.scatter or self._before[1])
-
-    def undo(self) -> None:
-        """Put back the hooks of before, and FSDP2's own memory for whole parameters."""
-        self._module.module.reshard()
-        if self.gather is not None:
-            self.gather.restore()
-        set_hooks(self._module, *self._before)
-
-
-def _parameters(
-    modules: Sequence[ShardedModule], communicators: Communicators, options: OverlapOptions
-) -> dict[ShardedModule, ModuleParameters]:
-    """Return whole parameters for each module; the modules of one communicator share its slots."""
-    from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
-
-    made: dict[ShardedModule, ModuleParameters] = {}
-    for communicator in communicators.all():
-        sharing = [one for one in modules if communicators.of(one.groups[0]) is communicator]
-        slots = ParameterSlots(communicator, sharing, ahead=options.prefetch or 1)
-        made |= {module: ModuleParameters(module, slots) for module in sharing}
-    return made
-
-
-def _ordered(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
-    """Return each group of ranks once, in the same order on all ranks, so that no two of them wait for each other."""
-    import torch.distributed as dist
-
-    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-    return [by_ranks[ranks] for ranks in sorted(by_ranks)]
-
-
 def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:
     """Return where a model runs, cuda or cpu; its parameters may still be on the meta device."""
     import torch
@@ -483,28 +373,3 @@ def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:
     if first is None or first.device.type == "meta":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return first.device.type
-
-
-def _torch_why(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why torch's own collectives stay under this module; empty if ours take their place."""
-    if module.shard_group is None:
-        return "it is replicated, not sharded"
-    if not module.groups:
-        return "one rank has nothing to gather"
-    if limit_bytes is not None and module.gather_bytes > limit_bytes:
-        return f"it gathers {module.gather_bytes} bytes, more than limit_bytes={limit_bytes}"
-    return ""
-
-
-def _check_unchanged(module: ShardedModule) -> None:
-    """Raise Misconfigured if the collectives of this module were replaced already."""
-    from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook
-
-    for hook in present_hooks(module):
-        if isinstance(hook, GatherHook | ScatterHook):
-            raise Misconfigured(f"{module.name} is overlapped already: call restore() of the first overlap() before")
-        if type(hook).__name__ not in ("DefaultAllGather", "DefaultReduceScatter"):
-            raise Misconfigured(
-                f"{module.name} communicates by {type(hook).__name__}; leave out set_custom_*, set_symm_mem_for_comm "
-                "and set_allocate_memory_from_process_group_for_comm where overlap() is to act"
-            )

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from counterpoint.collectives.host.group import check_agreement
+from counterpoint.collectives.host.group import gather_values
 from counterpoint.controls.gemm_sms import GemmSmLimit
 from counterpoint.controls.parse import VARIABLES
 from counterpoint.errors import Misconfigured, printable
@@ -26,6 +27,7 @@ VARIABLE = "COUNTERPOINT_TUNED"
 OFF = "off"
 """The name in place of a file that says: follow none."""
 _GEMM_SMS = "gemm_sms"
+_AXES = 4  # of a mesh, at most: replicated, sharded, tensor and expert parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class FollowedTuning:
         self._followed: set[TunedPair] = set()
         self._known: dict[Any, TunedCall | None] = {}
         self._gemm_sms = "it is applied by counterpoint.overlap(model, tuned=...), to all matmuls"  # why it is not
+        self._limit = ""  # what is limited
 
     def find(
         self,
@@ -95,6 +98,7 @@ class FollowedTuning:
         why_not = "a CPU has no SMs" if device_type != "cuda" else control.available()
         if why_not is None:
             undo.enter_context(control.limit())
+            self._limit = f"matmuls have {control.num_sms} SMs"
         self._gemm_sms = why_not or ""
 
     def __str__(self) -> str:
@@ -102,7 +106,8 @@ class FollowedTuning:
         said = f"{followed} of {total} choices followed"
         if not followed:
             said = f"changes nothing: no call so far has one of its {total} choices"
-        return "; ".join([f"{self.name}: {said}", *map(str, self.choices.differences)])
+        parts = [f"{self.name}: {said}", self._limit, *map(str, self.choices.differences)]
+        return "; ".join(filter(None, parts))
 
     def _call(self, pair: TunedPair) -> TunedCall:
         left_out = "".join(f"; {text}" for text in map(self._knob_text, mechanism_knobs(pair)) if text)
@@ -116,7 +121,7 @@ class FollowedTuning:
             return self._gemm_sms and f"{knob} not applied: {self._gemm_sms}"
         variable = VARIABLES.get(key)
         if variable is None:
-            return f"{printable(knob)} not applied: make the process groups with it"
+            return f"{printable(knob)} not applied: give it to process groups when they are made"
         if os.environ.get(variable) == value:
             return ""
         advice = f"set {variable}={value} before the groups are made (counterpoint tune {self.name} --to env)"
@@ -126,20 +131,19 @@ class FollowedTuning:
 def follow_together(
     tuned: Tuned | str | Path | None, groups: Iterable[Any], *, device_type: str
 ) -> FollowedTuning | None:
-    """Return the tuning that calls follow; None: none is named. All ranks of each group call it, in the same order.
+    """Return the tuning that calls follow; None: none is named. All ranks of all groups call it.
 
     Args:
         tuned: a tuning, the path of its file, or `off`; None: what COUNTERPOINT_TUNED names.
-        groups: process groups whose ranks decide together.
+        groups: process groups of this rank whose ranks decide together: those of all axes of a mesh.
         device_type: of their calls, cuda or cpu.
 
     Raises:
-        Misconfigured: the file cannot be read, a choice is not possible, or the ranks of a group follow different
-            ones; on all of them.
+        Misconfigured: the file cannot be read, a choice is not possible, or ranks follow different ones; on all ranks.
     """
     found: FollowedTuning | None = None
     error: Misconfigured | None = None
-    said = "none"
+    said = "no file"
     try:
         read = _read(tuned)
         if read is not None:
@@ -148,13 +152,37 @@ def follow_together(
             said = "; ".join([tuned_digest(tuning), *map(str, found.choices.differences)])
     except Misconfigured as raised:
         error, said = raised, str(raised)
-    for group in groups:
-        check_agreement(group, {f"tuned ({VARIABLE})": said})
+    _agree(groups, said)
     if error is not None:
         raise error
     if found is not None and found.choices.differences:
-        warnings.warn(f"{found.name}: {'; '.join(map(str, found.choices.differences))}", UserWarning, stacklevel=4)
+        warnings.warn(f"{found.name}: {'; '.join(map(str, found.choices.differences))}", UserWarning, stacklevel=5)
     return found
+
+
+def _agree(groups: Iterable[Any], said: str) -> None:
+    """Compare what all ranks say.
+
+    What differs in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
+    order of groups is the same on all ranks, so that no two of them wait for each other.
+
+    Raises:
+        Misconfigured: two ranks said something else; on all ranks.
+    """
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    problem = ""
+    for ranks in sorted(by_ranks) * _AXES:
+        everyone = gather_values(by_ranks[ranks], (said, problem))
+        known = [theirs for _, theirs in everyone if theirs]
+        known += [
+            f"ranks follow different tunings: {everyone[0][0]} on rank {ranks[0]}, {text} on rank {rank}; give all the "
+            f"same (argument tuned, variable {VARIABLE})"
+            for rank, (text, _) in zip(ranks, everyone, strict=True)
+            if text != everyone[0][0]
+        ]
+        problem = problem or next(iter(known), "")
+    if problem:
+        raise Misconfigured(problem)
 
 
 def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:

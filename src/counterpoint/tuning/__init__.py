@@ -1,5 +1,7 @@
 """Measure a machine, choose a mechanism for each pair of a step, and prove that it helped: `counterpoint tune`.
 
+machine.py      measures a machine, and fits a profile to it: what `tune` predicts from
+fitted.py       what its fits share: fit_collectives.py, rates.py, fit_pairs.py, contention.py, fit_compute.py
 api.py          `counterpoint.tune`
 pairs_file.py   the pairs of a step, from a file
 check_pair.py   which pairs are refused

@@ -127,6 +127,16 @@ def test_of_pairs_of_one_size_the_least_sum_of_times_decides() -> None:
     assert find(Choices(tuned(GATHER, changed(beside, calls=3)), HERE)) == GATHER
 
 
+def test_pairs_of_one_size_that_cost_each_other_more_than_they_save_are_left() -> None:
+    """Each has a mechanism that was not tried for the other."""
+    one = changed(GATHER, tried=())
+    other = changed(one, compute="gemm 64x64x64", mechanism="nccl+max_ctas=4")
+    found = find(Choices(tuned(one, other), HERE))
+    assert found is not None
+    assert (found.mechanism, found.us) == (LEAVE, GATHER.stock_us)
+    assert found.why == "no mechanism is faster than nccl for all 2 pairs of this size together"
+
+
 def test_what_was_not_tried_everywhere_is_not_chosen() -> None:
     """Nor what is marked where it was."""
     beside = changed(GATHER, compute="gemm 64x64x64", mechanism=LEAVE, us=100.0, stock_us=100.0, tried=())

@@ -45,7 +45,7 @@ def call(tuning: FollowedTuning, number: int = 0) -> TunedCall:
             "; max_ctas=8 not applied: set NCCL_MAX_CTAS=8 before the groups are made "
             "(counterpoint tune counterpoint.toml --to env)",
         ),
-        ("nccl+priority=high", True, "; priority=high not applied: make the process groups with it"),
+        ("nccl+priority=high", True, "; priority=high not applied: give it to process groups when they are made"),
         (
             "zero_sm+gemm_sms=124",
             False,
@@ -89,6 +89,7 @@ def test_one_limit_of_sms_is_applied_until_the_end(monkeypatch: pytest.MonkeyPat
         tuning.limit_gemms(undo, "cuda")
         assert limits.now == 124
         assert "not applied" not in call(tuning).why
+        assert str(tuning) == "counterpoint.toml: 1 of 3 choices followed; matmuls have 124 SMs"
     assert limits.now is None
 
 

@@ -43,6 +43,7 @@ class ShardedModule:
     shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
     """The smaller one over which it gathers again in the backward pass (`reshard_after_forward` is a number)."""
+    replicate_group: ProcessGroup | None = None  # ranks that have copies of the shards
     gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
     replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
     kept: bool = False  # its whole parameters stay after forward
@@ -69,6 +70,12 @@ class ShardedModule:
         """Return the process groups in which there is something to communicate: those of several ranks."""
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
+
+    @property
+    def replicating(self) -> tuple[ProcessGroup, ...]:
+        """Return the process group of ranks that have the same shards, if there are several."""
+        group = self.replicate_group
+        return () if group is None or group.size() == 1 else (group,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +183,7 @@ def _described(
         parameters=parameters,
         device=inside(parameters, "device"),
         shard_group=shard_group,
+        replicate_group=getattr(mesh, "replicate_process_group", None),
         post_forward_group=None if smaller is shard_group else smaller,
         gather_bytes=0 if shard_group is None else shard_group.size() * sum(size for size, _ in _sizes(parameters)),
         replicas=getattr(mesh, "replicate_mesh_size", 1),
