@@ -35,11 +35,12 @@ def check_pair(pair: StepPair) -> None:
 
 
 def _exchange_bytes(pair: StepPair) -> int:
-    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the experts."""
+    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the experts or send other bytes."""
     exchange = find_exchange(block_name(pair))
     experts = exchange.sizes.experts
     if experts % pair.ranks:
         raise Misconfigured(f"{pair.ranks} ranks cannot share {experts} experts; give a number that divides them")
+    _check_bytes(pair, exchange.size_bytes(DTYPES[pair.dtype][1]))
     return exchange.memory_bytes(_ITEMSIZE, pair.ranks, 1)
 
 
@@ -50,13 +51,17 @@ def _matmul_bytes(pair: StepPair) -> int:
     call = find_dependent(block_name(pair))
     if call.m % pair.ranks:
         raise Misconfigured(f"{pair.ranks} ranks cannot share {call.m} rows; give a multiple of their number as M")
-    moved = call.moved * DTYPES[pair.dtype][1] // pair.ranks
+    _check_bytes(pair, call.moved * DTYPES[pair.dtype][1] // pair.ranks)
+    return call.memory_bytes(_ITEMSIZE)
+
+
+def _check_bytes(pair: StepPair, moved: int) -> None:
+    """Raise Misconfigured if the sizes of a pair say that it moves other bytes than its `bytes_per_rank`."""
     if moved != pair.bytes_per_rank:
         raise Misconfigured(
             f"{pair.operation} of {pair.compute} in {pair.dtype} on {pair.ranks} ranks moves {moved} bytes per rank, "
             f"not {pair.bytes_per_rank}; correct one of them"
         )
-    return call.memory_bytes(_ITEMSIZE)
 
 
 def _independent_bytes(pair: StepPair) -> int:

@@ -32,7 +32,7 @@ def test_a_matmul_and_an_exchange_are_read(tmp_path: Path) -> None:
     path.write_text(
         '[[pair]]\noperation = "all_gather_matmul"\ncompute = "gemm 8192x7168x4096"\nbytes_per_rank = 33554432\n'
         'ranks = 2\n[[pair]]\noperation = "exchange"\ncompute = "1024x512x64x4 4096 zipf"\n'
-        "bytes_per_rank = 1\nranks = 2\n"
+        "bytes_per_rank = 33554432\nranks = 2\n"
     )
     assert [pair.operation for pair in read_pairs(path)] == ["all_gather_matmul", "exchange"]
 
@@ -62,6 +62,10 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "bytes of a matmul": (
         {"operation": "all_gather_matmul", "compute": "gemm 8x8x8"},
         "moves 64 bytes per rank, not 1024; correct one of them",
+    ),
+    "bytes of an exchange": (
+        {"operation": "exchange", "compute": "tiny 8 zipf"},
+        "moves 2048 bytes per rank, not 1024",
     ),
     "a matmul's name": ({"operation": "all_gather_matmul", "compute": "8x8x8"}, "write its matmul as gemm MxNxK"),
     "a GEMM without end": ({"compute": "gemm 99999999x99999999x8"}, "need 20,000,003 GB on a rank; 275 GB are allowed"),

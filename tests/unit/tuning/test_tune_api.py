@@ -26,7 +26,7 @@ GEMM = "gemm 8192x8192x8192"
 GATHER = StepPair(operation="all_gather", compute=GEMM, bytes_per_rank=64 << 20, ranks=2)
 REDUCE = StepPair(operation="all_reduce", compute=GEMM, bytes_per_rank=32 << 20, ranks=2)
 MATMUL = StepPair(operation="all_gather_matmul", compute="gemm 1024x1024x512", bytes_per_rank=512 << 10, ranks=2)
-EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=1, ranks=2)
+EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=32768, ranks=2)
 BEST = shortlist(GATHER, default_profile())[1].mechanism  # by the model
 
 
