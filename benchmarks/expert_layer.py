@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --out results/expert-layer.json
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --only layer --shapes mixtral --mechanisms torch push auto
+    torchrun --nproc-per-node 2 benchmarks/expert_layer.py --only step --mechanisms gather --parts 2 --run graph
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --device cpu --shapes tiny --tokens 32 --rounds 1 --steps 1
 
 The layer is the one of the physics: `experts alone` has the rows already and moves none; `all_to_all_single` is plain
 torch as everybody has it, with counts that the host waits for; `NCCL` gathers all tokens and scatters sums with our
 kernels around; all others go by `expert_parallel.Dispatcher`, `torch` with all_to_all_single between our kernels. In a
-step `2 parts` are half-batches, one's communication beside the other's experts, by `overlapped_moe`.
+step `2 parts` are half-batches, one's communication beside the other's experts, by `overlapped_moe`. `graph` replays
+what was captured of the same variant, the step with its derivatives, so that the host does nothing but launch it.
 
 Routing is random and the same for all variants, and all have one set of weights. Outputs, or loss and gradients, are
 compared with those of a wider dtype (float32 of bfloat16, on CPUs float64 of float32); it ends where an error is more
@@ -39,6 +41,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from counterpoint import expert_parallel
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.errors import Unsupported
+from counterpoint.pair.expert_choice import CAPTURED
 from counterpoint.parallel.expert.permute import assign, combine, permute
 from counterpoint.trace.classify import kernel_kind
 from counterpoint.trace.timeline import Kind
@@ -55,6 +58,8 @@ COLUMNS = (
 )  # fmt: skip
 ALONE, PLAIN, NCCL = "experts alone", "all_to_all_single", "NCCL"
 MECHANISMS = get_args(expert_parallel.MechanismName)
+RUNS = ("eager", "graph")
+WARM_UPS = 3  # before a capture: kernels are compiled and memory is there
 SHAPES = {  # how many layers is an option
     "qwen3": MoeShape(hidden=2048, ffn=768, heads=32, kv_heads=4, vocabulary=256, experts=128, top_k=8),
     "mixtral": MoeShape(vocabulary=256, experts=8, top_k=2),
@@ -132,6 +137,26 @@ def looked_at(step: Step, device: torch.device) -> Seen:
 def routings(model: Llama) -> list[FixedRouting]:
     """The layers of experts of a model, in their order."""
     return [one for one in model.modules() if isinstance(one, FixedRouting)]
+
+
+def graphed(step: Callable[[], Found], device: torch.device) -> Callable[[], Found]:
+    """Returns what replays a step, whose results are always in the same memory."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step()
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        found = step()
+    synchronize(device)
+
+    def replay() -> Found:
+        graph.replay()
+        return found
+
+    return replay
 
 
 def errors(found: Found, exact: Found) -> dict[str, float]:
@@ -227,11 +252,33 @@ class Bench:
         if what == "layer":
             yield NCCL, partial(gathered_by_nccl, experts_in_all=self.shape.experts), None
         for mechanism in self.args.mechanisms:
-            for parts in (1, 2):
+            for parts in self.args.parts:
                 dispatcher = self.dispatcher(mechanism, parts)
                 if dispatcher is not None:
                     name = f"{mechanism}, 2 parts" if parts == 2 else mechanism
                     yield name, self.routed(dispatcher, parts), (mechanism, parts)
+
+    def variants(
+        self, what: str, make: Callable[[Route, Llama], Callable[[], Found]]
+    ) -> Iterator[tuple[str, tuple[Callable[[], Found], tuple[str, int] | None]]]:
+        """Every step by its name, with the dispatcher: as it is, and in a graph where one can hold it."""
+        for name, route, key in self.routes(what):
+            step = make(route, self.model)
+            if key is None or "eager" in self.args.run:
+                yield name, (step, key)
+            if key is None or "graph" not in self.args.run:
+                continue
+            if self.device.type != "cuda":
+                self.missing.append(f"{name}, graph: there is no GPU")
+            elif self.path(key) in CAPTURED:
+                self.say(f"{what} by {name}: capture begins")
+                yield f"{name}, graph", (graphed(step, self.device), key)
+                self.say(f"{what} by {name}: captured")
+
+    def say(self, what: str) -> None:
+        """Prints where this is, for who waits."""
+        if self.rank == 0:
+            print(what, file=sys.stderr, flush=True)
 
     def layer_step(self, route: Route, model: Llama) -> Callable[[], Found]:
         """One layer forward, the weights of tokens given."""
@@ -296,12 +343,13 @@ class Bench:
     def timed(self, what: str) -> list[dict[str, Any]]:
         """A row for each variant of the layer, or of the step; raises where one is wrong."""
         make = self.layer_step if what == "layer" else self.train_step
-        variants = {name: (make(route, self.model), key) for name, route, key in self.routes(what)}
+        variants = dict(self.variants(what, make))
         plain_route = next(route for name, route, _ in self.routes(what) if name == PLAIN)
         exact = make(plain_route, copy.deepcopy(self.model).to(WIDER[self.dtype]))()
         plain = errors(variants[PLAIN][0](), exact)
         rows: dict[str, dict[str, Any]] = {}
         for name, (step, key) in variants.items():
+            self.say(f"{what} by {name}: checked and looked at")
             times_error = self.times_error(errors(step(), exact), plain)
             if not times_error <= MOST_ERROR:
                 raise RuntimeError(
@@ -362,6 +410,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step-shapes", nargs="*", choices=SHAPES, help="of the step; default: the first of --shapes")
     parser.add_argument("--only", choices=("layer", "step"), help="default: both")
     parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["torch", "gather", "push", "auto"])
+    parser.add_argument("--parts", nargs="+", type=int, choices=(1, 2), default=[1, 2], help="of a layer's tokens")
+    parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS), help="how our variants are run")
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank")
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--layers", type=int, default=4, help="of the step")

@@ -1,13 +1,14 @@
 """One rank of test_expert.py: dispatchers of expert parallelism on GPUs, beside torch's all_to_all_single.
 
-python expert_worker.py FOLDER    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
+python expert_worker.py FOLDER [SCENARIO ...]    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from counterpoint.parallel.expert import Dispatcher, ExpertOptions, MechanismName
+from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, MechanismName, overlapped_moe
 from tests.support.gpu_ranks import run_scenarios
 from tests.support.routing import ROUTINGS, routing
 
@@ -23,6 +24,8 @@ Found = dict[str, str]
 MECHANISMS: tuple[MechanismName, ...] = ("gather", "push", "slabs")
 CAPTURED: tuple[MechanismName, ...] = ("gather", "slabs")
 EXPERTS, TOP_K, TOKENS, HIDDEN = 16, 4, 2048, 1024
+EACH_S = 90.0  # of a scenario
+STARTED = time.monotonic()
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -51,65 +54,96 @@ def trip(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tens
     return [rows.detach(), offsets, y.detach(), x.grad, weights.grad]
 
 
+def say(*what: object) -> None:
+    """Tells who waits where this rank is."""
+    print(f"{time.monotonic() - STARTED:6.1f} s:", *what, flush=True)
+
+
 def beside_torch() -> Found:
-    """Every routing by every mechanism: what differs from all_to_all_single by more than twice its error."""
+    """Every routing by every mechanism: what differs from all_to_all_single by more than twice its error.
+
+    The first routing of a mechanism compiles its kernels. Only the reference runs in float32, too.
+    """
     found: Found = {}
     reference = dispatcher("torch")
     for mechanism in MECHANISMS:
         made = dispatcher(mechanism)
         for number, kind in enumerate(ROUTINGS):
-            for dtype in (torch.bfloat16, torch.float32):
-                x, ids, weights = given(number, kind, TOKENS - 112 * dist.get_rank() * (number % 2), dtype)
-                ours, theirs = trip(made, x, ids, weights), trip(reference, x, ids, weights)
-                end = int(theirs[1][-1])
-                same = torch.equal(ours[1], theirs[1]) and torch.equal(ours[0][:end], theirs[0][:end])
-                exact = trip(reference, x.float(), ids, weights) if dtype == torch.bfloat16 else theirs
-                errors = [
-                    (a.double() - c.double()).abs().max().item()
-                    - 2 * (b.double() - c.double()).abs().max().item()
-                    - 1e-5 * max(1.0, c.double().abs().max().item())
-                    for a, b, c in zip(ours[2:], theirs[2:], exact[2:], strict=True)
-                ]
-                if not same or max(errors) > (0.02 if dtype == torch.bfloat16 else 0.0):
-                    found[f"{mechanism} {kind} {dtype}"] = f"{same=} {errors}"
+            say(mechanism, kind)
+            x, ids, weights = given(number, kind, TOKENS - 112 * dist.get_rank() * (number % 2), torch.bfloat16)
+            ours, theirs = trip(made, x, ids, weights), trip(reference, x, ids, weights)
+            end = int(theirs[1][-1])
+            same = torch.equal(ours[1], theirs[1]) and torch.equal(ours[0][:end], theirs[0][:end])
+            exact = trip(reference, x.float(), ids, weights)
+            errors = [
+                (a.double() - c.double()).abs().max().item()
+                - 2 * (b.double() - c.double()).abs().max().item()
+                - 1e-5 * max(1.0, c.double().abs().max().item())
+                for a, b, c in zip(ours[2:], theirs[2:], exact[2:], strict=True)
+            ]
+            if not same or max(errors) > 0.02:
+                found[f"{mechanism} {kind}"] = f"{same=} {errors}"
         made.close()
-        print(f"{mechanism}: beside torch", flush=True)
     reference.close()
     return found
 
 
+def replayed(step: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], name: str) -> list[bool]:
+    """Whether a graph of a step gives what the step does, for three other sets of inputs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    say(name, "captures")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        results = step()
+    torch.cuda.synchronize()
+    equal = []
+    for seed in range(3):
+        with torch.no_grad():
+            for old, new in zip(inputs, given(20 + seed, "distinct", TOKENS, torch.bfloat16), strict=True):
+                old.copy_(new)
+        say(name, "replays", seed)
+        graph.replay()
+        torch.cuda.synchronize()
+        copies = [one.clone() for one in results]
+        equal.append(all(torch.equal(*pair) for pair in zip(copies, step(), strict=True)))
+    torch.cuda.synchronize()
+    del graph
+    return equal
+
+
+def doubled(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Sums of experts that double their rows."""
+    rows, _, handle = made.dispatch(x, ids, weights)
+    return made.combine(rows * 2, handle)
+
+
+def derived(run: Callable[..., Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """What a function makes of inputs, and the derivatives of leaves."""
+    y = run(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
 def captured() -> Found:
-    """A graph of gather's forward, replayed three times with other tokens."""
+    """Graphs of a dispatch and a combine with their derivatives, and of a layer in two parts."""
     found: Found = {}
+    torch.manual_seed(7)
+    experts = LocalExperts(EXPERTS // dist.get_world_size(), HIDDEN, 512).to("cuda", torch.bfloat16)
     for mechanism in CAPTURED:
         made = dispatcher(mechanism, equal_tokens=True)
-        x, ids, weights = given(1, "distinct", TOKENS, torch.bfloat16)
-
-        def step(made: Dispatcher = made, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> Tensor:
-            rows, _, handle = made.dispatch(x, ids, weights)
-            return made.combine(rows * 2, handle)
-
-        with torch.no_grad():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                y = step()
-            equal = []
-            for seed in range(3):
-                for old, new in zip((x, ids, weights), given(20 + seed, "distinct", TOKENS, x.dtype), strict=True):
-                    old.copy_(new)
-                graph.replay()
-                torch.cuda.synchronize()
-                replayed = y.clone()
-                equal.append(torch.equal(replayed, step()))
-        torch.cuda.synchronize()
-        del graph
-        found[mechanism] = str(equal)
+        inputs = given(1, "distinct", TOKENS, torch.bfloat16)
+        leaves = [inputs[0].requires_grad_(), inputs[2].requires_grad_()]
+        layer = partial(overlapped_moe, experts=experts, dispatcher=made, parts=2)
+        steps = {
+            "call": partial(derived, partial(doubled, made), inputs, leaves),
+            "layer": partial(derived, layer, inputs, [*leaves, *experts.parameters()]),
+        }
+        for name, step in steps.items():
+            found[f"{mechanism}, {name}"] = str(replayed(step, inputs, f"{mechanism}, {name}"))
         made.close()
     return found
 
@@ -118,6 +152,7 @@ def profiled() -> Found:
     """Kernels of NCCL, copies to peers, and calls in which the host waits, of each mechanism."""
     found: Found = {}
     for mechanism in MECHANISMS:
+        say(mechanism, "profiled")
         made = dispatcher(mechanism, equal_tokens=True)
         tokens = given(3, "distinct", TOKENS, torch.bfloat16)
         for _ in range(3):
@@ -144,10 +179,10 @@ SCENARIOS: dict[str, Callable[[], Found]] = {
 }
 
 
-def main(folder: Path) -> None:
-    run_scenarios(folder, SCENARIOS, by_default=False)
+def main(folder: Path, names: Sequence[str]) -> None:
+    run_scenarios(folder, {name: SCENARIOS[name] for name in names or SCENARIOS}, by_default=False, each_s=EACH_S)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -31,8 +31,9 @@ def test_copy_engines_carry_tokens_and_nobody_waits(ranks: list[Seen]) -> None:
     assert [rank["profiled"] for rank in ranks] == [wanted] * len(ranks)
 
 
-def test_graphs_replay(ranks: list[Seen]) -> None:
-    """With other tokens and other experts, three times."""
-    assert [rank["captured"] for rank in ranks] == [dict.fromkeys(("gather", "slabs"), "[True, True, True]")] * len(
-        ranks
-    )
+@pytest.mark.parametrize("what", ["call", "layer"])
+def test_graphs_replay(ranks: list[Seen], what: str) -> None:
+    """With other tokens and other experts, three times: sums and derivatives, and a layer of two half-batches."""
+    for rank in ranks:
+        for mechanism in ("gather", "slabs"):
+            assert rank["captured"][f"{mechanism}, {what}"] == "[True, True, True]"

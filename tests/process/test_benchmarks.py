@@ -126,7 +126,7 @@ def test_an_expert_layer_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPa
     """A variant whose output has three times the error of plain torch ends the benchmark; a missing gradient, too."""
     bench = object.__new__(expert_layer.Bench)
     bench.args, bench.device, bench.dtype = argparse.Namespace(rounds=1, steps=1), torch.device("cpu"), torch.float32
-    bench.model, bench.dispatchers = torch.nn.Linear(2, 2), {}  # type: ignore[assignment]
+    bench.model, bench.dispatchers, bench.rank = torch.nn.Linear(2, 2), {}, 0  # type: ignore[assignment]
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: None)
     outputs = {"all_to_all_single": 1.0 + 1e-6, "gather": 1.0 + 3e-6}
     monkeypatch.setattr(bench, "routes", lambda what: ((name, name, None) for name in outputs))
@@ -253,3 +253,14 @@ def test_row_curves_are_measured_and_read(
         "not measured, left out: 256 x 1056 x 64, 256 x 128 x 64, 256 x 32 x 80, 256 x 64 x 32"
         in capsys.readouterr().out
     )
+
+
+def test_tune_pairs_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: a line for each operation, whose pair was measured twice and chosen once."""
+    out = tmp_path / "tune.json"
+    arguments = ["--device", "cpu", "--pairs", "2", "--rounds", "5", "--out", str(out)]
+    command = [sys.executable, "benchmarks/tune_pairs.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]

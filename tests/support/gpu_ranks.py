@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -83,13 +84,21 @@ def _words(arguments: Sequence[str | Path]) -> list[str]:
     return [argument.replace(" ", "_") for argument in arguments if isinstance(argument, str)]
 
 
-def run_scenarios(folder: Path, scenarios: Mapping[str, Callable[[], dict[str, str]]], *, by_default: bool) -> None:
+def run_scenarios(
+    folder: Path,
+    scenarios: Mapping[str, Callable[[], dict[str, str]]],
+    *,
+    by_default: bool,
+    each_s: float | None = None,
+) -> None:
     """Runs all scenarios of a worker, which `run_ranks` has started, and writes what they found for `scenario_results`.
 
     Args:
         folder: for the meeting of the ranks and the results.
         scenarios: by name; all ranks run them in this order.
         by_default: tensors of this process are made on its GPU.
+        each_s: seconds after which a scenario that still runs ends this process, which prints where each of its
+            threads stands; None: no limit.
     """
     import torch
     import torch.distributed as dist
@@ -110,7 +119,11 @@ def run_scenarios(folder: Path, scenarios: Mapping[str, Callable[[], dict[str, s
     found: dict[str, dict[str, str]] = {}
     for name, scenario in scenarios.items():
         started = time.monotonic()
+        print(f"{name}: begins", flush=True)
+        if each_s is not None:
+            faulthandler.dump_traceback_later(each_s, exit=True)
         found[name] = scenario()
+        faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
         (folder / f"found{rank}.json").write_bytes(msgspec.json.encode(found))

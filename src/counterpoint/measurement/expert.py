@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,10 +25,11 @@ from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.measurement.collective import relative_error
+from counterpoint.measurement.dependent import ExpertLayer, TokenExchange, find_exchange
 from counterpoint.measurement.gpu_usage import Observed, combine, read_device
 from counterpoint.measurement.rows import Samples, comm_time, play_rounds, row, time_of, why_late
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.suites import EXPERT_LAYERS, ROUTINGS, SYMM_MEM, ExpertLayer
+from counterpoint.measurement.suites import SYMM_MEM
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import find_workload, prepare
 from counterpoint.parallel.expert import permute as routing
@@ -48,56 +48,6 @@ _GATHERED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}  # of a layer's other para
 _NVSHMEM: Literal["NVSHMEM"] = "NVSHMEM"  # a backend of torch's symmetric memory
 _BESIDE: tuple[Case, ...] = ("serial", "together")
 _DENSE = {"cuda": "gemm 8192x8192x8192", "cpu": "gemm 256x256x256*4"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenExchange:
-    """Represents what an MoE layer exchanges: so many tokens of each rank, to the experts and back."""
-
-    layer: str  # a name of `EXPERT_LAYERS`
-    tokens: int
-    routing: str  # one of `ROUTINGS`
-
-    @property
-    def name(self) -> str:
-        """Return the name without what is measured of it."""
-        return f"{self.layer} {self.tokens} {self.routing}"
-
-    @property
-    def sizes(self) -> ExpertLayer:
-        """Return the sizes of the experts."""
-        return EXPERT_LAYERS[self.layer]
-
-    def size_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a rank's tokens, once for each choice."""
-        return self.tokens * self.sizes.top_k * self.sizes.hidden * itemsize
-
-    def capacity(self, world_size: int) -> int:
-        """Return the rows that may come to a rank."""
-        return world_size * self.tokens * min(self.sizes.top_k, self.sizes.experts // world_size)
-
-    def memory_bytes(self, itemsize: int, world_size: int, mechanisms: int) -> int:
-        """Return about the bytes that a rank needs: weights of experts, and buffers and rows of each mechanism."""
-        weights = 3 * self.sizes.hidden * self.sizes.ffn * self.sizes.experts // world_size
-        rows = self.capacity(world_size)
-        inside = rows * 3 * self.sizes.ffn
-        return itemsize * (weights + inside + (2 * mechanisms + 3) * rows * self.sizes.hidden)
-
-
-def is_exchange(what: str) -> bool:
-    """Return whether the name of a building block is that of a `TokenExchange`."""
-    return what.partition(" ")[0] == "exchange"
-
-
-def find_exchange(what: str) -> TokenExchange:
-    """Return the `TokenExchange` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
-    found = re.fullmatch(rf"exchange ({'|'.join(EXPERT_LAYERS)}) ([1-9]\d{{0,6}}) ({'|'.join(ROUTINGS)})", what)
-    if found is None:
-        raise Misconfigured(
-            f"there is no exchange {printable(what)!r}; write one of {', '.join(EXPERT_LAYERS)}, tokens of a rank, and "
-            f"one of {', '.join(ROUTINGS)}: exchange mixtral-8x7b 4096 zipf"
-        )
-    return TokenExchange(layer=found[1], tokens=int(found[2]), routing=found[3])
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:

@@ -11,13 +11,13 @@ run them; `expert` tokens that travel to their experts and back, alone and besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, product
 
 import msgspec
 
 from counterpoint.collectives.program.operations import OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.workloads import llama_layer
 from counterpoint.pair.together import REDUCTIONS
@@ -186,25 +186,8 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
     return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayer:
-    """Represents the experts of a layer: gated feed-forward blocks, of which each token visits `top_k`."""
-
-    hidden: int
-    ffn: int
-    experts: int
-    top_k: int
-
-
-EXPERT_LAYERS = {
-    "qwen3-30b-a3b": ExpertLayer(hidden=2048, ffn=768, experts=128, top_k=8),
-    "mixtral-8x7b": ExpertLayer(hidden=4096, ffn=14336, experts=8, top_k=2),
-    "deepseek-v3": ExpertLayer(hidden=7168, ffn=2048, experts=256, top_k=8),
-    "tiny": ExpertLayer(hidden=64, ffn=32, experts=8, top_k=2),  # for CPUs
-}
 EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "push", "slabs", "auto")
 EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
-ROUTINGS = ("uniform", "zipf", "one-hot")
 
 
 def _expert_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:

@@ -72,6 +72,7 @@ _OPS = (  # the first match counts: longer names stand before the names that the
 )
 _REMEMBERED = 1 << 12  # names: the ranks of a job share theirs
 _GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
+_NOT_GEMM = re.compile(r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.I)
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
@@ -90,6 +91,11 @@ def is_nccl(name: str) -> bool:
 def is_matmul(name: str) -> bool:
     """Return whether a kernel is, by its name, a matrix product."""
     return any(key in name for key in _GEMM)
+
+
+def is_gemm_kernel(name: str) -> bool:
+    """Return whether a kernel is a matrix product and nothing else: attention is built of CUTLASS, too."""
+    return is_matmul(name) and not _NOT_GEMM.search(name)
 
 
 def is_multi_tensor(name: str) -> bool:

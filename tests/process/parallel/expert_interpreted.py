@@ -47,7 +47,8 @@ class Case:
     def __post_init__(self) -> None:
         self.dice = torch.Generator().manual_seed(self.tokens)
         chosen = routing(self.kind, self.tokens, self.top_k, self.experts * self.ranks)
-        self.chosen = chosen.to(getattr(torch, self.ids))
+        beside = torch.full_like(chosen, self.experts)  # that nobody reads, as rows of a table have more columns
+        self.chosen = torch.cat([chosen, beside], dim=1).to(getattr(torch, self.ids))[:, : self.top_k]
         self.x = self.random(self.tokens, self.hidden)
         self.weights = torch.rand(self.tokens, self.top_k, generator=self.dice) if self.weighted else None
 

@@ -39,7 +39,10 @@ def swiglu(gate_up: Tensor, offsets: Tensor) -> Tensor:
         raise Misconfigured(f"gate_up of {tuple(gate_up.shape)}: give [rows, 2 * width]")
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or not len(offsets):
         raise Misconfigured(f"offsets of {tuple(offsets.shape)}, {offsets.dtype}: give int32 [experts]")
-    result: Tensor = _Swiglu.apply(gate_up.contiguous(), offsets)  # type: ignore[no-untyped-call]
+    gate_up = gate_up.contiguous()
+    if not torch.is_grad_enabled():
+        return _forward(gate_up, offsets)
+    result: Tensor = _Swiglu.apply(gate_up, offsets)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -47,7 +50,7 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, offsets)
-        return (_triton_forward if _on_gpu(gate_up) else _torch_forward)(gate_up, offsets)
+        return _forward(gate_up, offsets)
 
     @staticmethod
     @once_differentiable
@@ -55,6 +58,10 @@ class _Swiglu(torch.autograd.Function):
         gate_up, offsets = ctx.saved_tensors
         function = _triton_backward if _on_gpu(gate_up) else _torch_backward
         return function(gate_up, grads.contiguous(), offsets), None
+
+
+def _forward(gate_up: Tensor, offsets: Tensor) -> Tensor:
+    return (_triton_forward if _on_gpu(gate_up) else _torch_forward)(gate_up, offsets)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -69,6 +69,7 @@ class AllToAll:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unsupported("mechanism 'torch' in a graph capture: the host waits for counts; take 'gather'")
         layout = self._layout
+        weights = weights.float()
         home = assign(ids, first_expert=0, num_experts=layout.experts, capacity=ids.numel())
         mine = home.offsets.diff(prepend=home.offsets.new_zeros(1)).view(layout.world_size, -1)
         everyone = mine.new_empty(layout.world_size, *mine.shape)

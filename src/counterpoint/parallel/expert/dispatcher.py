@@ -37,13 +37,14 @@ class Handle:
         self._rows = 0
         self._trip = Trip(mechanism)
         self._half: str = "start_dispatch"  # the last one that was called
-        self._under_way = torch.empty(0)  # stands for the tokens and their weights, then for the sums
+        self._under_way: Tensor | None = None  # stands for the tokens and their weights, then for the sums
 
-    def _turn(self, after: str, half: str) -> None:
-        """Raise unless `after` was the last half."""
-        if self._half != after:
+    def _turn(self, after: str, half: str) -> Tensor:
+        """Return what is under way; raise unless `after` was the last half."""
+        if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
         self._half = half
+        return self._under_way
 
 
 class Dispatcher:
@@ -121,14 +122,14 @@ class Dispatcher:
 
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return rows and offsets, as `dispatch` does."""
-        handle._turn("start_dispatch", "finish_dispatch")
-        rows, offsets = halves.finish_dispatch(handle._trip, handle._under_way)
+        under_way = handle._turn("start_dispatch", "finish_dispatch")
+        rows, offsets = halves.finish_dispatch(handle._trip, under_way)
         handle._rows = len(rows)
         return rows, offsets
 
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
         """Begin a `combine`: what is called between its halves runs beside it."""
-        handle._turn("finish_dispatch", "start_combine")
+        under_way = handle._turn("finish_dispatch", "start_combine")
         wanted = handle._rows, self.layout.hidden
         if rows.shape != wanted or rows.dtype != handle.dtype:
             raise Misconfigured(
@@ -136,13 +137,13 @@ class Dispatcher:
                 f"{wanted} of {handle.dtype}"
             )
         self._count("combine", rows)
-        handle._under_way = halves.start_combine(handle._trip, rows, handle._under_way)
+        handle._under_way = halves.start_combine(handle._trip, rows, under_way)
         return handle
 
     def finish_combine(self, handle: Handle) -> Tensor:
         """Return the sums, as `combine` does."""
-        handle._turn("start_combine", "finish_combine")
-        under_way, handle._under_way = handle._under_way, torch.empty(0)
+        under_way = handle._turn("start_combine", "finish_combine")
+        handle._under_way = None
         return halves.finish_combine(handle._trip, under_way)
 
     def report(self) -> BackendReport:

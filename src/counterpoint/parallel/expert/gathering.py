@@ -8,7 +8,7 @@ are only the kernels that take rows and add them up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,13 +47,13 @@ class _Route:
     x: _Gathering | None
     choices: Tensor | None
     choices_work: Any
-    weights: Tensor | None = None  # of all ranks, once they are there
-    assignment: Assignment | None = None
+    assignment: Assignment | None = None  # of the tokens of all ranks, once their choices are there
+    parts: tuple[Assignment, ...] = ()  # the same of each rank's tokens
+    weights: tuple[Tensor, ...] = ()  # of each rank's choices
 
-    def assigned(self) -> tuple[Assignment, Tensor]:
+    def assigned(self) -> Assignment:
         assert self.assignment is not None, "a dispatch that was not finished"
-        assert self.weights is not None
-        return self.assignment, self.weights
+        return self.assignment
 
 
 @dataclass
@@ -84,60 +84,59 @@ class GatherAll:
         self._latest: dict[tuple[int, int], int] = {}  # by pair of channels, which one had the last call
         self._memory = CallMemory(communicator)
         self._overflow = Overflow(communicator.device, options)
+        self._may_lack_room = options.capacity_factor is not None and options.overflow != "second_round"
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
         """Begin to gather tokens, ids and weights."""
         options = self._options
-        if not self._memory.is_capturing():
+        if self._may_lack_room and not self._memory.is_capturing():
             self._overflow.check()
-        tokens, dtype = len(x), x.dtype
-        block = self._layout.block(tokens, options)
-        parts = [ids, weights.view(torch.int32)]
+        tokens, dtype, layout = len(x), x.dtype, self._layout
+        block, scales = layout.block(tokens, options), None
         if options.wire_dtype is not None:
             x, scales = narrowed(x, options.wire_dtype)
-            parts.append(scales.view(torch.int32))
-        choices = self._memory.empty(
-            self._layout.world_size, block * sum(one.shape[1] for one in parts), dtype=torch.int32
-        )
-        at = 0
-        for part in parts:
-            end = at + block * part.shape[1]
-            mine = choices[self._layout.rank, at:end].view(block, -1)
-            mine[: len(part)].copy_(part)
-            mine[len(part) :].fill_(-1)
-            at = end
-        own = choices[self._layout.rank]
+        width = 2 * layout.top_k + (scales is not None)
+        choices = self._memory.empty(layout.world_size, block, width, dtype=torch.int32)
+        own = choices[layout.rank]
+        mine = own[:tokens] if tokens < block else own
+        mine[:, : layout.top_k].copy_(ids)
+        mine[:, layout.top_k : 2 * layout.top_k].view(torch.float32).copy_(weights)
+        if scales is not None:
+            mine[:, -1:].view(torch.float32).copy_(scales)
+        if tokens < block:
+            own[tokens:].fill_(-1)
         work = self._communicator.all_gather(choices, own, channel=_SMALL, async_op=True)
         return _Route(tokens, block, dtype, self._gather(x, block), choices, work)
 
     def dispatch_finish(self, route: _Route) -> tuple[Tensor, Tensor]:
         """Assign rows by the ids of all ranks, and take those of this rank's experts."""
-        arriving, choices, layout = route.x, route.choices, self._layout
+        arriving, choices, layout, options = route.x, route.choices, self._layout, self._options
         assert arriving is not None, "a dispatch is finished once"
         assert choices is not None
         route.choices_work.wait()
-        route.x = route.choices = route.choices_work = None
-        width = route.block * layout.top_k
-        ids = choices[:, :width].reshape(-1, layout.top_k)
-        route.weights = choices[:, width : 2 * width].reshape(-1, layout.top_k).view(torch.float32)
-        scales = None
-        if self._options.wire_dtype is not None:
-            scales = choices[:, 2 * width :].reshape(-1, 1).view(torch.float32).expand(-1, layout.top_k)
+        kept = choices.clone()  # until derivatives are made, which is too long for memory that ranks share
         self._memory.give_back(choices)
+        route.x = route.choices = route.choices_work = choices = None
+        ids = kept.view(-1, kept.shape[2])[:, : layout.top_k]
         assignment = route.assignment = assign(
             ids,
             first_expert=layout.first_expert,
             num_experts=layout.local_experts,
-            capacity=layout.capacity(route.block, self._options),
-            pad_multiple=self._options.pad_multiple,
+            capacity=layout.capacity(route.block, options),
+            pad_multiple=options.pad_multiple,
         )
+        route.parts = tuple(assignment.of_tokens(at, at + route.block) for at in range(0, len(ids), route.block))
+        values = kept.view(torch.float32)
+        route.weights = values[:, :, layout.top_k : 2 * layout.top_k].unbind()
+        scales = None
+        if options.wire_dtype is not None:
+            scales = values[:, :, -1:].expand(-1, -1, layout.top_k).unbind()
         self._note_room(ids, assignment)
         return self._permuted(arriving, route, scales), assignment.offsets
 
     def combine_start(self, rows: Tensor, route: _Route, *, weighted: bool) -> _Summing:
         """Add up what this rank's experts made for each token, and send the sums of each rank as they are there."""
-        assignment, weights = route.assigned()
-        layout, block = self._layout, route.block
+        layout, block, weights = self._layout, route.block, route.weights if weighted else None
         staging = self._memory.empty(layout.world_size, block, layout.hidden, dtype=rows.dtype)
         leaving = rows.new_empty(layout.world_size * block, layout.hidden)
         channel = self._channel(_SUMS)
@@ -145,16 +144,11 @@ class GatherAll:
         self._open[channel] = work
 
         def add(rank: int, out: Tensor) -> None:
-            part = slice(rank * block, (rank + 1) * block)
-            combine(
-                rows,
-                assignment.of_tokens(part.start, part.stop),
-                weights=weights[part] if weighted else None,
-                out=out,
-            )
+            combine(rows, route.parts[rank], weights=None if weights is None else weights[rank], out=out)
 
+        sums = leaving.view(layout.world_size, block, layout.hidden).unbind()
         for index, one in enumerate(work.sent):
-            add(one.peer, leaving[one.peer * block : (one.peer + 1) * block])
+            add(one.peer, sums[one.peer])
             work.ready(index + 1)
         add(layout.rank, staging[layout.rank])  # its place among the parts, which no peer writes
         return _Summing(staging, leaving, work, route.tokens, rows if weighted else None)
@@ -176,12 +170,12 @@ class GatherAll:
     def spread_finish(self, pending: tuple[_Gathering, _Route], kept: Tensor | None) -> tuple[Tensor, Any]:
         """Take the rows of this rank's experts; begin to send the products that its rows have in them home."""
         arriving, route = pending
-        _, weights = route.assigned()
-        dots = None if kept is None else weights.new_zeros(weights.shape)
-        rows = self._permuted(arriving, route, weights, kept=kept, dots=dots)
+        ranks, top_k = self._layout.world_size, self._layout.top_k
+        dots = None if kept is None else kept.new_empty(ranks * route.block, top_k, dtype=torch.float32)
+        rows = self._permuted(arriving, route, route.weights, kept=kept, dots=dots)
         if dots is None:
             return rows, None
-        out = dots.new_empty(route.block, dots.shape[1])
+        out = dots.new_empty(route.block, top_k)
         work = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
         return rows, _Scattering(out[: route.tokens], work)
 
@@ -220,7 +214,7 @@ class GatherAll:
         self,
         arriving: _Gathering,
         route: _Route,
-        weights: Tensor | None,
+        weights: Sequence[Tensor] | None,
         *,
         kept: Tensor | None = None,
         dots: Tensor | None = None,
@@ -230,21 +224,21 @@ class GatherAll:
         Args:
             arriving: the tokens.
             route: where they go.
-            weights: by which each row is multiplied.
+            weights: by which each row is multiplied, of each rank.
             kept: rows whose products with the tokens are written to `dots`.
             dots: `[world_size * block, top_k]`.
         """
-        assignment, _ = route.assigned()
-        rows = arriving.blocks.new_empty(assignment.capacity, self._layout.hidden, dtype=route.dtype)
-        for number, (rank, tokens) in enumerate(self._come(arriving, route.block)):
-            part = slice(rank * route.block, (rank + 1) * route.block)
-            there = assignment.of_tokens(part.start, part.stop)
-            if number:  # padding was written with the first part
+        first = self._layout.rank
+        products = None if dots is None else dots.view(-1, route.block, dots.shape[1]).unbind()
+        rows = arriving.blocks.new_empty(route.assigned().capacity, self._layout.hidden, dtype=route.dtype)
+        for rank, tokens in self._come(arriving, route.block):
+            there = route.parts[rank]
+            if rank != first and there.pad_multiple > 1:  # padding was written with the first part
                 there = replace(there, pad_multiple=1)
-            scale = None if weights is None else weights[part]
-            permute(tokens, there, weights=scale, out=rows, zero_tail=self._options.zero_tail and not number)
-            if kept is not None and dots is not None:
-                weight_grads(kept, tokens, there, out=dots[part])
+            scale = None if weights is None else weights[rank]
+            permute(tokens, there, weights=scale, out=rows, zero_tail=self._options.zero_tail and rank == first)
+            if kept is not None and products is not None:
+                weight_grads(kept, tokens, there, out=products[rank])
         self._end(arriving.work)
         self._memory.give_back(arriving.blocks)
         return rows
@@ -252,9 +246,10 @@ class GatherAll:
     def _come(self, arriving: _Gathering, block: int) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank and its tokens, this rank first, the others when they are there."""
         yield self._layout.rank, arriving.own
+        blocks = arriving.blocks.view(-1, block, arriving.blocks.shape[1]).unbind()
         for index, one in enumerate(arriving.work.received):
             arriving.work.arrived(index + 1)
-            yield one.peer, arriving.blocks[one.peer * block : (one.peer + 1) * block]
+            yield one.peer, blocks[one.peer]
 
     def _channel(self, pair: tuple[int, int]) -> int:
         """Return the channel of the next call; it ends the call before the last, if that is still under way."""
@@ -272,13 +267,13 @@ class GatherAll:
     def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
         """Count the rows for which there is no room; every rank knows the ids of all, and so who has none."""
         options, layout = self._options, self._layout
-        if options.capacity_factor is None or options.overflow == "second_round":
+        if not self._may_lack_room:
             return
         self._overflow.add(assignment.missing)
         if options.overflow == "drop" or self._memory.is_capturing():
             return
         counts = ids.new_zeros(layout.experts + 1)
         valid = (ids >= 0) & (ids < layout.experts)
-        counts.index_add_(0, torch.where(valid, ids, layout.experts).view(-1), torch.ones_like(ids).view(-1))
+        counts.index_add_(0, torch.where(valid, ids, layout.experts).flatten(), ids.new_ones(ids.numel()))
         rows = (counts[:-1] + options.pad_multiple - 1) // options.pad_multiple * options.pad_multiple
         self._overflow.note((rows.view(layout.world_size, -1).sum(1) - assignment.capacity).clamp(min=0))

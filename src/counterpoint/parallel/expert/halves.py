@@ -68,7 +68,20 @@ def _refuse_graph() -> None:
 
 
 def _apply(function: Any, *inputs: Any) -> Any:
-    return function.apply(*inputs)
+    """Call a function of autograd; without derivatives to come, only what it does: `apply` costs the host 10 µs."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_NoDerivative(), *inputs)
+
+
+class _NoDerivative:
+    """Stands for the context of a function that has no derivative."""
+
+    needs_input_grad = (False,) * 4
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep nothing."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Do nothing: no tensor has a derivative."""
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -76,7 +89,7 @@ class _StartDispatch(torch.autograd.Function):
     def forward(ctx: Any, trip: Trip, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ctx.trip, ctx.dtype = trip, weights.dtype
         _, trip.needs_x, _, trip.needs_weights = ctx.needs_input_grad
-        trip.route = trip.mechanism.dispatch_start(x.contiguous(), ids.int().contiguous(), weights.float().contiguous())
+        trip.route = trip.mechanism.dispatch_start(x.contiguous(), ids, weights)
         return x.new_empty(0)
 
     @staticmethod

@@ -104,6 +104,8 @@ def grouped_matmul(rows: Tensor, weight: Tensor | DelayedWeight, offsets: Tensor
     """
     whole = weight.weight if isinstance(weight, DelayedWeight) else weight
     _check(rows, whole, offsets)
+    if not torch.is_grad_enabled():
+        return _forward(rows.contiguous(), whole, offsets)
     if isinstance(weight, DelayedWeight):
         operands = rows.contiguous(), weight.place, whole, offsets, weight.products
         out: Tensor = _DelayedMatmul.apply(*operands)  # type: ignore[no-untyped-call]
@@ -215,8 +217,9 @@ def overlapped_moe(
     """
     if parts < 1:
         raise Misconfigured(f"parts={parts}: give 1 or more")
-    sizes, halves = _even(len(x), parts), x.split(_even(len(x), 2))
+    sizes = _even(len(x), parts)
     inputs = list(zip(x.split(sizes), ids.split(sizes), weights.split(sizes), strict=True))
+    halves = x.split(_even(len(x), 2)) if shared is not None else [x]
     outputs, beside = [], []
     arriving = deque(dispatcher.start_dispatch(*one) for one in inputs[:2])
     combining: deque[Any] = deque()
@@ -231,7 +234,7 @@ def overlapped_moe(
         if part > 0:
             outputs.append(dispatcher.finish_combine(combining.popleft()))
     if shared is not None:
-        beside.append(shared(halves[1]))
+        beside.append(shared(halves[-1]))
     outputs.append(dispatcher.finish_combine(combining.popleft()))
     out = torch.cat(outputs) if parts > 1 else outputs[0]
     return out + torch.cat(beside) if beside else out
@@ -243,7 +246,9 @@ def _calls(
     """Return what runs the experts of each part."""
     if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
         experts = experts.weights()
-    return experts.delayed(parts) if isinstance(experts, ExpertWeights) else [experts] * parts
+    if isinstance(experts, ExpertWeights) and torch.is_grad_enabled():
+        return experts.delayed(parts)
+    return [experts] * parts
 
 
 def _even(total: int, parts: int) -> list[int]:

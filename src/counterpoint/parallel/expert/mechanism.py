@@ -23,10 +23,11 @@ class TokenMechanism(Protocol):
     name: RoutedPath
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        """Begin to send tokens `[tokens, hidden]` to the experts `ids`, int32 `[tokens, top_k]`, of which -1 is none.
+        """Begin to send tokens `[tokens, hidden]` to the experts `ids`, `[tokens, top_k]`, of which -1 is none.
 
-        `weights` are float32 `[tokens, top_k]`. Return the route: all that later halves have to know, and nothing
-        large once the dispatch has ended, since it is kept until derivatives are made.
+        Tokens are contiguous; ids are int32 or int64, and `weights`, `[tokens, top_k]`, of any floating dtype, both
+        of any strides; sums are made with them in float32. Return the route: all that later halves have to know, and
+        nothing large once the dispatch has ended, since it is kept until derivatives are made.
         """
 
     def dispatch_finish(self, route: Any) -> tuple[Tensor, Tensor]:

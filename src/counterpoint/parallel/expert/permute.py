@@ -14,7 +14,7 @@ bit but for `weight_grads`, which adds in another order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +59,13 @@ class Assignment:
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
         and sums computed for some tokens first. `sources` still counts all tokens.
         """
-        return replace(self, slots=self.slots[begin:end])
+        return Assignment(
+            offsets=self.offsets,
+            slots=self.slots[begin:end],
+            sources=self.sources,
+            missing=self.missing,
+            pad_multiple=self.pad_multiple,
+        )
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
@@ -287,21 +293,22 @@ def _strides(weights: Tensor | None) -> tuple[int, int]:
 
 
 def _triton_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: int, pad_multiple: int) -> Assignment:
-    kernels, ids = _kernels(), ids.contiguous()
-    choices = ids.numel()
+    kernels, choices = _kernels(), ids.numel()
+    if ids.stride(1) != 1:
+        ids = ids.contiguous()
     blocks = max(1, -(-choices // CHOICES))
-    bins = max(32, _power_of_two(num_experts))
+    sizes = {"EXPERTS": num_experts, "BINS": max(32, _power_of_two(num_experts)), "TOP_K": max(1, ids.shape[1])}
     new = ids.new_empty
     slots, sources = new(ids.shape, dtype=torch.int32), new(capacity, dtype=torch.int32)
     offsets, missing = new(num_experts, dtype=torch.int32), new(1, dtype=torch.int32)
     counts, totals = new(num_experts * blocks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
     kernels.count[(blocks,)](
-        ids, first_expert, choices, counts, blocks, sources, capacity, EXPERTS=num_experts, BINS=bins, BLOCK=CHOICES
+        ids, ids.stride(0), first_expert, choices, counts, blocks, sources, capacity, BLOCK=CHOICES, **sizes
     )
     kernels.scan[(num_experts,)](counts, totals, blocks, WIDTH=SCANNED)
     kernels.place[(blocks,)](
-        ids, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity, pad_multiple,
-        EXPERTS=num_experts, BINS=bins, BLOCK=CHOICES,
+        ids, ids.stride(0), first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
+        pad_multiple, BLOCK=CHOICES, **sizes,
     )  # fmt: skip
     return Assignment(offsets=offsets, slots=slots, sources=sources, missing=missing, pad_multiple=pad_multiple)
 
@@ -311,13 +318,13 @@ def _triton_permute(
 ) -> None:
     capacity, hidden = rows.shape
     block = _block(hidden, max(tokens.itemsize, rows.itemsize))
-    token_programs = len(tokens) * -(-hidden // block)
+    token_programs = tokens.shape[0] * -(-hidden // block)
     zeroed = capacity if zero_tail or assignment.pad_multiple > 1 else 0
     programs = token_programs + -(-zeroed // ZERO_ROWS)
     if programs and hidden:
         _kernels().permute[(programs,)](
             tokens, tokens.stride(0), assignment.slots, weights, *_strides(weights), rows, assignment.sources,
-            assignment.offsets, token_programs, len(assignment.offsets), capacity,
+            assignment.offsets, token_programs, assignment.offsets.shape[0], capacity,
             TOP_K=assignment.top_k, HIDDEN=hidden, BLOCK=block, ZERO_TAIL=zero_tail,
             ZERO_ROWS=ZERO_ROWS, ZERO_BLOCK=min(ZERO_COLUMNS, _power_of_two(hidden)), enable_fp_fusion=False,
         )  # fmt: skip
@@ -336,8 +343,8 @@ def _triton_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None
 def _triton_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out: Tensor) -> None:
     top_k, hidden = assignment.top_k, rows.shape[1]
     choices = _power_of_two(top_k)
-    if len(grads):
-        _kernels().weight_grads[(len(grads),)](
+    if grads.shape[0]:
+        _kernels().weight_grads[(grads.shape[0],)](
             rows, grads, grads.stride(0), assignment.slots, out,
             TOP_K=top_k, CHOICES=choices, HIDDEN=hidden, BLOCK=min(_power_of_two(hidden), max(64, DOTS // choices)),
         )  # fmt: skip

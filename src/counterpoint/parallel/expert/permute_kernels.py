@@ -16,18 +16,19 @@ NONE = tl.constexpr(-1)
 
 
 @triton.jit
-def _local(ids, first_expert, at, choices, EXPERTS: tl.constexpr):
+def _local(ids, stride, first_expert, at, choices, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """Return the experts of this rank that choices are for; -1 for others, and past the last choice."""
-    chosen = tl.load(ids + at, mask=at < choices, other=-1) - first_expert
+    places = ids + at // TOP_K * stride + at % TOP_K
+    chosen = tl.load(places, mask=at < choices, other=-1) - first_expert
     return tl.where((at < choices) & (chosen >= 0) & (chosen < EXPERTS), chosen, NONE).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["first_expert", "choices", "blocks", "capacity"])
-def count(ids, first_expert, choices, counts, blocks, sources, capacity, EXPERTS: tl.constexpr, BINS: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["stride", "first_expert", "choices", "blocks", "capacity"])
+def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity, EXPERTS: tl.constexpr,
+          BINS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Count the choices of each expert in a block of them, and say of all rows that they have no source."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
-    experts = _local(ids, first_expert, block * BLOCK + lanes, choices, EXPERTS)
+    experts = _local(ids, stride, first_expert, block * BLOCK + lanes, choices, EXPERTS, TOP_K)
     found = tl.histogram(experts, BINS, mask=experts >= 0)
     tl.store(counts + bins * blocks + block, found, mask=bins < EXPERTS)
     for start in range(block * BLOCK, capacity, blocks * BLOCK):
@@ -47,16 +48,17 @@ def scan(counts, totals, blocks, WIDTH: tl.constexpr):
     tl.store(totals + tl.program_id(0), before)
 
 
-@triton.jit(do_not_specialize=["first_expert", "choices", "blocks", "capacity"])
-def place(ids, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity, pad_multiple,
-          EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["stride", "first_expert", "choices", "blocks", "capacity"])
+def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
+          pad_multiple, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
     """Give every choice of a block its row: after the experts before, the blocks before and the choices before."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
     ends = tl.cumsum(padded)
     at = block * BLOCK + lanes
-    experts = _local(ids, first_expert, at, choices, EXPERTS)
+    experts = _local(ids, stride, first_expert, at, choices, EXPERTS, TOP_K)
     known = tl.maximum(experts, 0)
     earlier = (experts[:, None] == experts[None, :]) & (lanes[:, None] < lanes[None, :])
     rows = tl.sum(earlier.to(tl.int32), axis=0) + tl.load(counts + known * blocks + block)

@@ -118,6 +118,7 @@ class Slabs:
         """Begin to send tables and slabs; raise if an earlier call had no room."""
         if not self._memory.is_capturing():
             self._overflow.check()
+        ids, weights = ids.int().contiguous(), weights.float().contiguous()
         block = self._layout.block(len(x), self._options)
         first, room = self._sizes(block)
         values, scales = (x, None) if self._options.wire_dtype is None else narrowed(x, self._options.wire_dtype)

@@ -1,0 +1,13 @@
+"""Measure a machine, choose a mechanism for each pair of a step, and prove that it helped: `counterpoint tune`.
+
+api.py          `counterpoint.tune`
+pairs_file.py   the pairs of a step, from a file
+parts.py        how each pair is measured, and its times in what was measured
+predictions.py  what the model expects of each mechanism
+shortlist.py    which mechanisms are measured
+decide.py       which one is chosen
+exporters.py    the choices as files of other programs
+shared.py       one value for a setting that several pairs share
+
+The records are in `records/tuning.py`; `pair/tuned_file.py` reads and writes `counterpoint.toml`.
+"""
