@@ -156,6 +156,16 @@ def test_matmuls_of_tensor_parallelism_follow_the_choice_of_their_shape(two_rank
         assert "by tuning" not in after
 
 
+@pytest.mark.parametrize(("tuned", "below"), [("off", False), (None, True)])
+def test_operations_by_themselves_follow_the_variable(
+    two_ranks: Ranks, tuned: str | None, below: bool, tmp_path: Path
+) -> None:
+    """As styles and torchtitan's layers use them; `overlap` may turn it off until `restore`."""
+    for first, second, third in two_ranks.run(programs.operations, str(tmp_path), tuned):
+        assert (first, third) == ("leave", "leave")
+        assert (second == "leave") == below
+
+
 @pytest.mark.needs("transformers")
 def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Path) -> None:
     """One exchanges as chosen, the other as without `overlap`."""

@@ -29,6 +29,7 @@ from counterpoint.parallel.expert.layers import ExpertLayerOptions
 from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
 from counterpoint.parallel.tensor import TensorOptions
+from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tuned import VARIABLE
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.version import VERSION
@@ -233,6 +234,28 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, OverlapReport, s
     with overlap(model, options=options) as handle:
         programs.trained(case, model, 1)
         return difference, report, str(handle.report())
+
+
+def operations(_: Session, folder: str, tuned: str) -> list[str]:
+    """The ways of a matmul where the variable names a file: by itself, below `overlap` with this argument, after it."""
+    case = tensor_parallel_programs.Case()
+    mesh = tensor_parallel_programs.mesh_of(case)
+    x, weight = torch.ones(16, 64), torch.ones(64, 32)
+    left = choice("all_gather_matmul", LEAVE, 32 * 64 * 4, compute="gemm 32x32x64", stock="torch", dtype="float32")
+    group = tensor_group(mesh.get_group().group_name, TensorOptions())
+    model = tensor_parallel_programs.parallel(case, mesh)
+
+    def multiplied() -> str:
+        before = {(row.path, row.why): row.calls for row in group.report().rows}
+        torch.ops.counterpoint.all_gather_matmul(x, [weight], 0, group.group.group_name)
+        [why] = [row.why for row in group.report().rows if row.calls > before.get((row.path, row.why), 0)]
+        return why.partition(" by ")[0].partition(" is ")[0]
+
+    with named(written(folder, tuning(left))):
+        ways = [multiplied()]
+        with overlap(model, tuned=tuned):
+            ways.append(multiplied())
+        return [*ways, multiplied()]
 
 
 def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelReport]:

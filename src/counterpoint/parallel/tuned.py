@@ -120,6 +120,8 @@ class FollowedTuning:
         if key == _GEMM_SMS:
             return self._gemm_sms and f"{knob} not applied: {self._gemm_sms}"
         variable = VARIABLES.get(key)
+        if knob == "priority=high":
+            variable, value = "TORCH_NCCL_HIGH_PRIORITY", "1"
         if variable is None:
             return f"{printable(knob)} not applied: give it to process groups when they are made"
         if os.environ.get(variable) == value:
