@@ -1,12 +1,15 @@
 """Train a small mixture of experts, whose tokens travel beside the experts' matmuls with `--overlap`.
 
 It is train_fsdp.py with experts that are divided among ranks. All else is sharded by FSDP2 over all ranks; where
-`--ep` is fewer than all, FSDP2 shards the experts as well, over the ranks that have the same ones.
+`--ep` is fewer than all, FSDP2 shards the experts as well, over the ranks that have the same ones. With `--graph` the
+host launches two CUDA graphs a step, forward and backward, and waits for no kernel to be issued: FSDP2 moves weights
+about, which graphs cannot follow, so that each rank has all of the model but the experts of others.
 
     torchrun --nproc-per-node 2 examples/train_moe.py --device cpu
     torchrun --nproc-per-node 2 examples/train_moe.py --device cpu --overlap --trace traces/overlap
     torchrun --nproc-per-node 4 examples/train_moe.py --device cpu --overlap --ep 2
     torchrun --nproc-per-node 8 examples/train_moe.py --overlap --shape qwen3 --tokens 8192
+    torchrun --nproc-per-node 8 examples/train_moe.py --graph --shape qwen3 --tokens 8192
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
-from llama import Llama, Shape
+from llama import Llama, Shape, rotary_table
 from moe import MixtureOfExperts, MoeShape, Route, exchanged, moe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,6 +94,43 @@ def shard(model: Llama, dense: DeviceMesh, copies: DeviceMesh) -> None:
     fully_shard(model, mesh=dense, mp_policy=policy)
 
 
+def graphed_model(args: argparse.Namespace, shape: MoeShape, device: torch.device) -> Llama:
+    """Build the model, bfloat16 on GPUs, with its experts divided among all ranks, and let graphs run it both ways."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    assert dist.group.WORLD is not None
+    route = overlapping(args, shape, dist.group.WORLD)
+    with torch.device("meta"):
+        model = moe(shape, ranks, route)
+    if device.type == "cuda":
+        model.to(torch.bfloat16)
+    model.to_empty(device=device)
+    same, own = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + rank))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=0.02, generator=own if is_expert(name) else same)
+    text = torch.zeros(1, args.tokens, dtype=torch.int64, device=device)
+    sample = text, text.clone(), rotary_table(args.tokens, shape.head_dim, device)
+    graphed: Llama = torch.cuda.make_graphed_callables(model, sample)  # type: ignore[assignment]
+    for name, parameter in graphed.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(average, is_sum=is_expert(name)))
+    return graphed
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is one of this rank's experts."""
+    return ".experts.local." in name
+
+
+def average(parameter: Tensor, *, is_sum: bool) -> None:
+    """Make a gradient the mean over the tokens of all ranks; that of experts is the sum over them already."""
+    assert parameter.grad is not None
+    if not is_sum:
+        dist.all_reduce(parameter.grad)
+    parameter.grad.div_(dist.get_world_size())
+
+
 def training(args: argparse.Namespace, device: torch.device) -> None:
     """Train; `train` has the one line, `counterpoint.overlap(model)`, for the collectives of FSDP2."""
     ranks = dist.get_world_size()
@@ -98,9 +138,14 @@ def training(args: argparse.Namespace, device: torch.device) -> None:
     if ranks % args.ep or args.sizes.experts % args.ep:
         raise SystemExit(f"--ep {args.ep}: it has to divide {ranks} ranks and {args.sizes.experts} experts")
 
+    if args.graph and (device.type != "cuda" or args.ep != ranks or args.overlap):
+        raise SystemExit("--graph: it needs GPUs, the experts on all ranks (no --ep), and takes the place of --overlap")
+    args.mechanism = args.mechanism or ("gather" if args.graph else "auto")
+    make = graphed_model if args.graph else expert_parallel_model
+
     def build(shape: Shape, device: torch.device) -> Llama:
         assert isinstance(shape, MoeShape)
-        return expert_parallel_model(args, shape, device)
+        return make(args, shape, device)
 
     train(args, device, build)
 
@@ -113,8 +158,11 @@ def arguments_of_moe() -> argparse.Namespace:
 def _own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, help="ranks among which the experts are divided: by default all")
     parser.add_argument("--parts", type=int, default=2, help="of the tokens of a layer, with --overlap")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, instead of --overlap")
     parser.add_argument(
-        "--mechanism", choices=get_args(expert_parallel.MechanismName), default="auto", help="with --overlap"
+        "--mechanism",
+        choices=get_args(expert_parallel.MechanismName),
+        help="with --overlap, by default auto, and with --graph, by default gather",
     )
 
 

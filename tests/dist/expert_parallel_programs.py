@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -215,6 +216,7 @@ class Layout:
         parts: of the tokens.
         mechanism: of the dispatcher.
         overlapped: FSDP2 communicates by ours.
+        graphed: without FSDP2, as CUDA graphs want it.
         dtype: of the model. FSDP2 divides float64 twice where it has one rank.
     """
 
@@ -223,6 +225,7 @@ class Layout:
     parts: int = 2
     mechanism: str = "gather"
     overlapped: bool = True
+    graphed: bool = False
     dtype: torch.dtype = torch.float64
 
 
@@ -233,6 +236,7 @@ LAYOUTS = {
     "by torch": Layout(mechanism="torch", parts=3),
     "pushed": Layout(mechanism="push"),
     "slabs": Layout(mechanism="slabs"),
+    "graph": Layout(ep=4, graphed=True, overlapped=False),
     "experts on all": Layout(ep=4, parts=1, dtype=torch.float32),
 }
 SHAPE = MoeShape(
@@ -247,8 +251,10 @@ def beside_one_process(session: Session, name: str) -> tuple[float, OverlapRepor
         ep=layout.ep, overlap=layout.ours, tokens=LENGTH, parts=layout.parts, mechanism=layout.mechanism
     )
     torch.set_default_dtype(layout.dtype)
+    make: Any = train_moe.graphed_model if layout.graphed else train_moe.expert_parallel_model
     try:
-        model = train_moe.expert_parallel_model(args, SHAPE, torch.device("cpu"))
+        with patch("torch.cuda.make_graphed_callables", lambda model, sample: model):  # there is no GPU
+            model = make(args, SHAPE, torch.device("cpu"))
     finally:
         torch.set_default_dtype(torch.float32)
     reference = moe(SHAPE, 1, _every_expert).double()

@@ -9,6 +9,7 @@ from tests.dist import expert_parallel_programs as programs
 from tests.support.ranks import Ranks
 
 SUMS = 1e-11  # of float64
+WEIGHTS = 1e-6  # where one of a token's weights, which are float32, is rounded the other way
 SINGLE = (
     5e-3  # of float32, where small derivatives are differences of large numbers; a wrong divisor is at 0.5 and more
 )
@@ -18,7 +19,7 @@ SINGLE = (
 def test_experts_by_themselves(four_ranks: Ranks, name: str) -> None:
     """FSDP2 has two meshes: the experts lie on pairs of ranks that have the same ones, all else on four."""
     for difference, report in four_ranks.run(programs.beside_one_process, name):
-        assert difference < (SINGLE if name == "experts on all" else SUMS)
+        assert difference < {"experts on all": SINGLE, "graph": WEIGHTS}.get(name, SUMS)
         if report is not None:
             taken = {row.name: len(row.ranks) for row in report.modules if not row.torch_why}
             experts = {} if name == "experts on all" else {f"layers.{layer}.ffn.experts": 2 for layer in range(2)}

@@ -107,6 +107,15 @@ def test_tensor_host_runs(tmp_path: Path) -> None:
     assert min(row["launches"] for row in rows) == 1.0
 
 
+def test_expert_host_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: every variant beside plain torch, in the same run."""
+    arguments = ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2"]
+    rows = on_two_ranks("expert_host.py", [*arguments, "--mechanisms", "gather"], tmp_path)["rows"]
+    names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")
+    assert [row["variant"] for row in rows] == [*names, *names]
+    assert [row["times"] for row in rows if row["variant"] == names[0]] == [1.0] * 2
+
+
 def test_expert_layer_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: all variants have the error of plain torch and go the way asked for."""
     arguments = ["--device", "cpu", "--shapes", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
@@ -264,3 +273,16 @@ def test_tune_pairs_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
+
+
+def test_tune_step_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
+    out = tmp_path / "step.json"
+    arguments = ["--device", "cpu", "--models", "fsdp", "--rounds", "5", "--budget", "5", "--combinations", "4"]
+    command = [sys.executable, "benchmarks/tune_step.py", *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["variant"].partition(" ")[0] for row in rows] == ["stock", "all", "tuned", "oracle"]
+    assert all(row["rounds"] >= 5 and row["ms"] > 0 for row in rows)
+    assert (tmp_path / "step-fsdp.toml").exists()

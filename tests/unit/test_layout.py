@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
-    "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"},
+    "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
+    | {"monitoring"},
     "torch_backend": {"parallel"},
     "torchtitan": {"parallel"},
     "rendering": set(),

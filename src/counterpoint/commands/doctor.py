@@ -49,14 +49,14 @@ def doctor(
         _check(check, json, quiet=quiet)
         return
     from counterpoint.machine.checkup import collect_readings, examine, exit_code
-    from counterpoint.machine.profile import profile_of
+    from counterpoint.machine.profile import own_profile, profile_of
 
     with progress(quiet, "looking") as tell:
         readings = collect_readings(
             bandwidth=bandwidth, torch=device_checks, limit_s=timeout, tell=lambda what: tell(0, 0, what)
         )
     kinds = [gpu.name for gpu in readings.gpus or readings.devices]
-    profile = profile_of(kinds[0]) if kinds else None
+    profile = profile_of(kinds[0]) if kinds else own_profile(None)
     checkup = examine(readings, torch=device_checks, profile=profile)
     if json is not None:
         write_json(checkup, json_path)

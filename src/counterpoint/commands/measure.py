@@ -32,7 +32,8 @@ def measure(
     suite: Annotated[
         str,
         typer.Argument(
-            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, full."
+            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, machine, "
+            "full."
         ),
     ],
     mechanism: Annotated[

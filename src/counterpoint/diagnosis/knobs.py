@@ -1,11 +1,12 @@
 """Prove from one rank's trace that one knob of a pair took effect.
 
-A trace shows kernels with their grids, and copies; it shows neither clusters nor priorities nor SMs. What it cannot
-show is not seen, which is no proof either way.
+A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
+none shows SMs. What a trace cannot show is not seen, which is no proof either way.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from counterpoint.pair.tuned_choices import mechanism_base, stays_with_torch
 from counterpoint.records.effect import KnobState
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_gemm_kernel
-from counterpoint.trace.timeline import I64, Kind
+from counterpoint.trace.timeline import I32, I64, Kind
 
 _BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
 _ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two
@@ -29,7 +30,8 @@ _FOLLOW = (
     "COUNTERPOINT_TUNED; print(counterpoint.report(group)) after a step says why torch made a call"
 )
 _GROUPS = "make the process groups with it, or set its variables before they are made: counterpoint tune --to env"
-_NUMBERS = ("max_ctas", "min_ctas", "gemm_sms")
+_WORDS = {"gemm_sms": ("fit",), "priority": ("high", "default", "low")}  # that a knob may have in place of a number
+_NUMBERS = ("max_ctas", "min_ctas", "cga_cluster", *_WORDS)
 _MATMULS = (
     "the limit reaches GEMMs of torch in the thread that launches them, and only persistent ones; choices that name "
     "several limits are not applied"
@@ -64,7 +66,7 @@ def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob:
     if knob == mechanism_base(pair):
         return _stays(digest, pair, calls) if stays_with_torch(pair) else _moved(digest, pair, calls)
     key, _, value = knob.partition("=")
-    if key in _NUMBERS and value != "fit" and not value.isdecimal():
+    if key in _NUMBERS and value not in _WORDS.get(key, ()) and not re.fullmatch(r"-?[0-9]{1,9}", value):
         raise Misconfigured(f"{printable(pair.mechanism)}: {printable(knob)} needs a number, as in {key}=8")
     if key not in _PROOFS:
         return Sight(state="not_seen", seen="a trace does not hold it", fix=_measured(pair))
@@ -156,6 +158,46 @@ def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
     return Sight(state="no_effect" if plain else "took_effect", seen=seen, fix=_GROUPS if plain else "")
 
 
+def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check the clusters of NCCL's kernels; 0 asks for none, which is a cluster of one block."""
+    if not len(calls.kernels):
+        return _no_call()
+    if digest.gpu.cluster is None:
+        return _not_held("clusters", pair)
+    found = np.unique(np.maximum(digest.gpu.cluster[digest.comm.first[calls.kernels]], 1))
+    took = bool((found == max(int(value), 1)).all())
+    seen = f"kernels in clusters of {_listed(found)} blocks"
+    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _GROUPS)
+
+
+def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check the priorities of the streams of NCCL's kernels, beside those that compute; lower goes first."""
+    if not len(calls.kernels):
+        return _no_call()
+    computing = np.unique(digest.gpu.stream[digest.gpu.kind == Kind.COMPUTE]).tolist()
+    comm = [digest.priorities.get(stream) for stream in np.unique(digest.comm.stream[calls.kernels]).tolist()]
+    known = [each for each in comm if each is not None]
+    compute = [digest.priorities[stream] for stream in computing if stream in digest.priorities]
+    if len(known) < len(comm) or (value == "low" and not compute):
+        return _not_held("priorities of streams", pair)
+    if value == "high":
+        took = max(known) < min([0, *compute])
+    elif value == "low":
+        took = max(compute) < min(known)
+    else:
+        took = set(known) == {0 if value == "default" else int(value)}
+    seen = f"streams of priority {_listed(sorted(set(known)))}, compute on {_listed(sorted(set(compute))) or 'others'}"
+    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _GROUPS)
+
+
+def _not_held(what: str, pair: TunedPair) -> Sight:
+    return Sight(
+        state="not_seen",
+        seen=f"this trace does not hold {what}",
+        fix=f"record it by nsys profile; or {_measured(pair)}",
+    )
+
+
 def _gemm_sms(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
     """Check that persistent GEMMs beside the calls, those with no more blocks than there are SMs, keep to the limit."""
     if value == "fit":
@@ -185,7 +227,7 @@ def _ctas_text(digest: RankDigest, kernels: I64) -> str:
     return f" of {_listed(found)} CTAs" if found else ""
 
 
-def _listed(numbers: list[int] | I64) -> str:
+def _listed(numbers: list[int] | I32 | I64) -> str:
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
 
 
@@ -195,5 +237,7 @@ _PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
     "cta_policy": _zero_cta,
     "windows": _windows,
     "gemm_sms": _gemm_sms,
+    "cga_cluster": _cluster,
+    "priority": _priority,
 }
 """By key of a mechanism's name; others leave nothing in a trace."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,11 +62,23 @@ def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, Pair
             claimed[pair].append(row)
     runs, moved = _runs(digest)
     own = {pair: runs[_same_size(moved, pair)] for pair in choices.pairs if not stays_with_torch(pair)}
-    found = {row for rows in own.values() for row in rows.tolist()}
-    rest = sum(size for row, size in zip(runs.tolist(), moved.tolist(), strict=True) if row not in found)
+    taken = np.isin(runs, np.concatenate(list(own.values()))) if own else np.zeros(len(runs), bool)
     silent = [pair for pair, rows in own.items() if not len(rows) and pair not in claimed]
+    rest = int(moved[~taken].sum())
     enough = rest > 0 and rest >= LEAST * sum(map(call_bytes, silent))
-    return {pair: _calls(digest, claimed[pair], own, pair, runs, moved, enough) for pair in choices.pairs}
+
+    def calls(pair: TunedPair) -> PairCalls:
+        rows = np.array(claimed[pair], np.int64)
+        by_kernel = digest.comm.ctas[rows] != 0
+        mine = own.get(pair)  # None: NCCL's, and a run of its size is ours only if no other pair wants that size
+        return PairCalls(
+            kernels=rows[by_kernel],
+            nccl_copies=rows[~by_kernel],
+            copies=runs[_same_size(moved, pair) & ~taken] if mine is None else mine,
+            has_other_copies=mine is not None and enough,
+        )
+
+    return {pair: calls(pair) for pair in choices.pairs}
 
 
 def call_bytes(pair: TunedPair) -> int:
@@ -85,26 +97,6 @@ def _nearest(
         pairs,
         key=lambda pair: (abs(math.log(pair.bytes_per_rank / bytes_per_rank)), not stays_with_torch(pair)),
         default=None,
-    )
-
-
-def _calls(
-    digest: RankDigest,
-    claimed: Iterable[int],
-    own: Mapping[TunedPair, I64],
-    pair: TunedPair,
-    runs: I64,
-    moved: I64,
-    enough: bool,
-) -> PairCalls:
-    rows = np.array(list(claimed), np.int64)
-    kernels = digest.comm.ctas[rows] != 0
-    copies = own.get(pair)
-    if copies is None:  # NCCL's: a run of its size is ours only if no other pair wants copies of that size
-        others = {row for each in own.values() for row in each.tolist()}
-        copies = np.array([row for row in runs[_same_size(moved, pair)].tolist() if row not in others], np.int64)
-    return PairCalls(
-        kernels=rows[kernels], nccl_copies=rows[~kernels], copies=copies, has_other_copies=enough and pair in own
     )
 
 

@@ -131,7 +131,7 @@ def measure_parts(
         raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
     if not timeout_s > 0:
         raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
-    with _run_folder() as folder:
+    with run_folder() as folder:
         results = partial or folder / "results.jsonl"
         plan = Plan(
             suite=suite,
@@ -244,9 +244,9 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 
 @contextmanager
-def _run_folder() -> Iterator[Path]:
+def run_folder(prefix: str = "counterpoint-measure-") -> Iterator[Path]:
     """Make a folder for plan, logs and errors of one run; it is kept after a PeerTimeout, whose text names the logs."""
-    folder = Path(tempfile.mkdtemp(prefix="counterpoint-measure-"))
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
     except PeerTimeout:

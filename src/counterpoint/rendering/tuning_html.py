@@ -9,6 +9,7 @@ from pathlib import Path
 from counterpoint.records.tuning import LEAVE, StepTuning, Tried, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.safe_html import write_page
+from counterpoint.rendering.tuning_terminal import verdict
 
 MAX_PAIRS = 300  # that the page shows
 OPEN_PAIRS = 12  # up to so many, what was tried is shown at once
@@ -71,19 +72,12 @@ def write_tuning_page(path: Path, tuned: Tuned) -> None:
 
 
 def headline(tuned: Tuned) -> str:
-    """Return what tuning brought: to whole steps if they were measured, else to the pairs."""
+    """Return what tuning brought: to whole steps if they were measured, else to pairs."""
     if tuned.step is not None:
         before, after = tuned.step.before_us, tuned.step.after_us
         change = say.percent(after / before - 1 if before else None, digits=1, sign=True)
         return f"A step takes {say.duration(after)} instead of {say.duration(before)}: {change}"
-    pairs = shown_pairs(tuned.pair)
-    changed = sum(not one.is_left for one in pairs)
-    if not pairs:
-        return "No pair was tuned"
-    if not changed:
-        return f"Leave it: stock is not beaten in any of {len(pairs)} pairs"
-    saved = say.duration(sum(one.saved_us for one in pairs))
-    return f"{changed} of {len(pairs)} pairs change, by their own times {saved} a step; no whole step was measured"
+    return verdict(tuned)
 
 
 def facts(one: ShownPair) -> str:

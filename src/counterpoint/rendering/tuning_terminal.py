@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.records.tuning import LEAVE, StepTuning, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
 
 COLUMNS = ("pair", "calls", "mechanism", "ms", "±", "stock ms", "less", "next best")
@@ -32,6 +32,8 @@ def render_tuned(tuned: Tuned, console: Console) -> None:
     machine = f"{where.world_size} × {where.gpu or where.device}"
     versions = [f"torch {where.torch}", *([f"NCCL {where.nccl}"] if where.nccl else [])]
     console.print(say.text(" · ".join([machine, *versions, f"{tuned.seconds:.0f} s"]), say.QUIET), soft_wrap=True)
+    if tuned.step is not None:
+        _render_step(tuned.step, console)
     chosen = [pair for pair in tuned.pair if pair.mechanism != LEAVE]
     if chosen:
         say.heading(console, "Chosen")
@@ -47,6 +49,19 @@ def render_tuned(tuned: Tuned, console: Console) -> None:
         say.heading(console, "Notes")
         for note in notes:
             console.print(say.text(f"· {note}"), soft_wrap=True)
+
+
+def _render_step(step: StepTuning, console: Console) -> None:
+    """Print what whole steps took by each variant, and which choices were taken back."""
+    say.heading(console, "Whole steps")
+    rows = [
+        (each.name, say.milliseconds(each.us), say.milliseconds(each.sigma_us), str(each.runs))
+        for each in step.variants[:MOST]
+    ]
+    say.print_table(console, ("steps", "ms", "±", "rounds"), rows, left={"steps"})
+    _more(console, len(step.variants))
+    for sentence in step.falsified[:MOST]:
+        console.print(say.text(f"· taken back: {sentence}"), soft_wrap=True)
 
 
 def pair_name(pair: TunedPair) -> str:

@@ -18,6 +18,7 @@ from counterpoint.measurement.launch import Progress
 from counterpoint.records.measurement import Block, Measurement, Scenario
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair
 from counterpoint.tuning.decide import as_another, decide, left
+from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs_file import read_pairs
 from counterpoint.tuning.parts import MEASURED_DTYPE, check_pair, part_of, stock_of, times_of
 from counterpoint.tuning.shortlist import MechanismCandidate, shortlist
@@ -46,7 +47,7 @@ def tune(
     measured follow it, and the others stay as they are.
 
     Args:
-        source: a file of pairs (docs/reference/tune.md), or pairs.
+        source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
         device: cuda, or cpu for the same with gloo and threads.
         world_size: ranks to start; None: as many as the pairs have that fit this machine. Others are not measured.
         profile: a file with the figures of this machine; None: that in COUNTERPOINT_PROFILE, or the shipped one.
@@ -68,7 +69,7 @@ def tune(
     began = time.monotonic()
     if not LEAST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
         raise Misconfigured(f"budget {budget_s:g} s; allowed are {LEAST_BUDGET_S:g} to {LONGEST_BUDGET_S:g}")
-    pairs = pairs_of(source)
+    pairs, said = pairs_of(source)
     ranks = _ranks(pairs, device, world_size)
     known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
     plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device)
@@ -81,20 +82,25 @@ def tune(
         seconds=round(time.monotonic() - began, 1),
         profile=known.digest,
         made=measured.environment,
-        notes=tuple(_notes(pairs, measured, known, device)),
+        notes=(*said, *_notes(pairs, measured, known, device)),
         pair=tuple(_followed(choices)),
     )
 
 
-def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[StepPair, ...]:
-    """Return the pairs of a source; raise Misconfigured if there is none, or one that cannot be measured."""
+def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
+    """Return the pairs of a source, and notes; raise Misconfigured if there is none, or one that cannot be measured."""
     if isinstance(source, str | Path):
-        return read_pairs(source)
+        if Path(source).suffix == ".toml":
+            return read_pairs(source), ()
+        pairs, notes = pairs_of_traces(source)
+        if not pairs:
+            raise Misconfigured(f"{source}: no collective and matmul of a step can run together; {'; '.join(notes)}")
+        return pairs, notes
     if not source:
         raise Misconfigured("no pair is given; give at least one")
     for pair in source:
         check_pair(pair)
-    return tuple(source)
+    return tuple(source), ()
 
 
 @dataclass(frozen=True, kw_only=True)

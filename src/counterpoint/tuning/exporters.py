@@ -91,6 +91,12 @@ def export(tuned: Tuned, form: str) -> str:
     return "\n".join(_WRITERS[form](title, pairs)) + "\n"
 
 
+def variables_of(tuned: Tuned) -> dict[str, str]:
+    """Return the variables of NCCL and torch that apply choices of NCCL's settings to every process group."""
+    shared = _of_nccl(numbered(tuned.pair, "cpu" if tuned.made.device == "cpu" else "cuda"))
+    return {} if shared is None else {_VARIABLES[name]: str(value) for name, value in shared.setting}
+
+
 def _env(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     """Yield lines of shell that set variables; those of NCCL hold for every process group of a process."""
     shared = _of_nccl(pairs)

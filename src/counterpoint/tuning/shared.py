@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Generic, TypeVar, get_args
+from typing import Generic, TypeVar
 
 from counterpoint.controls.control import Control
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
-from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
 from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
 from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.records.tuning import LEAVE, TunedPair
+from counterpoint.tuning.parts import depends
 
 S = TypeVar("S", bound=Hashable)
 GroupSettings = tuple[tuple[str, int], ...]
@@ -128,7 +128,7 @@ def _us_under(one: Numbered, setting: S, stock: S, setting_of: Callable[[Numbere
 
 def _mechanism(pair: TunedPair, number: int, device: str) -> Mechanism | None:
     named = pair.stock if pair.mechanism == LEAVE else pair.mechanism
-    if pair.operation == EXCHANGE or pair.operation in get_args(TensorOperation):
+    if depends(pair):
         allowed: tuple[str, ...] = EXPERT_MECHANISMS if pair.operation == EXCHANGE else TENSOR_MECHANISMS
         if named not in allowed:
             raise Misconfigured(

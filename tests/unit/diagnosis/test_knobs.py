@@ -6,6 +6,7 @@ import dataclasses
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -18,7 +19,7 @@ from counterpoint.records.tuning import LEAVE, TunedPair
 from counterpoint.rendering.effect_terminal import render_tuning_effect
 from counterpoint.trace.timeline import CollectiveInfo, Device, Kind
 from tests.support.example_tuned import HOSTILE, example_tuned, tuned_pair
-from tests.support.job_builder import Op, comm, digested, op, rank
+from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Op, comm, digested, op, rank
 
 PER_RANK = 2 << 20  # bytes of the calls of `comm` and `copied`, of two ranks
 PEER = "Memcpy PtoP (Device -> Device)"
@@ -213,10 +214,41 @@ def test_no_knob_is_called_proved_by_a_trace_without_calls(key: str) -> None:
 def test_what_a_trace_does_not_hold_is_not_seen(knob: str) -> None:
     """What would prove it is said; the rest of the choice is proved all the same."""
     found = effect((chosen(f"nccl+{knob}"),), (comm("all_gather", 0, 70),))
-    assert (the(found, knob).state, the(found, knob).fix) == (
-        "not_seen", f"counterpoint measure quick --mechanism nccl+{knob} proves it on a machine"
-    )  # fmt: skip
+    assert the(found, knob).state == "not_seen"
+    assert the(found, knob).fix.endswith(f"counterpoint measure quick --mechanism nccl+{knob} proves it on a machine")
     assert (found.took_effect, found.verdict) == (True, "1 of 2 choices took effect, 1 not seen")
+
+
+def by_nsight(pair: TunedPair, *, clusters: int = 4, comm_priority: int = 0, compute_priority: int = 0) -> TuningEffect:
+    """What is said of a trace that holds clusters and priorities."""
+    read = digested(rank(gemm(0, 100), comm("all_gather", 0, 70)), 0, 2)
+    gpu = dataclasses.replace(read.gpu, cluster=np.full(len(read.gpu), clusters, np.int32))
+    priorities = {COMPUTE_STREAM: compute_priority, COMM_STREAM: comm_priority}
+    tuned = replace(example_tuned(), pair=(pair,))
+    return find_tuning_effect(tuned, [dataclasses.replace(read, gpu=gpu, priorities=priorities)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "clusters", "state"),
+    [(2, 2, "took_effect"), (2, 4, "no_effect"), (2, 0, "no_effect"), (0, 0, "took_effect"), (0, 4, "no_effect")],
+)
+def test_clusters_are_those_that_were_asked_for(asked: int, clusters: int, state: str) -> None:
+    """Nsight's exports hold them; 0 asks for none."""
+    found = by_nsight(chosen(f"nccl+cga_cluster={asked}"), clusters=clusters)
+    assert the(found, f"cga_cluster={asked}").state == state
+
+
+@pytest.mark.parametrize(
+    ("level", "comm_priority", "compute_priority", "state"),
+    [("high", -5, 0, "took_effect"), ("high", 0, 0, "no_effect"), ("high", -5, -5, "no_effect"),
+     ("low", 0, -5, "took_effect"), ("low", 0, 0, "no_effect"), ("default", 0, 0, "took_effect"),
+     ("-3", -3, 0, "took_effect"), ("-3", 0, 0, "no_effect")],
+)  # fmt: skip
+def test_priorities_are_those_of_the_streams(level: str, comm_priority: int, compute_priority: int, state: str) -> None:
+    """The lower number goes first."""
+    pair = chosen(f"nccl+priority={level}")
+    found = by_nsight(pair, comm_priority=comm_priority, compute_priority=compute_priority)
+    assert the(found, f"priority={level}").state == state
 
 
 def test_nothing_seen_is_nothing_proved() -> None:
