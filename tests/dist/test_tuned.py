@@ -112,7 +112,7 @@ def test_a_file_that_is_nowhere_is_an_error(two_ranks: Ranks, tmp_path: Path) ->
     ("how", "warnings", "left"),
     [
         ("this one", [], 1),
-        ("gpu", ["UserWarning: tuning: made with device cuda, here is cpu: all choices ignored"], 0),
+        ("gpu", ["UserWarning: tuning: made with gpu NVIDIA H200, here is none: all choices ignored"], 0),
         ("counterpoint", ["UserWarning: tuning: made with counterpoint 9, here is 0.1.0: all choices followed"], 1),
     ],
 )

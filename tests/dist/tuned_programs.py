@@ -30,9 +30,8 @@ from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
 from counterpoint.parallel.tensor import TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tuned import VARIABLE
+from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
-from counterpoint.version import VERSION
 from tests.dist import expert_parallel_programs, tensor_parallel_programs
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
@@ -48,10 +47,9 @@ def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) ->
     )
 
 
-def tuning(*pairs: TunedPair, **made: Any) -> Tuned:
+def tuning(*pairs: TunedPair, device: str = "cpu", **made: Any) -> Tuned:
     """What was tuned here, or where `made` says otherwise."""
-    here: dict[str, Any] = {"device": "cpu", "gpu": None, "nccl": None, "torch": str(torch.__version__)}
-    environment = msgspec.structs.replace(example_tuned().made, **(here | {"counterpoint": VERSION} | made))
+    environment = msgspec.structs.replace(this_machine(device), **made)
     return msgspec.structs.replace(example_tuned(), pair=pairs, made=environment)
 
 
@@ -154,7 +152,7 @@ def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:
     """The warnings about a file of another machine, and how many FSDP2 modules it left."""
-    made = {"gpu": {"device": "cuda", "gpu": "NVIDIA H200"}, "counterpoint": {"counterpoint": "9"}}.get(how, {})
+    made: dict[str, Any] = {"gpu": {"gpu": "NVIDIA H200"}, "counterpoint": {"counterpoint": "9"}}.get(how, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with overlap(sharded(Case()), tuned=tuning(*MIXED, **made)) as handle:

@@ -150,7 +150,7 @@ def follow_together(
         read = _read(tuned)
         if read is not None:
             tuning, name = read
-            found = FollowedTuning(Choices(tuning, _this_machine(device_type)), name)
+            found = FollowedTuning(Choices(tuning, this_machine(device_type)), name)
             said = "; ".join([tuned_digest(tuning), *map(str, found.choices.differences)])
     except Misconfigured as raised:
         error, said = raised, str(raised)
@@ -197,7 +197,7 @@ def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
     return read_tuned(named), named
 
 
-def _this_machine(device_type: str) -> Environment:
+def this_machine(device_type: str) -> Environment:
     """Return what a tuning is compared with."""
     on_gpu = device_type == "cuda"
     return Environment(
