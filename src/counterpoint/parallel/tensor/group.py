@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from counterpoint.parallel.tensor.overlapped import (
     scatter_flagged,
 )
 from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans, TensorOptions
-from counterpoint.parallel.tuned import FollowedTuning
+from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: an error, and a count for each partition
@@ -69,6 +70,7 @@ class TensorGroup:
         self._communicator: Communicator | None = None
         self._plans: Plans | None = None
         self._tuning: FollowedTuning | None = None
+        self._is_told = False  # which tuning to follow
         self._routes: dict[Hashable, _Route] = {}
         self._words = torch.empty(0, dtype=torch.int32)
         self._kept: dict[str, Tensor] = {}  # symmetric memory of calls in graph captures, by its role
@@ -76,14 +78,23 @@ class TensorGroup:
 
     def report(self) -> BackendReport:
         """Return which calls went which way, and why."""
-        return self._counts.report()
+        report = self._counts.report()
+        return report if self._tuning is None else replace(report, tuned=str(self._tuning))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it."""
-        self._tuning = tuning
+        """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it.
+
+        Without it the tuning that the variable COUNTERPOINT_TUNED names chooses.
+        """
+        self._tuning, self._is_told = tuning, True
         self._routes.clear()
         if self._communicator is not None:
             self._plans = self._new_plans(self._communicator)
+
+    def follow_variable(self) -> None:
+        """Let the tuning that COUNTERPOINT_TUNED names choose for later calls, as if `follow` had not been called."""
+        self.follow(None)
+        self._is_told = False
 
     def check(self) -> None:
         """Raise the error that ended the communicator, if there was one."""
@@ -425,6 +436,8 @@ class TensorGroup:
         row_bytes = shape.num_bytes // shape.layout.total
         if row_bytes % _ALIGNMENT:
             return f"rows of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
+        if not self._is_told and self.options.mechanism == "auto":
+            self.follow(follow_together(None, [torch_group(self.group)], device_type=rows.device.type))
         asked = AskedMechanism.of(shape, self.options, self._tuning)
         return asked.why if asked.mechanism == "torch" else None
 
