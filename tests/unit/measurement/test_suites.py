@@ -8,10 +8,10 @@ import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
-from counterpoint.measurement.expert import find_exchange
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.suites import SUITES, blocks_of, scenarios_of
 from counterpoint.measurement.tensor import DependentMatmul, find_dependent
+from counterpoint.measurement.token_exchange import find_exchange
 from counterpoint.measurement.workloads import find_workload
 
 
