@@ -16,7 +16,7 @@ from counterpoint.collectives.host.group import torch_function
 from counterpoint.errors import Unsupported, printable
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.suites import SYMM_MEM
-from counterpoint.measurement.token_exchange import RoutedTokens, TokenExchange
+from counterpoint.measurement.token_exchange import SampleTokens, TokenExchange
 from counterpoint.parallel.expert import permute as routing
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.options import ExpertOptions
@@ -32,7 +32,7 @@ _NVSHMEM: Literal["NVSHMEM"] = "NVSHMEM"  # a backend of torch's symmetric memor
 class ExchangeMechanism(Protocol):
     """Does one way of moving tokens; the handle is of one dispatch and one combine."""
 
-    def dispatch(self, tokens: RoutedTokens) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, tokens: SampleTokens) -> tuple[Tensor, Tensor, Any]:
         """Return the rows of this rank's experts, where each one's end, and a handle."""
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
@@ -56,7 +56,7 @@ class _Ours:
             options=options,
         )  # fmt: skip
 
-    def dispatch(self, tokens: RoutedTokens) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, tokens: SampleTokens) -> tuple[Tensor, Tensor, Any]:
         return self._dispatcher.dispatch(tokens.x, tokens.ids, tokens.weights)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
@@ -75,7 +75,7 @@ class NcclExchange:
     def __init__(self, session: Session, exchange: TokenExchange) -> None:
         self._session, self._exchange = session, exchange
 
-    def dispatch(self, tokens: RoutedTokens) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, tokens: SampleTokens) -> tuple[Tensor, Tensor, Any]:
         """Gather the tokens of all ranks, and take the rows of this rank's experts."""
         x, ids, weights = map(self._gathered, (tokens.x, tokens.ids, tokens.weights))
         experts = self._exchange.sizes.experts // self._session.world_size
@@ -131,7 +131,7 @@ class _SymmMem:
         self._at_home, self._at_experts = (empty(2, layer.experts, dtype=torch.int64) for _ in range(2))
         dist.barrier(group=session.world)
 
-    def dispatch(self, tokens: RoutedTokens) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, tokens: SampleTokens) -> tuple[Tensor, Tensor, Any]:
         home = routing.assign(tokens.ids, first_expert=0, num_experts=self._experts, capacity=len(self._home))
         self._counts.copy_(home.offsets.diff(prepend=home.offsets.new_zeros(1)))
         routing.permute(tokens.x, home, out=self._home, zero_tail=False)

@@ -25,7 +25,7 @@ from counterpoint.measurement.exchange_mechanisms import FORCED, ExchangeMechani
 from counterpoint.measurement.gpu_usage import Observed, combine, read_device
 from counterpoint.measurement.rows import Samples, comm_time, play_rounds, row, time_of, why_late
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.token_exchange import RoutedTokens, TokenExchange, expert_scales, find_exchange
+from counterpoint.measurement.token_exchange import SampleTokens, TokenExchange, expert_scales, find_exchange
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import find_workload, prepare
 from counterpoint.parallel.expert.layers import ExpertWeights
@@ -70,7 +70,7 @@ def measure_exchange(session: Session, block: Block, plan: Plan) -> Outcome:
         )
     needed = exchange.memory_bytes(session.dtype.itemsize, session.world_size, len(block.mechanisms))
     session.require_memory(needed, block.what)
-    tokens = RoutedTokens.random(session, exchange, plan.seed)
+    tokens = SampleTokens.random(session, exchange, plan.seed)
     opened = _open(session, exchange, tokens, block.mechanisms, plan.timeout_s)
     rows: list[Row] = []
     alone: list[BlockRow] = []
@@ -91,7 +91,7 @@ def measure_exchange(session: Session, block: Block, plan: Plan) -> Outcome:
 
 
 def _open(
-    session: Session, exchange: TokenExchange, tokens: RoutedTokens, names: Sequence[str], timeout_s: float
+    session: Session, exchange: TokenExchange, tokens: SampleTokens, names: Sequence[str], timeout_s: float
 ) -> _Opened:
     """Prepare each mechanism, and compare what it makes of tokens with float64; see how calls went."""
     opened = _Opened()
@@ -115,7 +115,7 @@ def _open(
 
 
 def _round_trip(
-    session: Session, exchange: TokenExchange, mechanism: ExchangeMechanism, tokens: RoutedTokens
+    session: Session, exchange: TokenExchange, mechanism: ExchangeMechanism, tokens: SampleTokens
 ) -> Tensor:
     """Return what a mechanism makes of tokens whose experts multiply by `expert_scales`."""
     rows, offsets, handle = mechanism.dispatch(tokens)
@@ -162,7 +162,7 @@ class _Beside:
             _Work(name=f"all_gather {size >> 20} MiB", run=gather),
         ]
 
-    def works(self, tokens: RoutedTokens) -> list[_Work]:
+    def works(self, tokens: SampleTokens) -> list[_Work]:
         """Return them; the experts have the rows of tokens that are routed like these."""
         rows, offsets, _ = NcclExchange(self._session, self._exchange).dispatch(tokens)
         count, layer = int(offsets[-1]), self._exchange.sizes
@@ -186,7 +186,7 @@ class _Leg:
     session: Session
     mechanism: ExchangeMechanism
     leg: str
-    tokens: RoutedTokens
+    tokens: SampleTokens
     host_waits: bool = False  # the host waits within the call, so that what follows is queued late
     _dispatched: tuple[Tensor, Any] | None = None
 
@@ -216,7 +216,7 @@ def _timed(
     session: Session,
     exchange: TokenExchange,
     leg: str,
-    tokens: RoutedTokens,
+    tokens: SampleTokens,
     opened: _Opened,
     works: Sequence[_Work],
     plan: Plan,
@@ -302,7 +302,7 @@ def _way(session: Session, mechanism: ExchangeMechanism) -> tuple[str | None, st
 
 
 def _observed(
-    session: Session, mechanisms: Mapping[str, ExchangeMechanism], tokens: RoutedTokens
+    session: Session, mechanisms: Mapping[str, ExchangeMechanism], tokens: SampleTokens
 ) -> dict[str, Observed]:
     """Return the blocks of the largest kernel of each mechanism's transport; marks ours where it has any."""
     if not session.is_cuda:

@@ -89,7 +89,7 @@ def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedTokens:
+class SampleTokens:
     """Holds what a rank dispatches."""
 
     x: Tensor
@@ -97,7 +97,7 @@ class RoutedTokens:
     weights: Tensor
 
     @classmethod
-    def random(cls, session: Session, exchange: TokenExchange, seed: int) -> RoutedTokens:
+    def random(cls, session: Session, exchange: TokenExchange, seed: int) -> SampleTokens:
         """Return those of this rank."""
         generator = torch.Generator(device=session.device).manual_seed(seed + session.rank)
         layer = exchange.sizes

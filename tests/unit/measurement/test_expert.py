@@ -11,7 +11,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.measurement import exchange_mechanisms, expert
 from counterpoint.measurement.suites import EXPERT_LAYERS, ROUTINGS, ExpertLayer
 from counterpoint.measurement.token_exchange import (
-    RoutedTokens,
+    SampleTokens,
     TokenExchange,
     expert_scales,
     find_exchange,
@@ -78,7 +78,7 @@ def test_ranks_want_the_same_experts_most() -> None:
 @pytest.mark.parametrize("way", ROUTINGS)
 def test_a_wrong_result_is_seen(way: str) -> None:
     """Right sums pass; a token at the neighbour of its expert, a choice that is lost, or NaN does not."""
-    tokens = RoutedTokens.random(cast(Any, OneRank()), TokenExchange(layer="tiny", tokens=32, routing=way), 0)
+    tokens = SampleTokens.random(cast(Any, OneRank()), TokenExchange(layer="tiny", tokens=32, routing=way), 0)
 
     def sums(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return torch.stack([(weights[:, k] * expert_scales(ids[:, k]))[:, None] * tokens.x for k in range(2)]).sum(0)
