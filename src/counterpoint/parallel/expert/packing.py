@@ -226,7 +226,7 @@ class Overflow:
         if self._options.overflow == "drop":
             return
         self._worst.copy_(choices.max(), non_blocking=True)
-        if self._noted is not None:
+        if self._noted is not None and not torch.cuda.is_current_stream_capturing():  # the host cannot wait for a graph
             self._noted.record()
 
     def check(self) -> None:
