@@ -19,7 +19,6 @@ from statistics import fmean
 
 import msgspec
 from provenance import provenance, read_result, write_result
-from sum_sms import pair_of
 from tables import print_table
 
 from counterpoint.machine.gpus import find_gpu
@@ -27,6 +26,7 @@ from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import NEED_SMS, REDUCTIONS, Model, Pair, model_for, together_us
 from counterpoint.records.measurement import Measurement, Row
+from counterpoint.tuning.fitted import pair_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISMS = ("nccl", "nccl_zero_cta", "zero_sm")

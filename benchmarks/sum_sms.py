@@ -23,11 +23,10 @@ from tables import print_table
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import default_profile
-from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import choose_gemm_sms
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import Measurement, Row
+from counterpoint.tuning.fitted import pair_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # times this close are the same
@@ -85,22 +84,6 @@ def pairs_of(measured: Measurement, num_sms: int) -> list[Measured]:
         for scenario, by_sms in found.items()
         if len(by_sms) == most
     ]
-
-
-def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
-    """Return both sides of a row, as they were measured alone."""
-    return Pair(
-        products=find_workload(row.workload).products,
-        compute_us=row.compute_alone.us,
-        collective=row.collective,
-        size_bytes=row.size_bytes,
-        comm_us=row.comm_alone.us,
-        mechanism=row.mechanism.partition("+")[0],
-        num_ctas=row.usage.comm_ctas or 0 if row.usage else 0,
-        world_size=world_size,
-        layout=layout,
-        order=row.order,
-    )
 
 
 def picked(row: Row, world_size: int, num_sms: int) -> str:

@@ -4,6 +4,7 @@
     >>> result = counterpoint.diagnose("traces/")
     >>> result.diagnosis.verdict
     >>> counterpoint.measure("quick").rows[0].hidden
+    >>> counterpoint.tune("pairs.toml").pair[0].mechanism  # the choice for a pair of a step, and why
     >>> counterpoint.overlap(model)  # an FSDP2, DDP or tensor-parallel model: its collectives then need no SMs
     >>> with counterpoint.watch(every=500):  # diagnoses a training while it runs
     ...     train()
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from counterpoint.parallel.backend.symmetric import symmetric_memory
     from counterpoint.parallel.overlap import overlap
     from counterpoint.records.measurement import Measurement
+    from counterpoint.tuning.api import tune
 
 __version__ = VERSION
 
@@ -51,6 +53,7 @@ __all__ = [
     "report",
     "symmetric_memory",
     "tensor_parallel",
+    "tune",
     "watch",
 ]
 
@@ -67,6 +70,7 @@ _MODULES = {
     "overlap": "counterpoint.parallel.overlap",
     "report": "counterpoint.parallel.backend.group",
     "symmetric_memory": "counterpoint.parallel.backend.symmetric",
+    "tune": "counterpoint.tuning.api",
     "watch": "counterpoint.monitoring.api",
 }
 

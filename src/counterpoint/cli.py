@@ -12,6 +12,7 @@ from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
 from counterpoint.commands.plan import plan
 from counterpoint.commands.terminal import ReaderGone, end_by_sigpipe, open_stdout
+from counterpoint.commands.tune import tune
 from counterpoint.errors import CounterpointError, printable
 from counterpoint.version import VERSION
 
@@ -69,5 +70,6 @@ def _root(
 
 app.command()(diagnose)
 app.command()(measure)
+app.command()(tune)
 app.command()(plan)
 app.command()(doctor)

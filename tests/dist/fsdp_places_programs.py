@@ -160,7 +160,7 @@ def places(session: Session, ahead: int | None) -> list[int]:
 
 def homes(handle: Overlap) -> list[Any]:
     """Of all modules."""
-    return [hooked.gather.parameters for hooked in handle._hooked.values()]
+    return [hooked.gather.parameters for hooked in handle._hooked.values() if hooked.gather is not None]
 
 
 def cast_before_the_first_step(session: Session) -> list[int]:

@@ -262,3 +262,27 @@ def test_row_curves_are_measured_and_read(
         "not measured, left out: 256 x 1056 x 64, 256 x 128 x 64, 256 x 32 x 80, 256 x 64 x 32"
         in capsys.readouterr().out
     )
+
+
+def test_tune_pairs_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: a line for each operation, whose pair was measured twice and chosen once."""
+    out = tmp_path / "tune.json"
+    arguments = ["--device", "cpu", "--pairs", "2", "--rounds", "5", "--out", str(out)]
+    command = [sys.executable, "benchmarks/tune_pairs.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
+
+
+def test_tune_step_runs(tmp_path: Path) -> None:
+    """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
+    out = tmp_path / "step.json"
+    arguments = ["--device", "cpu", "--models", "fsdp", "--rounds", "5", "--budget", "5", "--combinations", "4"]
+    command = [sys.executable, "benchmarks/tune_step.py", *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["variant"].partition(" ")[0] for row in rows] == ["stock", "all", "tuned", "oracle"]
+    assert all(row["rounds"] >= 5 and row["ms"] > 0 for row in rows)
+    assert (tmp_path / "step-fsdp.toml").exists()

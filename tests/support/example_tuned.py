@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tried, Tuned, TunedPair
+
+HOSTILE = (
+    "x'\"`$(touch pwned)`\n\r\u2028\\; touch pwned #{}: &a *a [\x1b]0;"
+    "</script><script>alert(1)</script>,0,1,ring,simple,1 é"
+)
 
 
 def example_tuned() -> Tuned:
@@ -88,3 +97,28 @@ def example_tuned() -> Tuned:
             ),
         ),
     )
+
+
+def tuned_pair(mechanism: str, *, us: float = 90.0, stock_us: float = 100.0, **more: Any) -> TunedPair:
+    """Return an all_gather of 1 MiB from each of two ranks, 10 µs faster than by stock NCCL."""
+    stock = more.pop("stock", "nccl")
+    fields = {"operation": "all_gather", "compute": "gemm 64x64x64", "bytes_per_rank": 1 << 20, "ranks": 2} | more
+    return TunedPair(
+        **{"mechanism": mechanism, "why": "measured", "us": us, "sigma_us": 1.0, "stock": stock, "stock_us": stock_us}
+        | {"stock_sigma_us": 1.0}
+        | fields
+    )
+
+
+def hostile_tuned() -> Tuned:
+    """Return a tuning whose names are code in every format, with a pair of each kind of choice."""
+    names: dict[str, Any] = {"compute": HOSTILE, "where": (HOSTILE,), "dtype": HOSTILE, "why": HOSTILE}
+    pairs = (
+        tuned_pair("nccl+max_ctas=8+priority=high+gemm_sms=124", **names),
+        tuned_pair("zero_sm", **names, bytes_per_rank=1 << 24),
+        tuned_pair("cuts", **names, operation="all_gather_matmul", stock="torch"),
+        tuned_pair("gather", **names, operation="exchange", stock="torch"),
+    )
+    usual = example_tuned()
+    made = replace(usual.made, gpu=HOSTILE, torch=HOSTILE, date=HOSTILE)
+    return replace(usual, pair=pairs, made=made, notes=(HOSTILE,))

@@ -24,6 +24,8 @@ def plain(timeline: Timeline, *without: str) -> Any:
         whole.pop(key)
     for kind in ("gpu", "host"):
         for name, column in whole[kind].items():
+            if column is None:
+                continue
             values = np.nan_to_num(column, nan=-7.0).tolist()
             whole[kind][name] = [tables[name][v] if v >= 0 else None for v in values] if name in tables else values
     return whole

@@ -14,6 +14,7 @@ KERNEL, MEMCPY, MEMSET, RUNTIME, SYNC, EVENT, GRAPH = (
     for table in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME", "SYNCHRONIZATION", "CUDA_EVENT", "GRAPH_TRACE")
 )
 NVTX, GPUS, CUDA_DEVICES = "NVTX_EVENTS", "TARGET_INFO_GPU", "TARGET_INFO_CUDA_DEVICE"
+STREAMS = "TARGET_INFO_CUDA_STREAM"
 ENTRIES, CAPTURE = "NVTX_PAYLOAD_SCHEMA_ENTRIES", "META_DATA_CAPTURE"
 SESSION, ANALYSIS = "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS"
 
@@ -22,6 +23,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     KERNEL: _GPU_ROW | {
         "demangledName": None, "shortName": None, "registersPerThread": 32, "gridX": 1, "gridY": 1, "gridZ": 1,
         "blockX": 128, "blockY": 1, "blockZ": 1, "staticSharedMemory": 0, "dynamicSharedMemory": 0, "graphNodeId": None,
+        "clusterX": 0, "clusterY": 0, "clusterZ": 0,
     },
     MEMCPY: _GPU_ROW | {
         "bytes": 0, "copyKind": 8, "srcKind": 2, "dstKind": 2, "srcDeviceId": None, "dstDeviceId": None,
@@ -40,6 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "maxWarpsPerSm": 64, "threadsPerWarp": 32, "computeMajor": 9, "computeMinor": 0,
     },
     CUDA_DEVICES: {"gpuId": 0, "cudaId": 0, "pid": 0},
+    STREAMS: {"streamId": 7, "processId": 1, "contextId": 1, "priority": 0, "flag": 2},
     ENTRIES: {"domainId": 1, "schemaId": 0, "idx": 0, "type": 18, "name": "", "offset": None},
     CAPTURE: {"name": "", "value": ""},
     SESSION: {"utcEpochNs": 0, "systemClockNs": 0},

@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
     "parallel": {"collectives", "controls", "machine", "pair"},
     "plan": {"machine", "pair"},
-    "tune": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"},
+    "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
+    | {"monitoring"},
     "torch_backend": {"parallel"},
     "torchtitan": {"parallel"},
     "rendering": set(),
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
 NO_TORCH = {"errors", "records", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
-GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend", "torchtitan"}
+GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend", "torchtitan", "tuning"}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 

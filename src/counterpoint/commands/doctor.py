@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
 from counterpoint.errors import Misconfigured
+from counterpoint.records.effect import Effect, TuningEffect
 
+_TUNING = ".toml"  # ends the name of what `counterpoint tune` wrote
 _TIMEOUT_S = 60.0
 
 
@@ -18,7 +21,8 @@ def doctor(
         typer.Option(
             metavar="TRACES",
             help="Prove from traces of some steps that counterpoint took effect, and look at nothing else: a file, "
-            "folder, glob, tar or zip of Kineto JSON or Nsight SQLite, one per rank; may be repeated.",
+            "folder, glob, tar or zip of Kineto JSON or Nsight SQLite, one per rank; may be repeated. With "
+            "counterpoint.toml, too: that every choice of this tuning did.",
         ),
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the answer as JSON; - prints it (and only it).")] = None,
@@ -45,14 +49,14 @@ def doctor(
         _check(check, json, quiet=quiet)
         return
     from counterpoint.machine.checkup import collect_readings, examine, exit_code
-    from counterpoint.machine.profile import profile_of
+    from counterpoint.machine.profile import own_profile, profile_of
 
     with progress(quiet, "looking") as tell:
         readings = collect_readings(
             bandwidth=bandwidth, torch=device_checks, limit_s=timeout, tell=lambda what: tell(0, 0, what)
         )
     kinds = [gpu.name for gpu in readings.gpus or readings.devices]
-    profile = profile_of(kinds[0]) if kinds else None
+    profile = profile_of(kinds[0]) if kinds else own_profile(None)
     checkup = examine(readings, torch=device_checks, profile=profile)
     if json is not None:
         write_json(checkup, json_path)
@@ -65,18 +69,39 @@ def doctor(
     raise typer.Exit(exit_code(checkup.checks, strict=strict))
 
 
-def _check(traces: list[str], json: str | None, *, quiet: bool) -> None:
-    """Say whether copy engines moved the communication of these traces; exit with 1 if on a rank they did not."""
-    from counterpoint.diagnosis.effect import check_effect
-
+def _check(given: list[str], json: str | None, *, quiet: bool) -> None:
+    """Say whether copy engines moved the communication of traces, or a tuning took effect; exit with 1 if not."""
+    traces = [name for name in given if not name.endswith(_TUNING)]
+    tunings = [name for name in given if name.endswith(_TUNING)]
+    if len(tunings) > 1:
+        raise Misconfigured(f"--check with {len(tunings)} tunings; give one {_TUNING} file, and traces")
+    if not traces:
+        raise Misconfigured("--check with a tuning alone; give traces of two steps, too: --check traces/")
     with progress(quiet, "looking for traces") as tell:
-        effect = check_effect(traces, progress=tell)
+        effect = _tuning_effect(tunings[0], traces, tell) if tunings else _copies_effect(traces, tell)
     if json is not None:
         write_json(effect, json_file(json))
     if not quiet and json != "-":
         from rich.console import Console
 
-        from counterpoint.rendering.effect_terminal import render_effect
+        from counterpoint.rendering.effect_terminal import render_effect, render_tuning_effect
 
-        render_effect(effect, Console(soft_wrap=False))
+        console = Console(soft_wrap=False)
+        if isinstance(effect, TuningEffect):
+            render_tuning_effect(effect, console)
+        else:
+            render_effect(effect, console)
     raise typer.Exit(0 if effect.took_effect else 1)
+
+
+def _copies_effect(traces: list[str], tell: Callable[[int, int, str], None]) -> Effect:
+    from counterpoint.diagnosis.effect import check_effect
+
+    return check_effect(traces, progress=tell)
+
+
+def _tuning_effect(tuning: str, traces: list[str], tell: Callable[[int, int, str], None]) -> TuningEffect:
+    from counterpoint.diagnosis.tuning_effect import check_tuning
+    from counterpoint.pair.tuned_file import read_tuned
+
+    return check_tuning(read_tuned(tuning), traces, progress=tell)

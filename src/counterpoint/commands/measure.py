@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from counterpoint.commands.interruption import adding, ending_cleanly
 from counterpoint.commands.terminal import (
-    ReaderGone,
     check_outputs,
     json_file,
     progress,
@@ -21,7 +17,7 @@ from counterpoint.commands.terminal import (
     write_json,
     writing,
 )
-from counterpoint.errors import CounterpointError, Misconfigured
+from counterpoint.errors import Misconfigured
 from counterpoint.rendering.files import is_stream
 
 if TYPE_CHECKING:
@@ -36,7 +32,8 @@ def measure(
     suite: Annotated[
         str,
         typer.Argument(
-            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, full."
+            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, machine, "
+            "full."
         ),
     ],
     mechanism: Annotated[
@@ -72,20 +69,20 @@ def measure(
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
     if html is not None and suite in ("blocks", "tensor"):
         raise Misconfigured(f"--html draws pairs, and suite {suite!r} has none; --out writes its table")
-    with _ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
+    with ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 
         measured = api.measure(
             suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
             partial=partial, fresh=bool(fresh), progress=tell,
         )  # fmt: skip
-        with _adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
+        with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
             _write(measured, out, table, html)
             if json_path is not None:
                 write_json(measured, json_path)
     if partial is not None:
         partial.unlink(missing_ok=True)  # only now: the results are safe
-    with _adding(f"; the results are in {out}" if out else ""):
+    with adding(f"; the results are in {out}" if out else ""):
         if json == "-":
             write_json(measured, None)
         else:
@@ -97,50 +94,6 @@ def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
     if out is None or is_stream(out):
         return None, None
     return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
-
-
-@contextmanager
-def _adding(hint: str) -> Iterator[None]:
-    """Append `hint`, which says where the results are, to an error raised inside."""
-    try:
-        yield
-    except ReaderGone:
-        raise
-    except CounterpointError as error:
-        raise CounterpointError(f"{error}{hint}") from None
-
-
-@contextmanager
-def _ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
-    """End all ranks on Ctrl-C, SIGTERM or a closed terminal, then this process with 128 + the signal's number."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the killing of ranks
-        raise _Stopped(number)
-
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: now for number in asked if (now := signal.getsignal(number)) is not signal.SIG_IGN}  # nohup
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    except _Stopped as stopped:
-        again = f"the same command{' without --fresh' if fresh else ''} goes on"
-        kept = f"; finished pairs are kept in {partial}: {again}" if partial and partial.exists() else ""
-        print(f"counterpoint: stopped by {signal.Signals(stopped.number).name}{kept}", file=sys.stderr)
-        raise typer.Exit(128 + stopped.number) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Stopped(BaseException):
-    """Is raised by a signal that asks this process to end; no `except Exception` catches it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(number)
 
 
 def _write(measured: Measurement, out: Path | None, table: Path | None, html: Path | None) -> None:

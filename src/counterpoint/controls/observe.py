@@ -19,7 +19,7 @@ import msgspec
 from counterpoint.controls.control import Control, Lanes, applied, call_driver
 from counterpoint.errors import NoEffect, Unsupported
 from counterpoint.records.measurement import Evidence, Launched, Observation
-from counterpoint.trace.classify import is_nccl, kernel_kind
+from counterpoint.trace.classify import is_gemm_kernel, is_nccl, kernel_kind
 from counterpoint.trace.timeline import Kind
 
 Sides = tuple[tuple[Launched, ...], tuple[Launched, ...]]  # what ran of compute and of the collective
@@ -59,10 +59,6 @@ HOLD:
 }
 """
 _SYMMETRIC = re.compile(r"ncclSym", re.IGNORECASE)  # ncclSymDevKernel_* in NCCL 2.27, ncclSymkDevKernel_* since 2.28
-_MATMUL = re.compile(r"nvjet|gemm|cutlass|xmma|wgmma|matmul", re.IGNORECASE)
-_NOT_MATMUL = re.compile(  # attention is built of CUTLASS, too, and its names say so
-    r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.IGNORECASE
-)
 
 
 class ProfilerEvent(msgspec.Struct, frozen=True):
@@ -420,7 +416,7 @@ def copies(launched: Iterable[Launched]) -> tuple[Launched, ...]:
 def matmul_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
     """Return GEMM kernels of cuBLAS, CUTLASS or Triton by their usual names; if there are none, the longest kernel."""
     kernels = [one for one in launched if one.kind == "kernel"]
-    found = [one for one in kernels if _MATMUL.search(one.name) and not _NOT_MATMUL.search(one.name)]
+    found = [one for one in kernels if is_gemm_kernel(one.name)]
     return tuple(found or sorted(kernels, key=lambda one: -one.duration_us)[:1])
 
 

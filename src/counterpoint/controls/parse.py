@@ -111,3 +111,10 @@ _KNOBS = (  # streams first: green contexts take over the priorities of the stre
 
 KEYS: dict[str, str] = {key: values for knob in _KNOBS for key, values in knob.keys.items()}
 """Every key and its allowed values in words; "" for a key without a value."""
+
+VARIABLES: dict[str, str] = {
+    "max_ctas": "NCCL_MAX_CTAS",
+    "min_ctas": "NCCL_MIN_CTAS",
+    "cga_cluster": "NCCL_CGA_CLUSTER_SIZE",
+}
+"""By key, the variable of the environment that sets it to the same value for all groups of NCCL made from then on."""

@@ -29,6 +29,7 @@ class CommRows:
     bytes: I64  # of the full array, as nccl-tests counts
     sent: I64  # bytes of this rank's own input and output; -1: not stated
     received: I64
+    dtype: tuple[str | None, ...]  # as torch names it: "bfloat16"
     size: I32  # ranks in the group; 0: not stated
     ctas: I32  # blocks of the kernel; 0 for copies; -1 unknown
     first: I32  # first and last row of GpuOps
@@ -72,6 +73,7 @@ def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
         bytes=np.array([_bytes(*row) for row in zip(infos, ops, size.tolist(), copied, strict=True)], np.int64),
         sent=np.array([_payload(info and info.in_nelems, info) for info in infos], np.int64),
         received=np.array([_payload(info and info.out_nelems, info) for info in infos], np.int64),
+        dtype=tuple(classify.torch_dtype(info.dtype) if info else None for info in infos),
         size=size,
         ctas=np.where(copy, 0, np.where(grid[:, 0] > 0, grid.prod(axis=1), -1)).astype(np.int32),
         first=first.astype(np.int32),

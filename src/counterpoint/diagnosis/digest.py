@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
 
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
+
+_DIMS = 8  # most of a tensor that counts as a factor of a product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,19 +124,30 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
     return host.start[rows], host.stream[rows], waited
 
 
-def _product_flops(dims: list[list[int]]) -> float:
-    """Return 2·M·N·K, times the batch, of the first two adjacent inputs whose shapes fit a matrix product.
+def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
+    """Return M, N, K and the batch of the matrix product that takes inputs of these shapes; None if none does.
 
-    `aten::addmm` puts its bias first, `aten::linear` transposes its weight; NaN where no two inputs make a product.
+    These are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
+    weight. Rows of several sequences times one matrix count as rows of one product.
+
+    Args:
+        shapes: as in the trace, "[[4096,1024],[1024,512]]".
     """
-    tensors = [d for d in dims if isinstance(d, list) and len(d) >= 2 and all(isinstance(v, int) for v in d)]
+    try:
+        dims = msgspec.json.decode(shapes, type=list[Any])
+    except msgspec.DecodeError:
+        return None
+    tensors = [d for d in dims if isinstance(d, list) and 2 <= len(d) <= _DIMS and all(map(_is_length, d))]
     for a, b in itertools.pairwise(tensors):
-        batch = math.prod(a[:-2]) if len(a) > 2 else 1
-        if a[-1] == b[-2] and (len(b) == 2 or b[:-2] == a[:-2]):
-            return 2.0 * batch * a[-2] * a[-1] * b[-1]
-        if a[-1] == b[-1] and len(b) == 2:
-            return 2.0 * batch * a[-2] * a[-1] * b[-2]
-    return float("nan")
+        if len(b) == 2 and a[-1] in b:
+            return math.prod(a[:-1]), b[1] if a[-1] == b[0] else b[0], a[-1], 1
+        if a[-1] == b[-2] and b[:-2] == a[:-2]:
+            return a[-2], b[-1], a[-1], math.prod(a[:-2])
+    return None
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 40
 
 
 def _matmul_flops(timeline: Timeline) -> F64:
@@ -146,10 +160,7 @@ def _matmul_flops(timeline: Timeline) -> F64:
         return flops
     rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0) & is_gemm[gpu.name])
     for shape in np.unique(gpu.shape[rows]).tolist():
-        try:
-            dims = msgspec.json.decode(timeline.shapes[shape])
-        except msgspec.DecodeError:
-            continue
-        by_shape[shape] = _product_flops(dims) if isinstance(dims, list) else np.nan
+        if product := matrix_product(timeline.shapes[shape]):
+            by_shape[shape] = 2.0 * math.prod(map(float, product))
     flops[rows] = by_shape[gpu.shape[rows]]
     return flops

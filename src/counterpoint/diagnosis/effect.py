@@ -66,7 +66,7 @@ def find_effect(digests: list[RankDigest], files: Sequence[str] = (), notes: Seq
     said = list(notes)
     digests = numbered(digests, said)
     for digest in digests:
-        _check_shows_copies(digest)
+        check_shows_copies(digest)
     per_rank = tuple(_effect_on(digest) for digest in digests)
     world = world_size_of(digests)
     missing = missing_ranks(digests, world)
@@ -91,7 +91,8 @@ def find_effect(digests: list[RankDigest], files: Sequence[str] = (), notes: Seq
     )
 
 
-def _check_shows_copies(digest: RankDigest) -> None:
+def check_shows_copies(digest: RankDigest) -> None:
+    """Raise BadTrace if a rank's trace cannot show which copies between GPUs a program made."""
     if digest.device.name == "cpu":
         raise BadTrace(
             "a trace without a GPU, and copies by copy engines can only be seen on GPUs; give traces of ranks with "

@@ -27,6 +27,7 @@ from counterpoint.records.machine import Check, Checkup
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
 _NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # probes would run slower with it; it has a check of its own
+_NO_GPU = "no GPU whose figures could be looked up"
 
 R = TypeVar("R", bound=Record)
 
@@ -97,22 +98,20 @@ def collect_readings(
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
     """Return all checks of one machine, `torch_runtime` only if `torch`; profile None: the one shipped for its GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
-    profile = profile or shipped_profile(names[0] if names else None)
+    known = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
     checks += [torch_runtime(readings)] if torch else []
-    checks += [_profile(names, profile)]
+    checks += [_profile(known) if names or profile else not_seen("profile", _NO_GPU)]
     return Checkup(
         host=readings.host,
         gpus=tuple(names),
         driver=readings.nvml.driver if readings.nvml else None,
-        checks=(*answers(readings), *check_gpus(readings), *checks, *environment(readings, profile)),
+        checks=(*answers(readings), *check_gpus(readings), *checks, *environment(readings, known)),
     )
 
 
-def _profile(names: list[str], profile: Profile) -> Check:
-    """Return a check that says whether the figures of the profile were measured on this kind of GPU."""
-    if not names:
-        return not_seen("profile", "no GPU whose figures could be looked up")
+def _profile(profile: Profile) -> Check:
+    """Return a check that says which figures of the profile were measured on this kind of GPU, and when."""
     return fine("profile", str(profile), digest=profile.digest)
 
 

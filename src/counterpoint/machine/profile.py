@@ -1,14 +1,15 @@
-"""Read the file of what was measured on one kind of machine: rates, crossovers, contention, what GEMMs reach.
+"""Read and write the file of what was measured on one kind of machine: rates, crossovers, contention, what GEMMs reach.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
-describes the groups. A file may leave groups out. What a GPU's own profile lacks is taken from the default one, and
-`Profile.note` says so. A user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
+describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
+lacks is taken from the one shipped for its GPU, what that lacks from the default one, and `Profile.note` says so. A
+user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -47,6 +48,8 @@ class _Group(_Strict, frozen=True, kw_only=True):
 
     source: Text = ""
     date: Text = ""
+    # median of (p90 - p10) / median over the times that the figures are from; None: not known
+    time_spread: Annotated[float, Meta(ge=0, le=1e6)] | None = None
 
 
 class Rates(_Group, frozen=True, kw_only=True):
@@ -97,7 +100,7 @@ class Chip(_Group, frozen=True, kw_only=True):
 
 
 class Contention(_Group, frozen=True, kw_only=True):
-    """Holds what can only be measured while a GEMM and an NCCL collective run together; `benchmarks/fit` fits it."""
+    """Holds what can only be measured while a GEMM and an NCCL collective run together."""
 
     compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
     comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
@@ -165,33 +168,49 @@ class Profile(_Strict, frozen=True, kw_only=True):
     contention: Contention
     mechanisms: dict[Name, Disturbance]
     efficiency: Efficiency
-    # by group, the GPU that the figures are of. Not part of a file
+    # by group, why it is not in the file although it was to be measured
+    left_out: dict[Name, Text] = msgspec.field(default_factory=dict)
+    # by group, the GPU that the figures are of; by "mechanisms.NAME" and "efficiency.FIELD" that of parts which are
+    # not the group's own. Not part of a file
     measured_on: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Return a hash of all figures, 16 hexadecimal digits; the GPU, sources and dates do not change it."""
+        """Return a hash of all figures, 16 hexadecimal digits; the GPU, sources, dates and spreads do not change it."""
         figures = {group: _figures(msgspec.to_builtins(getattr(self, group))) for group in GROUPS}
         return blake2b(msgspec.json.encode(figures, order="deterministic"), digest_size=8).hexdigest()
 
     @property
     def is_of_this_chip(self) -> bool:
         """Return whether the rates were measured on this GPU or one of the same chip, not assumed from another."""
-        return self.measured_on.get("rates", self.gpu) == self.gpu or self.gpu in self.same_chip
+        origin = self.measured_on.get("rates", self.gpu)
+        return origin in (self.gpu, _as_shipped(self.gpu)) or self.gpu in self.same_chip
 
     def note(self, groups: Iterable[str] = ()) -> str:
-        """Return a sentence that names the groups (default: of all) not measured on this GPU; "" if all were."""
-        other: dict[str, list[str]] = {}
-        for group in tuple(groups) or GROUPS:
-            if (origin := self.measured_on.get(group, self.gpu)) != self.gpu:
-                other.setdefault(origin, []).append(group)
-        parts = [f"{', '.join(names)} of {origin}" for origin, names in other.items()]
-        return f"not measured on {self.gpu}, assumed: {'; '.join(parts)} (docs/reference/profile.md)" if parts else ""
+        """Return a sentence that names the groups (default: of all) not measured on this GPU; "" if all were.
+
+        Single mechanisms and fields of a group that was measured are named, too.
+        """
+        asked, other = tuple(groups) or GROUPS, dict[str, list[str]]()
+        for part, origin in self.measured_on.items():
+            if origin != self.gpu and part.partition(".")[0] in asked:
+                other.setdefault(origin, []).append(part)
+        if not other:
+            return ""
+        said = "; ".join(f"{', '.join(_joined(names))} of {origin}" for origin, names in other.items())
+        why = "not in the file" if list(other) == [_as_shipped(self.gpu)] else f"not measured on {self.gpu}"
+        return f"{why}, assumed: {said} (docs/reference/profile.md)"
 
     def __str__(self) -> str:
-        return self.note() or f"measured on {self.gpu}, {self.rates.date}"
+        note = self.note()
+        if note and self.measured_on.get("rates", self.gpu) != self.gpu:
+            return note
+        return f"measured on {self.gpu}, {self.rates.date}" + (f"; {note}" if note else "")
 
 
+_ABOUT = ("source", "date", "time_spread")
+_MOST_NAMES = 4  # in a sentence
+_IN_PARTS = ("mechanisms", "efficiency")  # of which a file may have some; the other groups are complete or not there
 GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanisms", "efficiency")
 
 
@@ -252,12 +271,39 @@ def read_profile(path: Path) -> Profile:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise Misconfigured(f"{name}: {why}; give a profile as JSON (docs/reference/profile.md)") from None
+    return parse_profile(content, name)
+
+
+def parse_profile(content: bytes, name: str) -> Profile:
+    """Return the profile that a file has as its content; what it leaves out is that of the one shipped for its GPU.
+
+    Args:
+        content: JSON.
+        name: of the file, for the error.
+
+    Raises:
+        Misconfigured: it is no profile; says which field and what is allowed.
+    """
     if len(content) > MAX_BYTES:
         raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a profile has some kilobytes")
     try:
-        return _completed(content, default_profile())
+        gpu = msgspec.json.decode(content, type=_Named).gpu
+        return _completed(content, shipped_profile(gpu), _as_shipped(gpu))
     except (msgspec.DecodeError, RecursionError) as error:
         raise Misconfigured(f"{name} is no profile: {printable(str(error))}; see docs/reference/profile.md") from None
+
+
+def profile_json(profile: Profile) -> bytes:
+    """Return the file of a profile: the figures that were measured on its GPU, without those that are assumed."""
+    assumed = {part for part, origin in profile.measured_on.items() if origin != profile.gpu}
+    content: dict[str, Any] = {"gpu": profile.gpu}
+    content |= {"same_chip": profile.same_chip} if profile.same_chip else {}
+    for group in (each for each in GROUPS if each not in assumed):
+        figures = msgspec.to_builtins(getattr(profile, group))
+        content[group] = {name: _known(each) for name, each in figures.items() if f"{group}.{name}" not in assumed}
+        content[group] = _known(content[group])
+    content |= {"left_out": profile.left_out} if profile.left_out else {}
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 @cache
@@ -271,19 +317,74 @@ def _shipped() -> tuple[Profile, ...]:
     return tuple(_completed(path.read_bytes(), default_profile()) for path in sorted(_FOLDER.glob("*.json")))
 
 
-def _completed(content: bytes, default: Profile | None) -> Profile:
-    """Return the profile in a file's content; groups that the file leaves out are those of `default`."""
+class _Named(Record, frozen=True, kw_only=True):
+    """Reads the GPU of a file alone."""
+
+    gpu: Name
+
+
+def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
+    """Return the profile in a file's content; what the file leaves out is that of `default`.
+
+    Args:
+        content: JSON.
+        default: what stands in; None: the file is complete.
+        own_gpu: how the file's GPU is called where `default` has figures of it.
+
+    Raises:
+        ValidationError: it is no profile.
+    """
     given: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
     if "measured_on" in given:
         raise msgspec.ValidationError("Object contains unknown field `measured_on`")
-    missing = {} if default is None else {group: getattr(default, group) for group in GROUPS if group not in given}
-    whole = given | {group: msgspec.to_builtins(facts) for group, facts in missing.items()}
-    found = msgspec.convert(whole, Profile)
+    lacking = {} if default is None else dict(_lacking(given, default))
+    found = msgspec.convert(given | {group: figures for group, (figures, _) in lacking.items()}, Profile)
     unsourced = [group for group, facts in _groups(found) if not (facts.source and facts.date)]
     if unsourced:
         raise msgspec.ValidationError(f"{unsourced[0]} has no source or no date: give both")
-    origins = {group: found.gpu if default is None or group in given else default.gpu for group in GROUPS}
-    return msgspec.structs.replace(found, measured_on=origins)
+    sources = [text for _, facts in _groups(found) for text in (facts.source, facts.date)]
+    for text in (found.gpu, *found.same_chip, *found.mechanisms, *sources, *found.left_out, *found.left_out.values()):
+        if not text.isprintable():
+            raise msgspec.ValidationError(f"{text!r} has characters that cannot be printed: leave them out")
+    origins = {
+        part: own_gpu if own_gpu and origin == found.gpu else origin
+        for _, of_parts in lacking.values()
+        for part, origin in of_parts.items()
+    }
+    return msgspec.structs.replace(found, measured_on=dict.fromkeys(GROUPS, found.gpu) | origins)
+
+
+def _lacking(given: Mapping[str, Any], default: Profile) -> Iterator[tuple[str, tuple[dict[str, Any], dict[str, str]]]]:
+    """Yield the groups that a file lacks, wholly or in part: completed, and by part the GPU that it was measured on."""
+    for group in GROUPS:
+        facts, parts = msgspec.to_builtins(getattr(default, group)), given.get(group)
+        origin = default.measured_on[group]
+        if group not in given:
+            yield group, (facts, {group: origin})
+        elif group in _IN_PARTS and isinstance(parts, dict):
+            known = {name: figure for name, figure in facts.items() if name not in (*_ABOUT, *parts)}
+            origins = {f"{group}.{name}": default.measured_on.get(f"{group}.{name}", origin) for name in known}
+            yield group, (known | parts, origins)
+
+
+def _as_shipped(gpu: str) -> str:
+    return f"{gpu} as shipped"
+
+
+def _joined(parts: Iterable[str]) -> list[str]:
+    """Return names of groups and parts, the parts of one group together: "efficiency (depth, edge)"."""
+    found: dict[str, list[str]] = {}
+    for group, _, name in (part.partition(".") for part in parts):
+        found.setdefault(group, []).extend([name] if name else [])
+    return [
+        f"{group} ({', '.join(names) if len(names) <= _MOST_NAMES else f'{len(names)} figures'})" if names else group
+        for group, names in found.items()
+    ]
+
+
+def _known(facts: Any) -> Any:
+    """Return the facts of a group without those that are not known."""
+    return {key: each for key, each in facts.items() if each is not None} if isinstance(facts, dict) else facts
 
 
 def _groups(found: Profile) -> list[tuple[str, Any]]:
@@ -292,11 +393,11 @@ def _groups(found: Profile) -> list[tuple[str, Any]]:
 
 
 def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a group, without its source and date."""
+    """Return the figures of a group, without what is about them."""
     return {
         name: _figures(value) if isinstance(value, dict) else value
         for name, value in facts.items()
-        if name not in ("source", "date")
+        if name not in _ABOUT
     }
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -20,7 +21,7 @@ from counterpoint.machine.driver import visible_gpus
 from counterpoint.measurement.launch import STARTUP_S, VARIABLES, Progress, launch
 from counterpoint.measurement.resume import finished, resumable
 from counterpoint.measurement.suites import blocks_of, scenarios_of
-from counterpoint.records.measurement import Measurement, Outcome, Plan, Scenario
+from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
 from counterpoint.version import VERSION
 
 MIN_ROUNDS = 5  # two are dropped, and a median needs three
@@ -61,32 +62,89 @@ def measure(
         Unsupported: no torch, fewer than two GPUs, what a rank found missing, or no mechanism that can run.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
+    ranks = count_ranks(device, world_size)
+    scenarios = scenarios_of(suite, device=device, mechanisms=mechanisms)
+    blocks = blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms)
+    return measure_parts(
+        suite, (*scenarios, *blocks), device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
+        partial=partial, fresh=fresh, progress=progress,
+    )  # fmt: skip
+
+
+def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -> int:
+    """Return the number of ranks to start: `world_size`, or all visible GPUs, or 2 on CPUs.
+
+    Raises:
+        Misconfigured: this process is one of several ranks, or so many ranks or such a device are not there.
+        Unsupported: no torch, or fewer than two GPUs. `verb` is the command that the text names.
+    """
     if "RANK" in os.environ:
         raise Misconfigured(
-            f"RANK={os.environ['RANK']} is set, so this already is one of several ranks; measure starts its own: "
+            f"RANK={os.environ['RANK']} is set, so this already is one of several ranks; {verb} starts its own: "
             "run it once, without torchrun (or unset RANK)"
         )
-    torch = _torch_version()
+    _torch_version(verb)
     if device not in ("cuda", "cpu"):
         raise Misconfigured(f"device {device!r}; allowed: cuda, cpu")
-    gpus = _gpus() if device == "cuda" else ()
-    ranks = _world_size(device, world_size, len(gpus))
+    return _world_size(device, world_size, len(_gpus(verb)) if device == "cuda" else 0)
+
+
+def measure_parts(
+    suite: str,
+    parts: Sequence[Scenario | Block],
+    *,
+    device: str,
+    world_size: int,
+    rounds: int,
+    timeout_s: float,
+    budget_s: float | None = None,
+    partial: Path | None = None,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure scenarios and building blocks in the order given; `measure` and `tune` start ranks here and nowhere else.
+
+    Args:
+        suite: what the parts are called together.
+        parts: their names differ.
+        device: as of `measure`.
+        world_size: ranks, by `count_ranks`.
+        rounds: as of `measure`.
+        timeout_s: as of `measure`.
+        budget_s: seconds from now after which nothing more is measured; what is then missing has no rows.
+            None: everything is measured.
+        partial: as of `measure`.
+        fresh: as of `measure`.
+        progress: as of `measure`.
+
+    Returns:
+        As `measure`.
+
+    Raises:
+        Misconfigured: `rounds` or `timeout_s` is not allowed, or `partial` is of another run.
+        Unsupported: as of `measure`.
+        PeerTimeout: as of `measure`.
+    """
+    until_s = None if budget_s is None else time.monotonic() + budget_s
+    gpus, torch = _gpus() if device == "cuda" else (), _torch_version()
     if rounds < MIN_ROUNDS:
         raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
     if not timeout_s > 0:
         raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
-    with _run_folder() as folder:
+    with run_folder() as folder:
         results = partial or folder / "results.jsonl"
         plan = Plan(
             suite=suite,
             device="cuda" if device == "cuda" else "cpu",
-            world_size=ranks,
-            scenarios=scenarios_of(suite, device=device, mechanisms=mechanisms),
-            blocks=blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms),
+            world_size=world_size,
+            scenarios=tuple(part for part in parts if isinstance(part, Scenario)),
+            blocks=tuple(part for part in parts if isinstance(part, Block)),
             rounds=rounds,
             timeout_s=min(timeout_s + 2 * STARTUP_S, MAX_WAIT_S),  # `launch` gives up first, and says who was where
             results=str(results.absolute()),
             errors=str(folder / "errors"),
+            order=tuple(part.name for part in parts),
+            until_s=until_s,
         )
         names = {part.name for part in plan.parts}
         with resumable(results, _identity(plan, gpus, torch), fresh=fresh, names=names):
@@ -100,23 +158,23 @@ def measure(
             return measured
 
 
-def _torch_version() -> str:
+def _torch_version(verb: str = "measure") -> str:
     if importlib.util.find_spec("torch") is None:
-        raise Unsupported("torch is not installed; measure needs it: pip install 'counterpoint[torch]'")
+        raise Unsupported(f"torch is not installed; {verb} needs it: pip install 'counterpoint[torch]'")
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:  # built from source, on the path
         return "unknown"
 
 
-def _gpus() -> tuple[str, ...]:
+def _gpus(verb: str = "measure") -> tuple[str, ...]:
     try:
         gpus = visible_gpus()
         reason = f"{('no GPU', 'one GPU')[len(gpus)]} is visible" if len(gpus) < 2 else None
     except Unsupported as error:
         reason = f"no GPU can be used: {error}"
     if reason is not None:
-        raise Unsupported(f"{reason}; measure needs at least 2, or to try it on CPUs: --device cpu")
+        raise Unsupported(f"{reason}; {verb} needs at least 2, or to try it on CPUs: --device cpu")
     return gpus
 
 
@@ -153,7 +211,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
     environment = next((outcome.environment for outcome in reversed(outcomes) if outcome.environment), None)
     place = {part.name: index for index, part in enumerate(plan.parts)}
     missing = [name for name in place if name not in {outcome.scenario for outcome in outcomes}]
-    if environment is None or missing:
+    if environment is None or (missing and plan.until_s is None):
         lost = f"scenario {missing[0]!r}" if missing else "its environment"
         raise CounterpointError(f"the ranks ended without having measured {lost}; report this as a bug of counterpoint")
     program = Path(sys.argv[0]).name
@@ -186,9 +244,9 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 
 @contextmanager
-def _run_folder() -> Iterator[Path]:
+def run_folder(prefix: str = "counterpoint-measure-") -> Iterator[Path]:
     """Make a folder for plan, logs and errors of one run; it is kept after a PeerTimeout, whose text names the logs."""
-    folder = Path(tempfile.mkdtemp(prefix="counterpoint-measure-"))
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
     except PeerTimeout:

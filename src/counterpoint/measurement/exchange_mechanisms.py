@@ -14,9 +14,10 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.errors import Unsupported, printable
+from counterpoint.measurement.dependent import TokenExchange
+from counterpoint.measurement.sample_tokens import SampleTokens
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.suites import SYMM_MEM
-from counterpoint.measurement.token_exchange import SampleTokens, TokenExchange
 from counterpoint.parallel.expert import permute as routing
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.options import ExpertOptions

@@ -21,11 +21,12 @@ from counterpoint.collectives.host.group import torch_function
 from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
+from counterpoint.measurement.dependent import TokenExchange, find_exchange
 from counterpoint.measurement.exchange_mechanisms import FORCED, ExchangeMechanism, NcclExchange, opened_mechanism
 from counterpoint.measurement.gpu_usage import Observed, combine, read_device
 from counterpoint.measurement.rows import Samples, comm_time, play_rounds, row, time_of, why_late
+from counterpoint.measurement.sample_tokens import SampleTokens, expert_scales
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.token_exchange import SampleTokens, TokenExchange, expert_scales, find_exchange
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import find_workload, prepare
 from counterpoint.parallel.expert.layers import ExpertWeights

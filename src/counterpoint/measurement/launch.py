@@ -227,12 +227,12 @@ class Remains:
     log: str = ""
 
 
-def died(ranks: Sequence[Remains], *, during: str, logs: str) -> CounterpointError:
+def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
     """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
 
     One of our own exceptions comes first, then a signal, then other exceptions (a peer that lost its connection raises
     one too), then a rank that left only its log. A rank that only repeats what another one told it comes
-    after that one.
+    after that one. `logs` is the folder of the logs, `log` the name of that of all ranks; None: each has its own.
     """
     said = [r for r in ranks if r.failure is not None]
     told = [r for r in said if r.failure and r.failure.kind != REPEATED] or said
@@ -251,7 +251,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str) -> CounterpointErr
         same = [r for r in ranks if r.code][:1]
         last = next((line for line in reversed(same[0].log.splitlines()) if line.strip()), "it left no word")
         reason = f"{_names(same)} exited with {same[0].code} {during}: {printable(last.strip(), 160)}"
-    return PeerTimeout(f"{reason}; log: {logs}/rank{same[0].rank}.log", ranks=_ranks(same))
+    return PeerTimeout(f"{reason}; log: {logs}/{log or f'rank{same[0].rank}.log'}", ranks=_ranks(same))
 
 
 def _alike(told: Sequence[Remains], failure: RankFailure) -> list[Remains]:

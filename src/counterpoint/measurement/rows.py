@@ -79,7 +79,7 @@ def timing(per_rank: Sequence[Sequence[float]]) -> Timing:
     medians = tuple(median for _, median, _ in quantiles)
     rank = max(range(len(medians)), key=medians.__getitem__)
     p10, median, p90 = quantiles[rank]
-    return Timing(us=median, p10_us=p10, p90_us=p90, rank=rank, per_rank_us=medians)
+    return Timing(us=median, p10_us=p10, p90_us=p90, rank=rank, per_rank_us=medians, runs=len(per_rank[rank]))
 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:

@@ -23,14 +23,15 @@ from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.machine.profile import profile_of
 from counterpoint.measurement.collective import collectives, elements_of, memory_bytes
+from counterpoint.measurement.costs import is_cost, measure_cost
+from counterpoint.measurement.dependent import is_dependent, is_exchange
 from counterpoint.measurement.expert import measure_exchange
 from counterpoint.measurement.gpu_usage import Observed, combine, observe, observe_compute, read_device
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.measurement.open_mechanisms import Opened, OpenedAll, memory_of, offered, open_all, open_mechanism
 from counterpoint.measurement.rows import comm_time, compute_time, play_rounds, row, time_of, why_late
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.tensor import is_dependent, measure_dependent
-from counterpoint.measurement.token_exchange import is_exchange
+from counterpoint.measurement.tensor import measure_dependent
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import Workload, find_workload, prepare
 from counterpoint.pair.choice import choose_gemm_sms
@@ -258,6 +259,8 @@ def measure_block(session: Session, block: Block, plan: Plan) -> Outcome:
         return measure_dependent(session, block, plan)
     if is_exchange(block.what):
         return measure_exchange(session, block, plan)
+    if is_cost(block.what):
+        return measure_cost(session, block, plan)
     if block.what not in collectives():
         return _compute_block(session, block, plan)
     rows: list[BlockRow] = []

@@ -61,6 +61,11 @@ class Session:
         """Return the name of this rank's GPU; None on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.is_cuda else None
 
+    def synchronize(self) -> None:
+        """Wait until this rank's GPU has done all that was queued; a CPU has."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of ranks."""
         return gather_values(self._hosts, value)

@@ -5,20 +5,21 @@ zero-SM collectives need next to a GEMM; `conccl`, `resource-aware` and `forum` 
 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
 337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from
 (docs/design/pair.md); `blocks` building blocks alone; `tensor` matmuls that depend on communication, by every way to
-run them; `expert` tokens that travel to their experts and back, alone and beside compute; `full` everything else.
+run them; `expert` tokens that travel to their experts and back, alone and beside compute; `machine` what
+`counterpoint tune --machine` fits a profile to, in under two minutes; `full` everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, product
 
 import msgspec
 
 from counterpoint.collectives.program.operations import OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS
+from counterpoint.measurement.mechanisms import BASES, find_mechanism
 from counterpoint.measurement.workloads import llama_layer
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
@@ -186,25 +187,8 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
     return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayer:
-    """Represents the experts of a layer: gated feed-forward blocks, of which each token visits `top_k`."""
-
-    hidden: int
-    ffn: int
-    experts: int
-    top_k: int
-
-
-EXPERT_LAYERS = {
-    "qwen3-30b-a3b": ExpertLayer(hidden=2048, ffn=768, experts=128, top_k=8),
-    "mixtral-8x7b": ExpertLayer(hidden=4096, ffn=14336, experts=8, top_k=2),
-    "deepseek-v3": ExpertLayer(hidden=7168, ffn=2048, experts=256, top_k=8),
-    "tiny": ExpertLayer(hidden=64, ffn=32, experts=8, top_k=2),  # for CPUs
-}
 EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "push", "slabs", "auto")
 EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
-ROUTINGS = ("uniform", "zipf", "one-hot")
 
 
 def _expert_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
@@ -235,6 +219,78 @@ def _chosen(suite: str, mechanisms: Sequence[str] | None, there: Sequence[str]) 
     return chosen
 
 
+CAPPED = "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116"  # `nccl_capped` of a profile
+LASTING = f"lasting {GEMM}"
+BURSTS = ("gemm 4096x4096x4096", "gemm 2048x2816x8192")  # too short for the power limit
+STREAM = "elementwise 536870912"
+SUM = f"sum {1 << 30}"
+MACHINE_LOADS = (GEMM, "llama-8b layer 4096")
+FEW_SMS = ("zero_sm+gemm_sms=124", "zero_sm+gemm_sms=116")  # beside which few SMs add up
+_CPU_GEMM = "gemm 512x512x512*8"
+_MACHINE_SIZES = {
+    "cuda": tuple(1 << power for power in range(16, 31, 2)),  # 64 KiB to 1 GiB
+    "cpu": tuple(1 << power for power in (14, 18, 22)),
+}
+_CTA_SIZES = (32 << 20, 256 << 20, 1 << 30)
+_CTA_LIMITS = ("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (4, 8, 16)), "nccl+max_ctas=16+cga_cluster=2")
+
+
+def _machine_pairs(device: str) -> tuple[Scenario, ...]:
+    """Return pairs that tell what both sides lose; on GPUs also how SMs are divided, and how fast few of them sum.
+
+    A collective that waits for one GEMM slips in between several: a layer counts as much as a GEMM.
+    """
+    if device == "cpu":
+        return tuple(_sized(_CPU_GEMM, name, 4, ("gloo", "zero_sm")) for name in ("all_gather", "all_reduce"))
+    divided = {
+        "all_gather": (CAPPED, "nccl+max_ctas=8+gemm_sms=124"),
+        "all_reduce": (CAPPED, "nccl+max_ctas=8+gemm_sms=124", *FEW_SMS),
+        "reduce_scatter": FEW_SMS,
+    }
+    return tuple(
+        scenario
+        for workload, collective in product(MACHINE_LOADS, ("all_gather", "all_to_all", *REDUCTIONS))
+        for scenario in _pairs(
+            (workload,),
+            (collective,),
+            (0.5, 2),
+            ("nccl", "nccl_zero_cta", "zero_sm", *(divided.get(collective, ()) if workload == GEMM else ())),
+        )
+    )
+
+
+def _machine_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
+    """Return collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum and launches.
+
+    Raises:
+        Misconfigured: mechanisms are given; a profile needs all.
+    """
+    if mechanisms:
+        raise Misconfigured("suite 'machine' measures all that a profile holds: it takes no --mechanism")
+    stock_and_own = BASES[device][0], "zero_sm"
+    both = [name for name in OPERATIONS if {"torch", "programs"} <= OPERATIONS[name].measured_by]
+    alone = tuple(
+        Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in both
+    )
+    launches = tuple(
+        Block(name=name, what=name, mechanisms=("stock",)) for name in ("launch kernel", "launch collective")
+    )
+    if device == "cpu":
+        return (*alone, *launches)
+    ctas = tuple(
+        Block(name=f"{name} by CTAs", what=name, mechanisms=_CTA_LIMITS, sizes_bytes=_CTA_SIZES)
+        for name in ("all_gather", "all_reduce")
+    )
+    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in (124, 116, 108)))
+    return (
+        *alone,
+        *ctas,
+        Block(name=f"{GEMM} by SMs", what=GEMM, mechanisms=by_sms),
+        *(Block(name=what, what=what, mechanisms=("stock",)) for what in (*BURSTS, STREAM, SUM, LASTING)),
+        *launches,
+    )
+
+
 SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
     "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
@@ -247,6 +303,7 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "forum": lambda: _pairs((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
     "budget": _budget,
     "blocks": lambda: (),
+    "machine": lambda: _machine_pairs("cuda"),
     "tensor": lambda: (),
     "expert": lambda: (),
     "full": lambda: _pairs(
@@ -257,22 +314,24 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
 }
 
 BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, "blocks": _blocks}
-_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks}  # with mechanisms of their own, on CPUs, too
+# with mechanisms of their own, on CPUs, too
+_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks, "machine": _machine_blocks}
 
 
 def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
     """Return the pairs of a suite, by `mechanisms` or by its own; raise Misconfigured for a wrong name."""
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
+    if suite == "machine":
+        return _machine_pairs(device)
     if suite in _OWN_BLOCKS:
         return ()
     for name in mechanisms or ():
         find_mechanism(name, device)
     if device == "cpu":
         if suite != "quick":
-            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick, {' and '.join(_OWN_BLOCKS)}")
-        workload = "gemm 512x512x512*8"
-        return _pairs((workload,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
+            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick, {', '.join(_OWN_BLOCKS)}")
+        return _pairs((_CPU_GEMM,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
     scenarios = SUITES[suite]()
     if mechanisms:
         if not scenarios:
@@ -285,7 +344,7 @@ def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = 
 def blocks_of(
     suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None
 ) -> tuple[Block, ...]:
-    """Return the building blocks of a suite: `blocks`, `budget`, `tensor` and `expert` have some, others none.
+    """Return the building blocks of a suite; some have none.
 
     Args:
         suite: its name.
@@ -294,7 +353,7 @@ def blocks_of(
         mechanisms: those of `tensor` and `expert` to measure; None: all.
 
     Raises:
-        Misconfigured: the suite has no such mechanism.
+        Misconfigured: the suite has no such mechanism, or takes none.
     """
     if suite in _OWN_BLOCKS:
         return _OWN_BLOCKS[suite](device, world_size, mechanisms)

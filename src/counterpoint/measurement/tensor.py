@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed._symmetric_memory  # noqa: F401 - registers torch's fused operations
@@ -23,11 +22,12 @@ from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import profile_of
 from counterpoint.measurement.collective import Comm, allocate, relative_error
+from counterpoint.measurement.dependent import DependentMatmul, find_dependent
 from counterpoint.measurement.rows import comm_time, compute_time, play_rounds, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.suites import SYMM_MEM
 from counterpoint.measurement.trial import Trial
-from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, hiding_of
+from counterpoint.pair.arrivals import ShardedMatmul, hiding_of
 from counterpoint.pair.row_curves import RowCurve
 from counterpoint.parallel.tensor.group import TensorGroup
 from counterpoint.parallel.tensor.matmul import Weight
@@ -37,55 +37,8 @@ from counterpoint.records.measurement import Block, BlockRow, Outcome, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPERATIONS = get_args(TensorOperation)
 _FORCED = ("serial", "cuts", "flagged")  # mechanisms that a call may be unable to take
 _MATMUL = "matmul alone"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DependentMatmul:
-    """Represents a matmul [m, k] @ [k, n] on each rank whose rows are gathered before it, or scattered after it."""
-
-    operation: TensorOperation
-    m: int  # rows of all ranks
-    n: int  # columns on each rank
-    k: int
-
-    @property
-    def collective(self) -> str:
-        """Return PyTorch's name of the communication."""
-        return "all_gather" if self.operation == "all_gather_matmul" else "reduce_scatter"
-
-    @property
-    def moved(self) -> int:
-        """Return the elements of the full array that is communicated."""
-        return self.m * (self.k if self.operation == "all_gather_matmul" else self.n)
-
-    @property
-    def flops(self) -> int:
-        """Return the FLOPs of the matmul on one rank."""
-        return 2 * self.m * self.n * self.k
-
-    def memory_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a rank needs at most: operands, buffers and results, and some in float64 to compare."""
-        operands, product = self.m * self.k + self.k * self.n, self.m * self.n
-        return itemsize * (6 * operands + 8 * product) + 8 * (operands + 3 * product)
-
-
-def is_dependent(what: str) -> bool:
-    """Return whether the name of a building block is that of a `DependentMatmul`."""
-    return what.partition(" ")[0] in _OPERATIONS
-
-
-def find_dependent(what: str) -> DependentMatmul:
-    """Return the `DependentMatmul` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
-    found = re.fullmatch(rf"({'|'.join(_OPERATIONS)}) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", what)
-    if found is None:
-        forms = ", ".join(f"{name} MxNxK" for name in _OPERATIONS)
-        raise Misconfigured(f"there is no matmul {printable(what)!r}; write one of: {forms}")
-    name, *sizes = found.groups()
-    m, n, k = map(int, sizes)
-    return DependentMatmul(operation=name, m=m, n=n, k=k)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,9 +93,13 @@ class Worker:
         done = set(session.gather(here)[0])
         calibration = Calibration()
         environment = _environment(session) if session.rank == 0 else None
+        longest_s = 0.0  # of the parts so far
         for part in self.plan.parts:
             if part.name in done:
                 continue
+            began = time.monotonic()
+            if longest_s and session.gather(began + longest_s > (self.plan.until_s or math.inf))[0]:
+                break
             self.scenario = part.name
             if isinstance(part, Block):
                 outcome = measure_block(session, part, self.plan)
@@ -103,6 +109,7 @@ class Worker:
                 with results.open("ab") as file:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
                 environment = None
+            longest_s = max(longest_s, time.monotonic() - began)
 
     def leave(self, error: Exception) -> None:
         """Write a `RankFailure` that says why this rank ends, whole or not at all."""

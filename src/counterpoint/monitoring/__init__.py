@@ -1,6 +1,6 @@
 """Watch a training while it runs: record two steps now and then, diagnose them beside it, say one line.
 
-`counterpoint.watch` is api.py: it counts steps, and no fault of its own reaches the training. recording.py has the
-profiler, beside.py the process that reads and diagnoses, exporters.py where its answer goes besides the log.
+`counterpoint.watch` is api.py: no fault of its own reaches the training. optimizer_steps.py counts steps, recording.py
+has the profiler, beside.py the process that reads and diagnoses, exporters.py where its answer goes besides the log.
 lightning.py and trainer.py are callbacks for PyTorch Lightning and Hugging Face's Trainer; nothing else imports them.
 """

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +23,10 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from counterpoint.errors import CounterpointError, Misconfigured, printable
 from counterpoint.monitoring import beside
+from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.monitoring.recording import OtherProfilers, Recording
 from counterpoint.records.watch import WatchedStep
 
@@ -85,9 +84,8 @@ class TrainingWatch:
         self.count = 0
         self._every, self._steps, self._folder = every, steps, folder
         self._exporters, self._settings = exporters, settings
-        self._pid, self._thread = os.getpid(), 0
-        self._hook: Any = None
-        self._optimizer: weakref.ref[Any] | None = None
+        self._pid = os.getpid()
+        self._optimizer_steps: OptimizerSteps | None = None
         self._recording: Recording | None = None
         self._unrecorded = (0, 0.0)  # step and time since which nothing is recorded
         self._usual_us: float | None = None  # of a step that is not recorded
@@ -100,8 +98,7 @@ class TrainingWatch:
         self._handler: logging.Handler | None = None
 
     def __enter__(self) -> TrainingWatch:
-        self._thread = threading.get_ident()
-        self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+        self._optimizer_steps = OptimizerSteps(self._advance)
         return self
 
     def __exit__(
@@ -114,9 +111,9 @@ class TrainingWatch:
 
         Who calls it is counted by these calls alone.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.remove()
+            self._optimizer_steps = None
             if self.count:
                 return  # the optimizer has counted this step
         self._advance()
@@ -125,9 +122,9 @@ class TrainingWatch:
         """End the watch: wait up to `linger` seconds for a diagnosis under way, and leave no process or file behind."""
         if self._closing or os.getpid() != self._pid:
             return
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.remove()
+            self._optimizer_steps = None
         try:
             self._drop()
             self._others.ignore()
@@ -145,15 +142,6 @@ class TrainingWatch:
                 log.removeHandler(self._handler)
         except Exception as error:
             log.warning("could not end cleanly: %s", _said(error))
-
-    def _optimizer_stepped(self, optimizer: object, *_: Any) -> None:
-        """Count a step of the first optimizer, in the thread of the training: of several, each steps once a step."""
-        if threading.get_ident() != self._thread:
-            return
-        if self._optimizer is None or self._optimizer() is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
-            self._advance()
 
     def _advance(self) -> None:
         """Begin, go on with or end a recording at the end of a step."""

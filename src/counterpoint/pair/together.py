@@ -56,8 +56,11 @@ class Pair:
     order: Order = "together"  # which side is launched first
 
 
-def together_us(pair: Pair, profile: Profile, model: Model | None = None) -> float:
-    """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names."""
+def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
+    """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names.
+
+    `gemm_sms` are the SMs that GEMMs are limited to beside a zero-SM reduction: only the model `sums` knows them.
+    """
     model = model or model_for(pair)
     if model == "waves":
         return _played_us(pair, profile)
@@ -71,7 +74,7 @@ def together_us(pair: Pair, profile: Profile, model: Model | None = None) -> flo
         comms = ((pair.collective, comm_us),)
         return head_us + kept_us(compute_us, comms, kept, persistent=profile.efficiency.persistent)
     rest = replace(pair, compute_us=compute_us, comm_us=comm_us)
-    return head_us + reduced_us(rest, pair.layout.num_sms, profile)
+    return head_us + reduced_us(rest, gemm_sms or pair.layout.num_sms, profile)
 
 
 def model_for(pair: Pair) -> Model:

@@ -3,6 +3,7 @@
 - `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor (`tensor/`) and expert parallelism (`expert/`).
 - `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
 - `expert/`: tokens of expert parallelism on their way to the experts and back.
+- `tuned.py`: reads what `counterpoint tune` chose, equally on all ranks, for all of them.
 - `backend/`: a backend of torch.distributed, for everything else.
 - `background.py`: the thread that launches reductions of gradient buckets.
 - `arguments.py`: the arguments that torch gives to both.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,9 +24,11 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.multihost.communicator import AnyCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.backend.group import CounterpointGroup
+from counterpoint.parallel.backend.group import CounterpointGroup, torch_group
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces, pieces
+from counterpoint.parallel.tuned import FollowedTuning, follow_together
 from counterpoint.records import Record
+from counterpoint.records.tuning import Tuned
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"
 
@@ -65,6 +68,9 @@ class DdpReport(Record, frozen=True, kw_only=True):
         copied: buckets that were copied from a landing.
         num_bytes: bytes of all these buckets.
         by_torch: buckets that torch reduced, after `restore`.
+        left: buckets that torch reduced, as the tuning chose.
+        choices: what the tuning chose for buckets so far, and why.
+        tuned: which file is followed, and how many of its choices so far; empty: none is named.
     """
 
     ranks: int
@@ -73,6 +79,9 @@ class DdpReport(Record, frozen=True, kw_only=True):
     copied: int
     num_bytes: int
     by_torch: int
+    left: int = 0
+    choices: tuple[str, ...] = ()
+    tuned: str = ""
 
     def __str__(self) -> str:
         wire = f", sent as {self.wire_dtype}" if self.wire_dtype else ""
@@ -80,7 +89,9 @@ class DdpReport(Record, frozen=True, kw_only=True):
             f"DDP over {self.ranks} ranks: {self.in_place} buckets in place, {self.copied} copied from a landing, "
             f"{self.num_bytes / 1e6:,.1f} MB{wire}"
         )
-        return text + (f"; {self.by_torch} by torch since restore()" if self.by_torch else "")
+        text += f"; {self.left} by torch, as tuned" if self.left else ""
+        text += f"; {self.by_torch} by torch since restore()" if self.by_torch else ""
+        return "\n".join([text, *self.choices, *([f"tuned: {self.tuned}"] if self.tuned else [])])
 
 
 class HookState:
@@ -91,13 +102,16 @@ class HookState:
     Args:
         group: the model's process group; None: the default one. One of backend `counterpoint` lends its communicator.
         options: None: the defaults.
+        tuning: chooses which buckets are left to torch, unless `wire_dtype` is given; None: none is.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
         Misconfigured: options are given for a group of backend `counterpoint`, which has its own, but `wire_dtype`.
     """
 
-    def __init__(self, group: Any = None, *, options: DdpOptions | None = None) -> None:
+    def __init__(
+        self, group: Any = None, *, options: DdpOptions | None = None, tuning: FollowedTuning | None = None
+    ) -> None:
         self.group: Any = dist.group.WORLD if group is None else group
         self._wire = None if options is None else options.wire_dtype
         lender = self.group if isinstance(self.group, CounterpointGroup) else None
@@ -116,7 +130,8 @@ class HookState:
             communicator = Communicator(self.group, options=replace(options, chunk_bytes=chunk_bytes))
         self.communicator: AnyCommunicator = communicator
         self._background = lender.background() if lender is not None else Background(communicator)
-        self._in_place = self._copied = self._num_bytes = self._by_torch = 0
+        self._in_place = self._copied = self._num_bytes = self._by_torch = self._left = 0
+        self._tuning, self._choices = tuning, dict[str, None]()
         self._is_on = True
 
     def report(self) -> DdpReport:
@@ -128,6 +143,9 @@ class HookState:
             copied=self._copied,
             num_bytes=self._num_bytes,
             by_torch=self._by_torch,
+            left=self._left,
+            choices=tuple(self._choices),
+            tuned="" if self._tuning is None else str(self._tuning),
         )
 
     def close(self) -> None:
@@ -140,7 +158,11 @@ class HookState:
     def average(self, bucket: Tensor) -> Future:
         """Replace a flat bucket by its average over all ranks, behind the current stream; return a future of it."""
         if not self._is_on:
-            return self._averaged_by_torch(bucket)
+            self._by_torch += 1
+            return _averaged_by_torch(bucket, self.group)
+        if self._is_left(bucket):
+            self._left += 1
+            return _averaged_by_torch(bucket, torch_group(self.group))
         values = torch.view_as_real(bucket).view(-1) if bucket.is_complex() else bucket
         wire = self._wire if self._wire is not None and values.dtype.itemsize > self._wire.itemsize else None
         if wire is not None or self.communicator.is_symmetric(values):
@@ -189,12 +211,24 @@ class HookState:
         communicator.all_gather(whole, mine, channel=channel)
         values.copy_(whole.view(-1)[: values.numel()])
 
-    def _averaged_by_torch(self, bucket: Tensor) -> Future:
-        self._by_torch += 1
-        bucket.div_(dist.get_world_size(self.group))
-        work: Any = dist.all_reduce(bucket, group=self.group, async_op=True)
-        chained: Future = work.get_future().then(lambda done: done.value()[0])
-        return chained
+    def _is_left(self, bucket: Tensor) -> bool:
+        """Return whether the tuning leaves such a bucket to torch."""
+        if self._tuning is None or self._wire is not None:
+            return False
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        ranks = self.communicator.world_size
+        choice = self._tuning.find("all_reduce", ranks=ranks, num_bytes=bucket.nbytes, dtype=dtype)
+        if choice is None:
+            return False
+        self._choices[f"all_reduce of {bucket.nbytes / 1e6:,.1f} MB: {choice.why}"] = None
+        return choice.stays
+
+
+def _averaged_by_torch(bucket: Tensor, group: Any) -> Future:
+    bucket.div_(dist.get_world_size(group))
+    work: Any = dist.all_reduce(bucket, group=group, async_op=True)
+    chained: Future = work.get_future().then(lambda done: done.value()[0])
+    return chained
 
 
 def hook(state: HookState, bucket: GradBucket) -> Future:
@@ -260,14 +294,23 @@ class OverlappedDdp:
     Args:
         model: no backward pass was run yet, and it has no hook.
         options: None: the defaults.
+        tuned: as in `overlap`.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
-        Misconfigured: the model has a hook, or has run a backward pass.
+        Misconfigured: the model has a hook, or has run a backward pass; a tuning that cannot be read or is not the same
+            on all ranks.
     """
 
-    def __init__(self, model: DistributedDataParallel, options: DdpOptions | None = None) -> None:
-        state = HookState(model.process_group, options=options)
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        options: DdpOptions | None = None,
+        tuned: Tuned | str | Path | None = None,
+    ) -> None:
+        group, device_type = model.process_group, next(model.parameters()).device.type
+        tuning = follow_together(tuned, [group], device_type=device_type)
+        state = HookState(group, options=options, tuning=tuning)
         try:
             model.register_comm_hook(state, hook)
         except (RuntimeError, ValueError) as error:
@@ -277,6 +320,9 @@ class OverlappedDdp:
             ) from error
         self._state = state
         self._buckets = SymmetricBuckets(model, state.communicator)
+        self._limit = ExitStack()
+        if tuning is not None:
+            tuning.limit_gemms(self._limit, device_type)
 
     def __enter__(self) -> OverlappedDdp:
         return self
@@ -300,5 +346,6 @@ class OverlappedDdp:
 
         DDP keeps the hook for good, which from then on only calls torch.
         """
+        self._limit.close()
         self._buckets.remove()
         self._state.close()

@@ -8,12 +8,16 @@
 From then on every FSDP2 module gathers its parameters and scatters its gradients through a `Communicator`: by copy
 engines and stream memory operations, which no resident kernel can hold up. Nothing else changes: not the values, not
 the optimizer, not the checkpoints. `print(overlapped)` says what was done; `overlapped.restore()` takes it back.
+
+`overlap(model, tuned="counterpoint.toml")` follows what `counterpoint tune` chose for each collective (`tuned.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, overload
 
@@ -21,18 +25,16 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
-    copied_why,
     discard_pass,
     is_unfinished,
     outermost,
-    present_hooks,
     refuse_unfinished,
-    set_hooks,
     sharded_modules,
     unmanaged_bytes,
 )
 from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.report import OverlappedModule, OverlapReport
+from counterpoint.records.tuning import Tuned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,9 +42,10 @@ if TYPE_CHECKING:
 
     from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
     from counterpoint.parallel.expert.layers import ExpertLayerOptions
+    from counterpoint.parallel.fsdp.hooked import HookedModule, ModuleChoice
     from counterpoint.parallel.fsdp.hooks import Communicators
-    from counterpoint.parallel.fsdp.slots import ModuleParameters
     from counterpoint.parallel.tensor.plans import TensorOptions
+    from counterpoint.parallel.tuned import FollowedTuning
 
 
 STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
@@ -100,15 +103,22 @@ Options = OverlapOptions
 
 @overload
 def overlap(  # type: ignore[overload-overlap]
-    model: DistributedDataParallel, *, options: DdpOptions | None = None
+    model: DistributedDataParallel, *, options: DdpOptions | None = None, tuned: Tuned | str | Path | None = None
 ) -> OverlappedDdp: ...
 
 
 @overload
-def overlap(model: nn.Module, *, options: OverlapOptions | None = None) -> Overlap: ...
+def overlap(
+    model: nn.Module, *, options: OverlapOptions | None = None, tuned: Tuned | str | Path | None = None
+) -> Overlap: ...
 
 
-def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = None) -> Overlap | OverlappedDdp:
+def overlap(
+    model: nn.Module,
+    *,
+    options: OverlapOptions | DdpOptions | None = None,
+    tuned: Tuned | str | Path | None = None,
+) -> Overlap | OverlappedDdp:
     """Put collectives that overlap under a model of FSDP2, DDP, tensor or expert parallelism. All ranks call it.
 
     It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
@@ -122,6 +132,8 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
         model: `fully_shard` or `parallelize_module` was called on it, or on parts of it; or a
             `DistributedDataParallel`; or `transformers` has made it with a `tp_plan` or `ep_size`.
         options: of FSDP2; `DdpOptions` for DDP; None: the defaults.
+        tuned: what `counterpoint tune` chose, or its file, equal on all ranks; calls for which it has no choice run by
+            built-in rules. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
 
     Returns:
         A handle that reports, and puts torch's collectives back: an `Overlap`, for DDP an `OverlappedDdp`. The model
@@ -131,7 +143,7 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
         Unsupported: one rank alone, or nothing that could be replaced. As well CPU offload, ranks that cannot share
             memory, or a torch without the hooks.
         Misconfigured: no module of FSDP2, tensor or expert parallelism, FSDP1, other collectives set before, a second
-            call, or options of another kind.
+            call, options of another kind, or a tuning that cannot be read or is not the same on all ranks.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -140,20 +152,21 @@ def overlap(model: nn.Module, *, options: OverlapOptions | DdpOptions | None = N
     if isinstance(model, DistributedDataParallel):
         if not isinstance(options, DdpOptions | None):
             raise Misconfigured(f"options of type {type(options).__name__} for DDP: give counterpoint.ddp.DdpOptions")
-        return OverlappedDdp(model, options)
+        return OverlappedDdp(model, options, tuned)
     if not isinstance(options, OverlapOptions | None):
         raise Misconfigured(f"options of type {type(options).__name__} for a model that is no DDP: give OverlapOptions")
-    return _overlap_modules(model, options or OverlapOptions())
+    return _overlap_modules(model, options or OverlapOptions(), tuned)
 
 
-def _overlap_modules(model: nn.Module, options: OverlapOptions) -> Overlap:
+def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | str | Path | None) -> Overlap:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    layers = _Layers(model, options)
     is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    modules = sharded_modules(model) if is_sharded else ()
+    layers = _Layers(model, options, modules, tuned)
     try:
         if is_sharded or layers.is_empty:
-            return _overlap_fsdp2(model, options, layers)
+            return _overlap_fsdp2(model, modules or sharded_modules(model), options, layers)
         if not layers.have_effect:
             raise Unsupported(f"nothing to overlap: {layers.first_left()}")
     except BaseException:
@@ -163,18 +176,36 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions) -> Overlap:
 
 
 class _Layers:
-    """Runs the layers that communicate for themselves: those of tensor and of expert parallelism."""
+    """Runs the layers that communicate for themselves, those of tensor and of expert parallelism, and has the tuning.
 
-    def __init__(self, model: nn.Module, options: OverlapOptions) -> None:
-        from counterpoint.parallel.expert.modules import OverlappedExpertParallel
+    `tuning` is None where none is followed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: OverlapOptions,
+        modules: Sequence[ShardedModule],
+        tuned: Tuned | str | Path | None,
+    ) -> None:
+        from counterpoint.parallel.expert.modules import OverlappedExpertParallel, expert_groups
         from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
+        from counterpoint.parallel.tuned import follow_together
 
-        self.tensor = OverlappedTensorParallel(model, options.tensor_parallel)
-        try:
-            self.expert = OverlappedExpertParallel(model, options.expert_parallel)
-        except BaseException:
-            self.tensor.restore()
-            raise
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self.tensor = OverlappedTensorParallel(model, options.tensor_parallel)
+            undo.callback(self.tensor.restore)
+            groups = [group for module in modules for group in (*module.groups, *module.replicating)]
+            groups += [*self.tensor.groups, *expert_groups(model)]
+            device_type = _device_type(model, modules)
+            self.tuning: FollowedTuning | None = follow_together(tuned, groups, device_type=device_type)
+            self.expert = OverlappedExpertParallel(model, options.expert_parallel, self.tuning)
+            undo.callback(self.expert.restore)
+            if self.tuning is not None:
+                self.tensor.follow(self.tuning)
+                self.tuning.limit_gemms(undo, device_type)
+            self._undo = undo.pop_all()
 
     @property
     def is_empty(self) -> bool:
@@ -187,36 +218,44 @@ class _Layers:
     def first_left(self) -> str:
         return self.expert.first_left() if self.tensor.is_empty else self.tensor.first_left()
 
+    def check(self) -> None:
+        self.tensor.check()
+        self.expert.check()
+
     def restore(self) -> None:
-        self.expert.restore()
-        self.tensor.restore()
+        self._undo.close()
 
 
-def _overlap_fsdp2(model: nn.Module, options: OverlapOptions, layers: _Layers) -> Overlap:
+def _overlap_fsdp2(
+    model: nn.Module, modules: Sequence[ShardedModule], options: OverlapOptions, layers: _Layers
+) -> Overlap:
+    from counterpoint.parallel.fsdp.hooked import ModuleChoice, check_unchanged, hooked_modules, why_not_taken
     from counterpoint.parallel.fsdp.hooks import Communicators
 
-    modules = sharded_modules(model)
-    torch_why = {module: _torch_why(module, options.limit_bytes) for module in modules}
+    torch_why = {module: why_not_taken(module, options.limit_bytes) for module in modules}
+    choices = {module: ModuleChoice.of(module, None if why else layers.tuning) for module, why in torch_why.items()}
+    torch_why = {module: why or choices[module].torch_why() for module, why in torch_why.items()}
     taken = [module for module in modules if not torch_why[module]]
     if not taken:
-        if layers.have_effect:
-            return Overlap(torch_why=torch_why, layers=layers)
+        if layers.have_effect or any(choice.torch_why() for choice in choices.values()):
+            return Overlap(torch_why=torch_why, choices=choices, layers=layers)
         raise Unsupported(f"nothing to overlap: {modules[0].name}: {torch_why[modules[0]]}")
     for module in taken:
-        _check_unchanged(module)
-    prefetch = None if options.prefetch is None else Prefetch(options.prefetch, taken)
+        check_unchanged(module)
+    gathering = [module for module in taken if choices[module].takes_gather]
+    prefetch = None if options.prefetch is None else Prefetch(options.prefetch, gathering)
     groups = [group for module in taken for group in module.groups]
     communicators = Communicators(groups, device=taken[0].device, options=options)
-    copied = {module: copied_why(module) if options.direct else "direct=False" for module in taken}
-    parameters = _parameters([module for module in taken if not copied[module]], communicators, options)
     return Overlap(
-        hooked={
-            module: _HookedModule(
-                module, communicators, parameters.get(module), options, prefetch, copied_why=copied[module]
-            )
-            for module in taken
-        },
+        hooked=hooked_modules(
+            {module: choices[module] for module in taken},
+            communicators,
+            direct=options.direct,
+            channels=(options.gather_channel, options.scatter_channel),
+            prefetch=prefetch,
+        ),
         torch_why=torch_why,
+        choices=choices,
         communicators=communicators,
         prefetch=prefetch,
         outermost=outermost(model),
@@ -232,8 +271,9 @@ class Overlap:
         self,
         *,
         layers: _Layers,
-        hooked: Mapping[ShardedModule, _HookedModule] = MappingProxyType({}),
+        hooked: Mapping[ShardedModule, HookedModule] = MappingProxyType({}),
         torch_why: Mapping[ShardedModule, str] = MappingProxyType({}),
+        choices: Mapping[ShardedModule, ModuleChoice] = MappingProxyType({}),
         communicators: Communicators | None = None,
         prefetch: Prefetch | None = None,
         outermost: Sequence[nn.Module] = (),
@@ -241,7 +281,7 @@ class Overlap:
     ) -> None:
         import torch
 
-        self._hooked, self._torch_why, self._layers = hooked, torch_why, layers
+        self._hooked, self._torch_why, self._choices, self._layers = hooked, torch_why, choices, layers
         self._communicators, self._prefetch, self._unmanaged_bytes = communicators, prefetch, unmanaged_bytes
         self._outermost = outermost
         refuse = torch.compiler.disable(refuse_unfinished)
@@ -264,6 +304,7 @@ class Overlap:
             modules=tuple(self._reported(module) for module in self._torch_why),
             prefetch="" if self._prefetch is None else str(self._prefetch),
             unmanaged_bytes=self._unmanaged_bytes,
+            tuned="" if self._layers.tuning is None else str(self._layers.tuning),
             tensor_parallel=None if tensor.is_empty else tensor.report(),
             expert_parallel=None if expert.is_empty else expert.report(),
         )
@@ -276,6 +317,7 @@ class Overlap:
         """
         if self._communicators is not None:
             self._communicators.check()
+        self._layers.check()
 
     def reset_iter_state(self) -> None:
         """Discard a forward or backward pass that an exception ended, so that the step can begin anew.
@@ -305,89 +347,29 @@ class Overlap:
         self._layers.restore()
 
     def _reported(self, module: ShardedModule) -> OverlappedModule:
-        hooked = self._hooked.get(module)
+        hooked, choice = self._hooked.get(module), self._choices[module]
+        gather, scatter = (None, None) if hooked is None else (hooked.gather, hooked.scatter)
         return OverlappedModule(
             name=module.name,
             ranks=module.ranks,
             gather_bytes=module.gather_bytes,
             replicas=module.replicas,
-            all_gather=None if hooked is None else hooked.gather.traffic(),
-            reduce_scatter=None if hooked is None else hooked.scatter.traffic(),
+            all_gather=None if gather is None else gather.traffic(),
+            reduce_scatter=None if scatter is None else scatter.traffic(),
+            gather_choice="" if choice.gather is None else choice.gather.why,
+            scatter_choice="" if choice.scatter is None else choice.scatter.why,
             torch_why=self._torch_why[module],
             copied_why="" if hooked is None else hooked.copied_why,
         )
 
 
-class _HookedModule:
-    """Sets counterpoint's hooks on one module; `undo` puts back those that it had before."""
+def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:
+    """Return where a model runs, cuda or cpu; its parameters may still be on the meta device."""
+    import torch
 
-    def __init__(
-        self,
-        module: ShardedModule,
-        communicators: Communicators,
-        parameters: ModuleParameters | None,
-        options: OverlapOptions,
-        prefetch: Prefetch | None,
-        *,
-        copied_why: str,
-    ) -> None:
-        from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook
-
-        self._module, self._before = module, present_hooks(module)
-        self.copied_why = copied_why
-        self.gather = GatherHook(
-            module, communicators, parameters=parameters, channel=options.gather_channel, prefetch=prefetch
-        )
-        self.scatter = ScatterHook(
-            communicators,
-            ranks=len(module.ranks),
-            direct=options.direct,
-            channel=options.scatter_channel,
-            prefetch=prefetch,
-        )
-        set_hooks(module, self.gather, self.scatter)
-
-    def undo(self) -> None:
-        """Put back the hooks of before, and FSDP2's own memory for whole parameters."""
-        self._module.module.reshard()
-        self.gather.restore()
-        set_hooks(self._module, *self._before)
-
-
-def _parameters(
-    modules: Sequence[ShardedModule], communicators: Communicators, options: OverlapOptions
-) -> dict[ShardedModule, ModuleParameters]:
-    """Return whole parameters for each module; the modules of one communicator share its slots."""
-    from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
-
-    made: dict[ShardedModule, ModuleParameters] = {}
-    for communicator in communicators.all():
-        sharing = [one for one in modules if communicators.of(one.groups[0]) is communicator]
-        slots = ParameterSlots(communicator, sharing, ahead=options.prefetch or 1)
-        made |= {module: ModuleParameters(module, slots) for module in sharing}
-    return made
-
-
-def _torch_why(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why torch's own collectives stay under this module; empty if ours take their place."""
-    if module.shard_group is None:
-        return "it is replicated, not sharded"
-    if not module.groups:
-        return "one rank has nothing to gather"
-    if limit_bytes is not None and module.gather_bytes > limit_bytes:
-        return f"it gathers {module.gather_bytes} bytes, more than limit_bytes={limit_bytes}"
-    return ""
-
-
-def _check_unchanged(module: ShardedModule) -> None:
-    """Raise Misconfigured if the collectives of this module were replaced already."""
-    from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook
-
-    for hook in present_hooks(module):
-        if isinstance(hook, GatherHook | ScatterHook):
-            raise Misconfigured(f"{module.name} is overlapped already: call restore() of the first overlap() before")
-        if type(hook).__name__ not in ("DefaultAllGather", "DefaultReduceScatter"):
-            raise Misconfigured(
-                f"{module.name} communicates by {type(hook).__name__}; leave out set_custom_*, set_symm_mem_for_comm "
-                "and set_allocate_memory_from_process_group_for_comm where overlap() is to act"
-            )
+    if modules:
+        return modules[0].device.type
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return first.device.type

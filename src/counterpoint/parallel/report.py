@@ -46,7 +46,9 @@ class OverlappedModule(Record, frozen=True, kw_only=True):
         gather_bytes: size of its whole parameters in the dtype in which they are gathered.
         all_gather: what the hook has done; None if torch's own collective is in use.
         reduce_scatter: what the hook has done; None if torch's own collective is in use.
-        torch_why: why torch's own collectives stay; empty if they do not.
+        gather_choice: what the tuning chose for the gather, and why; empty: nothing.
+        scatter_choice: what it chose for the reduce_scatter, and why; empty: nothing.
+        torch_why: why torch's own collectives both stay; empty if they do not.
         copied_why: why FSDP2 copies what ours have gathered; empty if it does not.
     """
 
@@ -56,6 +58,8 @@ class OverlappedModule(Record, frozen=True, kw_only=True):
     replicas: int = 1
     all_gather: HookTraffic | None = None
     reduce_scatter: HookTraffic | None = None
+    gather_choice: str = ""
+    scatter_choice: str = ""
     torch_why: str = ""
     copied_why: str = ""
 
@@ -113,6 +117,7 @@ class ExpertParallelModule(Record, frozen=True, kw_only=True):
         ranks: among which the experts are divided, counted in the job.
         experts: of all ranks.
         parts: into which tokens are cut; 0: no dispatcher runs it.
+        choice: what the tuning chose in the latest call, and why; empty: nothing.
         torch_why: why it was left as it was; with `parts`: why the latest call was that was.
     """
 
@@ -121,6 +126,7 @@ class ExpertParallelModule(Record, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     experts: int = 0
     parts: int = 0
+    choice: str = ""
     torch_why: str = ""
 
     @property
@@ -131,7 +137,10 @@ class ExpertParallelModule(Record, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if not self.parts:
             return f"as it was: {self.torch_why}"
-        return f"in {self.parts} parts" + (f"; some calls as it was: {self.torch_why}" if self.torch_why else "")
+        choice = f", {self.choice}" if self.choice and self.choice != self.torch_why else ""
+        return f"in {self.parts} parts{choice}" + (
+            f"; some calls as it was: {self.torch_why}" if self.torch_why else ""
+        )
 
 
 class ExpertParallelReport(Record, frozen=True, kw_only=True):
@@ -158,6 +167,7 @@ class OverlapReport(Record, frozen=True, kw_only=True):
         modules: in the order of `named_modules`.
         prefetch: what became of `OverlapOptions.prefetch`; empty if it was not given.
         unmanaged_bytes: size of parameters that FSDP2 does not manage: nothing gathers or scatters them.
+        tuned: which file is followed, and how many of its choices so far; empty: none is named.
         tensor_parallel: None if the model is not tensor parallel.
         expert_parallel: None if the model is not expert parallel, as `transformers` is.
     """
@@ -165,6 +175,7 @@ class OverlapReport(Record, frozen=True, kw_only=True):
     modules: tuple[OverlappedModule, ...]
     prefetch: str = ""
     unmanaged_bytes: int = 0
+    tuned: str = ""
     tensor_parallel: TensorParallelReport | None = None
     expert_parallel: ExpertParallelReport | None = None
 
@@ -178,15 +189,35 @@ class OverlapReport(Record, frozen=True, kw_only=True):
             lines.append(f"prefetch: {self.prefetch}")
         if self.unmanaged_bytes:
             lines.append(f"{self.unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module")
+        lines += _choices(self.modules)
+        if self.tuned:
+            lines.append(f"tuned: {self.tuned}")
         for report in (self.tensor_parallel, self.expert_parallel):
             if report is not None:
                 lines += ["", str(report)] if lines else [str(report)]
         return "\n".join(lines)
 
 
+def _choices(modules: tuple[OverlappedModule, ...]) -> list[str]:
+    """Return a line for each choice of a tuning, with the modules that follow it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for module in modules:
+        for operation, choice in (("all_gather", module.gather_choice), ("reduce_scatter", module.scatter_choice)):
+            if choice:
+                names.setdefault((operation, choice), []).append(module.name)
+    return [
+        f"{operation} of {these[0]}{f' and {len(these) - 1} more' if these[1:] else ''}: {choice}"
+        for (operation, choice), these in names.items()
+    ]
+
+
 def _cells(module: OverlappedModule) -> tuple[str, ...]:
     hooks = (module.all_gather, module.reduce_scatter)
-    own = (f"torch's: {module.torch_why}", "torch's")
+    by_tuning = "torch's, as tuned"
+    own = (
+        by_tuning if module.gather_choice else f"torch's: {module.torch_why}",
+        by_tuning if module.scatter_choice else "torch's",
+    )
     shown = (text if hook is None else str(hook) for hook, text in zip(hooks, own, strict=True))
     ranks = f"{len(module.ranks)} x {module.replicas}" if module.replicas > 1 else str(len(module.ranks))
     return (module.name, ranks, *shown)

@@ -27,6 +27,7 @@ class Timing(Record, frozen=True, kw_only=True):
     p90_us: float
     rank: int
     per_rank_us: tuple[float, ...]  # the median of every rank
+    runs: int | None = None  # rounds that count; None: a result from before they were kept
 
 
 class Scenario(Record, frozen=True, kw_only=True):
@@ -89,11 +90,14 @@ class Plan(Record, frozen=True, kw_only=True):
     timeout_s: float = 100.0  # of a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
     errors: str  # folder: a rank that fails writes rank<N>.json here
+    order: tuple[str, ...] = ()  # names of parts, to be measured in this order; those without a place come last
+    until_s: float | None = None  # of CLOCK_MONOTONIC: no part but the first is begun that would end after it
 
     @property
     def parts(self) -> tuple[Scenario | Block, ...]:
         """Return all scenarios and blocks in the order in which they are measured; each gives one line of results."""
-        return (*self.scenarios, *self.blocks)
+        place = {name: index for index, name in enumerate(self.order)}
+        return tuple(sorted((*self.scenarios, *self.blocks), key=lambda part: place.get(part.name, len(place))))
 
 
 class Outcome(Record, frozen=True, kw_only=True):
@@ -190,13 +194,13 @@ class Environment(Record, frozen=True, kw_only=True):
     """Describes the machine, versions and command of a measurement."""
 
     device: str  # cuda | cpu
-    gpu: str | None
+    gpu: str | None = None
     world_size: int
-    driver: str | None
+    driver: str | None = None
     torch: str
-    nccl: str | None
+    nccl: str | None = None
     counterpoint: str
-    commit: str | None
+    commit: str | None = None
     command: tuple[str, ...]
     date: str  # ISO 8601, UTC
     variables: dict[str, str]  # NCCL_*, CUDA_*, TORCH_*

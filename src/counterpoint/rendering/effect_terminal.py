@@ -1,18 +1,21 @@
-"""Print on a terminal whether copy engines moved the communication of a trace: the verdict, then rank by rank."""
+"""Print on a terminal whether copy engines moved the communication of a trace, or a tuning took effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.records.effect import CommCalls, Effect, RankEffect
+from counterpoint.records.diagnosis import ranks_in_words
+from counterpoint.records.effect import CommCalls, Effect, RankEffect, TuningEffect
 from counterpoint.rendering import formatting as say
 
 MAX_RANKS = 32
 _OF_COPIES = ("rank", "copies", "size", "ms", "own copies", "size", "ms", "sums", "ms")
 _OF_CALLS = ("by", "operation", "calls", "ms", "most on rank", "ms")
+_MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "not_seen": ("?", say.QUIET)}
 
 
 def render_effect(effect: Effect, console: Console) -> None:
@@ -30,9 +33,46 @@ def render_effect(effect: Effect, console: Console) -> None:
     if any(rank.calls for rank in effect.per_rank):
         say.heading(console, "By NCCL and other kernels", "all ranks; times hold waiting for other ranks")
         say.print_table(console, _OF_CALLS, _calls(effect.per_rank), left=("by", "operation"))
-    if effect.notes:
+    _print_notes(effect.notes, console)
+
+
+def render_tuning_effect(effect: TuningEffect, console: Console) -> None:
+    """Print the verdict, each choice with what the traces show of it, what to do about the others, and the notes."""
+    mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
+    console.print(Text.assemble(mark, say.text(effect.verdict, "bold")), soft_wrap=True)
+    _print_knobs(effect, console)
+    fixes: dict[str, list[str]] = {}
+    for knob in effect.knobs:
+        if knob.fix:
+            fixes.setdefault(knob.fix, []).append(str(knob.pair))
+    if fixes:
+        say.heading(console, "What to do")
+    for fix, pairs in fixes.items():
+        named = ", ".join(dict.fromkeys(pairs))
+        console.print(say.text(f"→ pair{'s' * (',' in named)} {named}: {fix}"), soft_wrap=True)
+    _print_notes(effect.notes, console)
+
+
+def _print_knobs(effect: TuningEffect, console: Console) -> None:
+    """Print a line for each pair, and one for each choice of it."""
+    if effect.knobs:
+        say.heading(console, "Choices", "the worst that any rank shows")
+    width = max((len(say.text(knob.knob).plain) for knob in effect.knobs), default=0)
+    for number, knobs in groupby(effect.knobs, key=lambda knob: knob.pair):
+        for first, knob in enumerate(knobs):
+            if not first:
+                size = f"{say.size(knob.bytes_per_rank)} from each of {knob.ranks} ranks"
+                console.print(say.text(f"pair {number}: {knob.operation}, {size}, beside {knob.compute}", say.QUIET))
+            ranks = "" if knob.on_ranks == effect.ranks else f", on {ranks_in_words(knob.on_ranks)}"
+            mark, style = _MARKS[knob.state]
+            line = say.text(knob.knob).plain.ljust(width)
+            console.print(Text.assemble((mark, style), f" {line} ", say.text(f"{knob.seen}{ranks}")), soft_wrap=True)
+
+
+def _print_notes(notes: Sequence[str], console: Console) -> None:
+    if notes:
         say.heading(console, "Notes")
-    for note in effect.notes:
+    for note in notes:
         console.print(Text.assemble("· ", say.text(note)))
 
 

@@ -72,6 +72,8 @@ _OPS = (  # the first match counts: longer names stand before the names that the
 )
 _REMEMBERED = 1 << 12  # names: the ranks of a job share theirs
 _GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
+_HOST_GEMM = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"))
+_NOT_GEMM = re.compile(r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.I)
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
@@ -79,6 +81,12 @@ _DTYPE_BYTES = {
     "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "int16": 2, "uint16": 2,
     "char": 1, "int8": 1, "byte": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+_TORCH_DTYPES = {  # where C++ has another name
+    "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
+    "char": "int8", "byte": "uint8", "complexfloat": "complex64", "complexdouble": "complex128",
+    "complexhalf": "complex32",
 }  # fmt: skip
 
 
@@ -90,6 +98,16 @@ def is_nccl(name: str) -> bool:
 def is_matmul(name: str) -> bool:
     """Return whether a kernel is, by its name, a matrix product."""
     return any(key in name for key in _GEMM)
+
+
+def is_host_matmul(name: str) -> bool:
+    """Return whether an operation of the host, which stands for the GPU's where there is none, is a matrix product."""
+    return name in _HOST_GEMM
+
+
+def is_gemm_kernel(name: str) -> bool:
+    """Return whether a kernel is a matrix product and nothing else: attention is built of CUTLASS, too."""
+    return is_matmul(name) and not _NOT_GEMM.search(name)
 
 
 def is_multi_tensor(name: str) -> bool:
@@ -200,8 +218,20 @@ def is_barrier(op: str) -> bool:
     return op in ("barrier", "notify")
 
 
+def torch_dtype(dtype: str | None) -> str | None:
+    """Return torch's name of a dtype, as in `bfloat16`, from the profiler's (`c10::BFloat16`); None if unknown."""
+    if dtype_bytes(dtype) is None:
+        return None
+    name = _plain(dtype or "")
+    return _TORCH_DTYPES.get(name, name)
+
+
+def _plain(dtype: str) -> str:
+    return dtype.strip().lower().removeprefix("c10::").removeprefix("torch.")
+
+
 def dtype_bytes(dtype: str | None) -> int | None:
     """Return the bytes of one element of a dtype as the profiler spells it (`c10::Half`); None if unknown."""
     if dtype is None:
         return None
-    return _DTYPE_BYTES.get(dtype.strip().lower().removeprefix("c10::").removeprefix("torch."))
+    return _DTYPE_BYTES.get(_plain(dtype))

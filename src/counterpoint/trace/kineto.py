@@ -24,7 +24,7 @@ import numpy as np
 from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
-from counterpoint.trace.kineto_columns import Columns, KinetoEvent, absorb
+from counterpoint.trace.kineto_columns import PARAM_COMMS, Columns, KinetoEvent, absorb
 from counterpoint.trace.kineto_processes import find_processes
 from counterpoint.trace.source import Limits, TraceFile, compression, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
@@ -210,9 +210,10 @@ def _timeline(
         _finish_gpu(gpu, host, columns, names)
         gpu_ops, host_ops = sorted_gpu(gpu), sorted_host(host)
     else:
-        described = host["info"][np.lexsort((-host["end"], host["start"]))]
+        order = np.lexsort((-host["end"], host["start"]))
+        described, shaped = host["info"][order], host["shape"][order]
         host_ops = sorted_host(host)
-        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), described)
+        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), described, shaped)
     stated = header.get("distributedInfo")  # rank, world_size, backend, nccl_version, ... as c10d states them
     info = stated if isinstance(stated, dict) else {}
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
@@ -283,7 +284,8 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
-    rows = np.flatnonzero((host["info"] >= 0) & (host["external"] >= 0)) if host else ()
+    described = columns.names.get(PARAM_COMMS, -1)
+    rows = np.flatnonzero((host["name"] == described) & (host["info"] >= 0) & (host["external"] >= 0)) if host else ()
     if len(rows):  # the host event has more metadata (Seq, Comms Id) than the kernel
         by_external = dict(zip(host["external"][rows].tolist(), host["info"][rows].tolist(), strict=True))
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
@@ -360,16 +362,19 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
 
 
 def _device_ops_of_host(
-    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any
+    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, shape_of_row: Any
 ) -> GpuOps:
     """Return compute and communication of a rank that has no GPU.
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
     `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
-    `info_of_row` has an index into `infos` for each host range, -1 where it has none.
+    `info_of_row` and `shape_of_row` have an index into `infos` and into the shapes for each host range, -1 and 0 where
+    it has none.
     """
     backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
-    params = np.array([n == "record_param_comms" for n in names], bool)[host.name]
+    params = np.array([n == PARAM_COMMS for n in names], bool)[host.name]
+    if params.any():  # operations that call what is described there say it once more
+        info_of_row = np.where(params, info_of_row, -1)
     aten = np.array([n.startswith("aten::") for n in names], bool)[host.name]
     comm = np.flatnonzero(backend if backend.any() else params)
     outermost = _outermost(host, np.flatnonzero((host.kind == HostKind.OP) & aten))
@@ -385,7 +390,7 @@ def _device_ops_of_host(
         launch_start=np.full(count, np.nan), launch_end=np.full(count, np.nan),
         launch_thread=host.thread[rows], grid=np.zeros((count, 3), np.int32), block=np.zeros((count, 3), np.int32),
         regs=np.zeros(count, np.int32), smem=np.zeros(count, np.int64), bytes=np.full(count, -1, np.int64),
-        shape=np.full(count, -1, np.int32), collective=info,
+        shape=np.where((shape_of_row[rows] > 0) & ~is_comm, shape_of_row[rows], -1).astype(np.int32), collective=info,
     )  # fmt: skip
 
 
@@ -402,18 +407,25 @@ def _outermost(host: HostOps, rows: Any) -> Any:
 def _nearest_info(
     host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, rows: Any, is_comm: Any
 ) -> Any:
-    """Return the index in `infos` for each row: its own, else that of the next unused one of its operation; or -1."""
+    """Return the index in `infos` for each row: its own, else that of the next unused one of its operation; or -1.
+
+    Gloo runs a reduce_scatter as an all_reduce, so that these two are one operation here.
+    """
     info = np.full(len(rows), -1, np.int32)
     info[is_comm] = info_of_row[rows[is_comm]]
     queues: dict[str, list[int]] = {}
     for row in np.flatnonzero(info_of_row >= 0).tolist():
         at = int(info_of_row[row])
-        queues.setdefault(infos[at].op or "", []).append(at)
+        queues.setdefault(_run_as(infos[at].op or ""), []).append(at)
     for position in np.flatnonzero(is_comm & (info < 0)).tolist():
-        waiting = queues.get(classify.normal_op(names[host.name[rows[position]]]))
+        waiting = queues.get(_run_as(classify.normal_op(names[host.name[rows[position]]])))
         if waiting:
             info[position] = waiting.pop(0)
     return info
+
+
+def _run_as(op: str) -> str:
+    return "all_reduce" if op == "reduce_scatter" else op
 
 
 if __name__ == "__main__":  # the process that reads the second half; the first process raises errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Hashable
@@ -32,7 +33,8 @@ _HOST = {
 _CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
 _REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # what other events say, too
 _RAW = msgspec.Raw(b"")
-_PARAM_COMMS = "record_param_comms"
+PARAM_COMMS = "record_param_comms"
+_C10D = "c10d::"
 _LAST_US = 9.2e15  # the year 2261, the most that 63 bits of ns hold
 _EXACT_US = 1 << 43  # a float64 of fewer µs is exact to the ns
 
@@ -55,6 +57,7 @@ class EventArgs(msgspec.Struct, gc=False):
     smem: Int | None = msgspec.field(default=None, name="shared memory")
     bytes: Int | None = None
     dims: msgspec.Raw = msgspec.field(default=_RAW, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_RAW, name="Input type")
     waits_for: Int | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
     waits_on: Int | None = msgspec.field(default=None, name="wait_on_stream")
     collective: str | None = msgspec.field(default=None, name="Collective name")
@@ -346,19 +349,57 @@ def _absorb_host(
         stream=stream,
         waits_for=waits_for,
         waits_on=waits_on,
-        info=_param_comms(columns, events, np.flatnonzero(name == names.get(_PARAM_COMMS, -1))),
+        info=_described_calls(columns, events, name),
         shape=shape,
     )
 
 
-def _param_comms(columns: Columns, events: list[KinetoEvent], rows: Any) -> Any:
-    """Return the index in `infos` of the metadata of each `record_param_comms` event; -1 for other events."""
+def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
+    """Return the index in `infos` of what is known of the collective that each event calls; -1 for other events.
+
+    c10d describes them in `record_param_comms`. Where the backend leaves that out, as gloo does, the inputs of the
+    operation (`c10d::_allgather_base_`) say as much.
+    """
     infos = np.full(len(events), -1, np.int32)
-    for row in rows.tolist():
+    ids, first = np.unique(name, return_index=True)
+    called = [(events[i].name or "").startswith((PARAM_COMMS, _C10D)) for i in first.tolist()]
+    for row in np.flatnonzero(np.isin(name, ids[called])).tolist():
         args = events[row].args
-        if args is not None and args.collective is not None:
+        if args is None:
+            continue
+        if args.collective is not None:
             infos[row] = columns.info_of(args)
+        elif (info := _info_of_inputs(events[row].name or "", args)) is not None:
+            columns.infos.append(info)
+            infos[row] = len(columns.infos) - 1
     return infos
+
+
+def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
+    """Return what the inputs of a c10d operation, output first, say of its collective; None if they say nothing."""
+    op = classify.host_collective(name)
+    try:
+        shapes = msgspec.json.decode(args.dims, type=list[Any])
+        types = msgspec.json.decode(args.types, type=list[Any]) if args.types else []
+    except msgspec.DecodeError:
+        return None
+    if op is None or not shapes or not types:
+        return None
+    out = _numel(shapes[0])
+    return CollectiveInfo(
+        op=op,
+        out_nelems=out,
+        in_nelems=(_numel(shapes[1]) or out) if len(shapes) > 1 else out,
+        dtype=types[0] if isinstance(types[0], str) else None,
+    )
+
+
+def _numel(shape: Any) -> int | None:
+    """Return the elements of a tensor of this shape; None if it is no shape, or that of a list of tensors."""
+    if not isinstance(shape, list) or not all(type(length) is int and 0 <= length < 1 << 40 for length in shape):
+        return None
+    numel = math.prod(shape)
+    return numel if shape and numel < 1 << 50 else None
 
 
 def _threads(threads: Intern[tuple[Any, ...]], events: list[KinetoEvent]) -> Any:

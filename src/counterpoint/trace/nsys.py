@@ -35,6 +35,7 @@ from counterpoint.trace.timeline import (
 )
 
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
+_STREAMS, _STREAM = "TARGET_INFO_CUDA_STREAM", {"processId": 0, "streamId": -1, "priority": 0}
 _GPU_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 _COPY = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP",
          11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
@@ -43,6 +44,7 @@ _SIDES = {"H": "Unknown", "D": "Device", "A": "Array", "P": "Device"}  # used if
 _MIGRATIONS = (11, 12, 13)  # of unified memory, page by page; no call launches them
 _GRAPH = "CUDA graph"  # with --cuda-graph-trace=graph, all kernels of a graph launch are one span
 _PID_BITS = 24  # globalTid = globalPid | tid
+_MOST_PIDS = 0xFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     origin_ns = utc_ns(export, first)
     build = _Builder(path=path, gpu=gpu, runtime=runtime, launch=launch, host=host, first=first, origin_ns=origin_ns,
                      names=tuple(names), shapes=tuple(shapes), collectives=collectives,
-                     notes=tuple(export.notes))  # fmt: skip
+                     notes=tuple(export.notes), streams=export.ints(_STREAMS, _STREAM))  # fmt: skip
     ranks = find_ranks(export, gpu["globalPid"], gpu["deviceId"], gpu["gridX"] > 0, calls.communicators, path.name)
     return [build.timeline(rank, device_of(export, rank)) for rank in ranks]
 
@@ -101,6 +103,7 @@ def _gpu_ops(export: Export, names: Intern[str]) -> dict[str, I64]:
     kernel = {"demangledName": -1, "shortName": -1, "registersPerThread": 0, "staticSharedMemory": 0,
               "dynamicSharedMemory": 0}  # fmt: skip
     kernel |= {f"{what}{axis}": 1 for what in ("grid", "block") for axis in "XYZ"}
+    kernel |= {f"cluster{axis}": 0 for axis in "XYZ"}
     copy = {"bytes": -1, "copyKind": 0, "srcKind": -1, "dstKind": -1, "srcDeviceId": -1, "dstDeviceId": -1}
     extra = {"KERNEL": kernel, "MEMCPY": copy, "MEMSET": {"bytes": -1, "memKind": -1}, "GRAPH_TRACE": {}}
     tables = {table: export.ints(_CUPTI + table, common | extra[table]) for table in _GPU_TABLES}
@@ -116,7 +119,7 @@ def _gpu_ops(export: Export, names: Intern[str]) -> dict[str, I64]:
         used = {int(one): _kind(table, texts[one], kinds[table]) for one in np.unique(data["name"])}
         data["kind"] = look_up(data["name"], used, kinds[table]).astype(np.int64)
     defaults = common | {"name": 0, "kind": 0, "bytes": -1, "registersPerThread": 0, "smem": 0}
-    defaults |= {f"{what}{axis}": 0 for what in ("grid", "block") for axis in "XYZ"}
+    defaults |= {f"{what}{axis}": 0 for what in ("grid", "block", "cluster") for axis in "XYZ"}
     columns = {
         key: np.concatenate([data.get(key, np.full(len(data["start"]), value)) for data in tables.values()])
         for key, value in defaults.items()
@@ -307,6 +310,7 @@ class _Builder:
     shapes: tuple[str, ...]
     collectives: tuple[CollectiveInfo, ...]
     notes: tuple[str, ...]
+    streams: dict[str, I64]
 
     def timeline(self, rank: RankId, device: Device) -> Timeline:
         """Return the timeline of one rank."""
@@ -327,7 +331,13 @@ class _Builder:
                 waits_for=host.waits_for, waits_on=host.waits_on,
             ),
             collectives=tuple(self.collectives[one] for one in used[skip:]), notes=self.notes,
+            priorities=self._priorities(rank),
         )  # fmt: skip
+
+    def _priorities(self, rank: RankId) -> dict[int, int]:
+        """Return the priorities of the streams of the rank's process; those of the default stream may be missing."""
+        mine = self.streams["processId"] == rank.process >> _PID_BITS & _MOST_PIDS
+        return dict(zip(self.streams["streamId"][mine].tolist(), self.streams["priority"][mine].tolist(), strict=True))
 
     def _gpu(self, rows: I64, threads: I64, collective: I32) -> GpuOps:
         gpu = {key: column[rows] for key, column in self.gpu.items()}
@@ -342,8 +352,12 @@ class _Builder:
             launch_thread=np.where(known, thread, -1).astype(np.int32),
             grid=_xyz(gpu, "grid"), block=_xyz(gpu, "block"),
             regs=gpu["registersPerThread"].astype(np.int32), smem=gpu["smem"], bytes=gpu["bytes"],
-            shape=gpu["shape"].astype(np.int32), collective=collective,
+            shape=gpu["shape"].astype(np.int32), collective=collective, cluster=self._clusters(gpu),
         )  # fmt: skip
+
+    def _clusters(self, gpu: dict[str, I64]) -> I32 | None:
+        """Return the blocks of the cluster of each kernel; None where no kernel has any, as in an older export."""
+        return _xyz(gpu, "cluster").prod(axis=1, dtype=np.int32) if self.gpu["clusterX"].any() else None
 
     def _host(self, rank: RankId, rows: I64) -> _HostTable:
         """Return the host ranges of the rank's process, without those of other devices that the process drives."""

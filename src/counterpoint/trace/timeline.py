@@ -6,7 +6,7 @@ differences keep nanoseconds even where the file counts from 1970.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -99,6 +99,7 @@ class GpuOps:
     bytes: I64  # of a copy; -1: unknown
     shape: I32  # into Timeline.shapes (input shapes of the launching operation); -1: unknown
     collective: I32  # into Timeline.collectives; -1: none
+    cluster: I32 | None = None  # blocks of a cluster, 0: launched without; None: the trace does not hold them
 
     def __len__(self) -> int:
         return len(self.start)
@@ -137,6 +138,7 @@ class RankFacts:
     device: Device
     notes: tuple[str, ...] = ()  # remarks on this trace for the reader of the diagnosis
     processes: int = 1  # read as this rank: more where a file holds several that cannot be told apart
+    priorities: dict[int, int] = field(default_factory=dict)  # of streams: lower goes first; empty: not in the trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +202,7 @@ def previous_on_stream(stream: I64) -> I64:
 def sorted_gpu(columns: dict[str, Any]) -> GpuOps:
     """Return `GpuOps` sorted by start (then stream)."""
     order = np.lexsort((columns["stream"], columns["start"]))
-    return GpuOps(**{name: columns[name][order] for name in GpuOps.__dataclass_fields__})
+    return GpuOps(**{name: columns[name][order] for name in GpuOps.__dataclass_fields__ if name in columns})
 
 
 def sorted_host(columns: dict[str, Any]) -> HostOps:

@@ -89,7 +89,8 @@ def test_a_trace_of_a_cpu_is_wrong_use(tmp_path: Path) -> None:
     [
         (("no-such-folder",), "no such file or folder"),
         (("",), "give a trace file, or a folder"),
-        (("pyproject.toml",), "neither a Kineto JSON trace"),
+        (("README.md",), "neither a Kineto JSON trace"),
+        (("pyproject.toml",), "a tuning alone; give traces of two steps"),
         (("samples/fsdp-2-ranks", "--strict"), "only --json and --quiet go with it"),
         (("samples/fsdp-2-ranks", "--no-bandwidth"), "only --json and --quiet go with it"),
         (("samples/fsdp-2-ranks", "--device-checks"), "only --json and --quiet go with it"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.machine.checkup import examine
+from counterpoint.machine.profile import default_profile
 from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check, Checkup
 from counterpoint.rendering.doctor_terminal import render_checkup, verdict
@@ -74,3 +76,13 @@ def test_markup_and_control_characters_are_printed_as_text() -> None:
     """A record may come from another machine's file."""
     text = printed(checkup(Check(name="n", status="ok", seen="[red]\x1b[31mx")), width=200)
     assert "[red]\\x1b[31mx" in text
+
+
+def test_a_profile_of_ones_own_is_told_without_a_gpu() -> None:
+    """When it was measured, and what is assumed."""
+    mine = replace(default_profile(), gpu="CPU", measured_on={"rates": "CPU", "sums": "H200"})
+    check = next(each for each in examine(Readings(host="laptop"), profile=mine).checks if each.name == "profile")
+    assert (check.status, check.seen) == (
+        "ok",
+        "measured on CPU, 2026-11-21; not measured on CPU, assumed: sums of H200 (docs/reference/profile.md)",
+    )

@@ -7,11 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine import profile
-from counterpoint.machine.profile import GROUPS, VARIABLE, default_profile, profile_of, read_profile, shipped_profile
+from counterpoint.machine.profile import (
+    GROUPS,
+    VARIABLE,
+    default_profile,
+    profile_json,
+    profile_of,
+    read_profile,
+    shipped_profile,
+)
 
 SHIPPED = Path(profile.__file__).with_name("profiles")
 Change = Callable[[dict[str, Any]], object]
@@ -84,6 +93,54 @@ def test_groups_that_a_file_leaves_out_are_assumed(written: Callable[..., Path])
     )
 
 
+def test_parts_that_a_file_leaves_out_are_assumed(written: Callable[..., Path]) -> None:
+    """Of efficiency single fields, of mechanisms single ones; the file's own come first."""
+
+    def some(content: dict[str, Any]) -> None:
+        content["efficiency"] = {"matmul": 0.5, "source": "mine", "date": "2026-12-01"}
+        content["mechanisms"] = {"nccl": content["mechanisms"]["nccl"] | {"compute_kept": 0.5}}
+
+    mine, shipped = read_profile(written(some, of("B200"))), shipped_profile("B200")
+    assert (mine.efficiency.matmul, mine.efficiency.fp8) == (0.5, shipped.efficiency.fp8)
+    assert (mine.mechanisms["nccl"].compute_kept, mine.mechanisms["zero_sm"]) == (0.5, shipped.mechanisms["zero_sm"])
+    assert mine.note() == (
+        "not measured on B200, assumed: mechanisms (nccl_zero_cta, nccl_capped, zero_sm, zero_sm_copied) of H200; "
+        "efficiency (20 figures) of B200 as shipped (docs/reference/profile.md)"
+    )
+
+
+def test_what_was_shipped_for_the_same_gpu_stands_in_first(written: Callable[..., Path]) -> None:
+    """Not what was measured on H200; and it is said."""
+    mine = read_profile(written(lambda content: content.pop("efficiency"), of("A100")))
+    assert mine.efficiency == shipped_profile("A100").efficiency
+    assert str(mine) == (
+        "measured on A100, 2026-11-21; not in the file, assumed: efficiency of A100 as shipped "
+        "(docs/reference/profile.md)"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_written_profile_is_read_again(path: Path, tmp_path: Path) -> None:
+    """As it was, with what it leaves out and why."""
+    mine = msgspec.structs.replace(read_profile(path), left_out={"sums": "no GPU"})
+    (tmp_path / "mine.json").write_bytes(profile_json(mine))
+    assert read_profile(tmp_path / "mine.json") == mine
+
+
+def test_assumed_figures_are_not_written(written: Callable[..., Path]) -> None:
+    """Who reads a file takes what it holds for measured."""
+    mine = read_profile(written(lambda content: content.pop("sums"), of("B200")))
+    assert {"sums", "measured_on", "left_out"}.isdisjoint(json.loads(profile_json(mine)))
+
+
+def test_a_profile_of_cpus_is_not_one_of_a_gpu(written: Callable[..., Path]) -> None:
+    """Without a GPU it is taken."""
+    mine = written(of("CPU"))
+    assert profile_of(None, mine).gpu == "CPU"
+    with pytest.raises(Misconfigured, match=r"mine\.json is a profile of CPU, and this GPU is NVIDIA H200"):
+        profile_of("NVIDIA H200", mine)
+
+
 def test_a_file_of_another_gpu_is_refused(written: Callable[..., Path]) -> None:
     with pytest.raises(Misconfigured, match=r"mine\.json is a profile of H200, and this GPU is NVIDIA B200: give"):
         profile_of("NVIDIA B200", written())
@@ -92,7 +149,8 @@ def test_a_file_of_another_gpu_is_refused(written: Callable[..., Path]) -> None:
 def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
     """Not of the GPU, nor of where they are from; every figure counts."""
     digest = default_profile().digest
-    same = written(of("B200"), lambda content: content["rates"].update(source="mine", date="2026-12-01"))
+    about = {"source": "mine", "date": "2026-12-01", "time_spread": 0.1}
+    same = written(of("B200"), lambda content: content["rates"].update(about))
     assert read_profile(same).digest == digest
     changes: list[Change] = [
         lambda content: content["mechanisms"]["nccl"]["hidden"].update(all_gather=0.4),
@@ -116,6 +174,15 @@ def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
         (lambda content: content["nccl"]["crossover_bytes"].update(a2a=1), "Invalid enum value 'a2a'"),
         (lambda content: content["chip"].update(date=""), "chip has no source or no date: give both"),
         (lambda content: content["efficiency"].update(tiles=[]), "Expected `array` of length >= 1"),
+        (lambda content: content["efficiency"].pop("source"), "efficiency has no source or no date: give both"),
+        (lambda content: content.update(efficiency=[]), "Expected `object`, got `array`"),
+        (lambda content: content.update(mechanisms={"mine": {}}), "missing required field `compute_kept`"),
+        (lambda content: content["rates"].update(time_spread=-1), r"`float` >= 0(.0)? - at `\$.rates.time_spread`"),
+        (lambda content: content.update(left_out={"sums": 3}), "Expected `str`, got `int`"),
+        (lambda content: content.update(left_out={"sums": "\x1b[2J"}), "characters that cannot be printed"),
+        (lambda content: content.update(gpu="\u202eH200"), "characters that cannot be printed"),
+        (lambda content: content["rates"].update(source="one\ntwo"), "characters that cannot be printed"),
+        (lambda content: content.update(gpu=7), "Expected `str`, got `int`"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(written: Callable[..., Path], change: Change, said: str) -> None:

@@ -9,14 +9,8 @@ import torch
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement import exchange_mechanisms, expert
-from counterpoint.measurement.suites import EXPERT_LAYERS, ROUTINGS, ExpertLayer
-from counterpoint.measurement.token_exchange import (
-    SampleTokens,
-    TokenExchange,
-    expert_scales,
-    find_exchange,
-    routed,
-)
+from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS, ExpertLayer, TokenExchange, find_exchange
+from counterpoint.measurement.sample_tokens import SampleTokens, expert_scales, routed
 from counterpoint.records.measurement import Launched
 
 QWEN = EXPERT_LAYERS["qwen3-30b-a3b"]
@@ -40,8 +34,22 @@ def test_an_exchange_is_read_from_its_name() -> None:
     assert exchange.size_bytes(2) == 4096 * 2 * 4096 * 2
 
 
+def test_experts_without_a_name_are_given_by_their_sizes() -> None:
+    """A layer of any model can be measured."""
+    assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == ExpertLayer(
+        hidden=1024, ffn=512, experts=64, top_k=4
+    )
+
+
 @pytest.mark.parametrize(
-    "what", ["exchange", "exchange mixtral 4096 zipf", "exchange tiny 0 zipf", "exchange tiny 8 all"]
+    "what",
+    [
+        "exchange",
+        "exchange mixtral 4096 zipf",
+        "exchange tiny 0 zipf",
+        "exchange tiny 8 all",
+        "exchange 64x32x2x4 8 zipf",
+    ],
 )
 def test_a_wrong_name_is_refused_with_what_there_is(what: str) -> None:
     with pytest.raises(

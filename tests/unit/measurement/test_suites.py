@@ -8,10 +8,9 @@ import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
+from counterpoint.measurement.dependent import DependentMatmul, find_dependent, find_exchange
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.suites import SUITES, blocks_of, scenarios_of
-from counterpoint.measurement.tensor import DependentMatmul, find_dependent
-from counterpoint.measurement.token_exchange import find_exchange
 from counterpoint.measurement.workloads import find_workload
 
 
@@ -58,7 +57,7 @@ def test_blocks_cover_1_kb_to_1_gb() -> None:
     ("suite", "device", "mechanisms", "said"),
     [
         ("slow", "cuda", None, "choose from: quick"),
-        ("conccl", "cpu", None, "on a CPU there are quick, tensor and expert"),
+        ("conccl", "cpu", None, "on a CPU there are quick, tensor, expert, machine"),
         ("quick", "cuda", ["smoke_signals"], "choose from: nccl"),
         ("quick", "cuda", ["nccl+volume=11"], "volume"),
         ("quick", "cpu", ["nccl"], "choose from: gloo"),
@@ -70,6 +69,21 @@ def test_bad_requests_are_refused(suite: str, device: str, mechanisms: list[str]
     """Before any process is started, with what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         scenarios_of(suite, device=device, mechanisms=mechanisms)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_machine_is_measured_with_all_that_a_profile_needs(device: str) -> None:
+    """Both ways to run every collective at the same sizes, pairs in every order, and launches."""
+    blocks = {block.what: block for block in blocks_of("machine", device=device, world_size=4)}
+    assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "launch kernel"} <= blocks.keys()
+    assert "zero_sm" in blocks["broadcast"].mechanisms
+    assert {len(scenario.orders) for scenario in scenarios_of("machine", device=device)} == {3}
+
+
+def test_a_machine_is_measured_whole() -> None:
+    """A profile without some of the mechanisms would be another's."""
+    with pytest.raises(Misconfigured, match="takes no --mechanism"):
+        blocks_of("machine", device="cuda", world_size=4, mechanisms=["nccl"])
 
 
 def test_mechanisms_replace_the_suites_own() -> None:

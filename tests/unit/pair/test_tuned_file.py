@@ -69,3 +69,11 @@ def test_another_choice_has_another_digest() -> None:
         tuning, pair=(msgspec.structs.replace(tuning.pair[0], mechanism=LEAVE), *tuning.pair[1:])
     )
     assert tuned_digest(other) != tuned_digest(tuning) == tuned_digest(example_tuned())
+
+
+def test_a_tuning_of_cpus_is_read_again() -> None:
+    """TOML has no null: a machine without a GPU, a driver or NCCL leaves these out."""
+    example = example_tuned()
+    made = msgspec.structs.replace(example.made, device="cpu", gpu=None, driver=None, nccl=None, commit=None)
+    on_cpus = msgspec.structs.replace(example, made=made)
+    assert parse_tuned(tuned_toml(on_cpus)) == on_cpus

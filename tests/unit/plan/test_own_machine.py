@@ -48,6 +48,15 @@ def test_ones_own_figures_count(tmp_path: Path) -> None:
     assert f"with figures of {path}, not those whose errors are stated" in found.notes
 
 
+def test_a_profile_that_has_some_figures_is_enough(tmp_path: Path) -> None:
+    """As `tune --machine` writes it; the notes say what is assumed."""
+    efficiency = {"matmul": 0.7, "source": "my own cluster", "date": "2026-11-22"}
+    (tmp_path / "mine.json").write_text(json.dumps({"gpu": "H100", "efficiency": efficiency}))
+    found = answer(build_job(TABLES, {"machine": str(tmp_path / "mine.json")}))
+    assert found.step_us > us({}) * 1.1
+    assert any("assumed: mechanisms, efficiency (20 figures) of H200" in note for note in found.notes)
+
+
 def test_ones_own_mechanism_can_be_asked_for(tmp_path: Path) -> None:
     """A name that only this profile has."""
     path = str(profile(tmp_path / "mine.json"))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.trace.classify import collective_op, dtype_bytes, is_barrier, kernel_kind, memcpy_kind, normal_op
+from counterpoint.trace.classify import (
+    collective_op,
+    dtype_bytes,
+    is_barrier,
+    is_host_matmul,
+    kernel_kind,
+    memcpy_kind,
+    normal_op,
+    torch_dtype,
+)
 from counterpoint.trace.timeline import Kind
 
 COMMUNICATION = {  # kernel: what it carries out, as far as the name tells
@@ -185,3 +194,17 @@ def test_barriers_carry_no_payload(op: str, empty: bool) -> None:
 def test_bytes_of_a_dtype(dtype: str | None, size: int | None) -> None:
     """As the profiler spells it; unknown is unknown."""
     assert dtype_bytes(dtype) == size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("c10::BFloat16", "bfloat16"), ("Float", "float32"), ("c10::Half", "float16"), ("Long", "int64"), ("Odd", None)],
+)
+def test_torch_names_a_dtype(dtype: str, name: str | None) -> None:
+    """C++ has other names for some."""
+    assert torch_dtype(dtype) == name
+
+
+def test_matmuls_of_the_host() -> None:
+    """Operations that stand for kernels where there is no GPU."""
+    assert [is_host_matmul(name) for name in ("aten::mm", "aten::linear", "aten::mul")] == [True, True, False]

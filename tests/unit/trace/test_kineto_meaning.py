@@ -329,3 +329,47 @@ def test_ranges_of_the_gpu_are_no_unknown_category(read: Any) -> None:
     """Annotations are shown on the GPU, too."""
     shown = kt.event("gpu_user_annotation", "step", 100.0, 50.0, stream=7, device=0)
     assert read([*kt.launched("k", 100.0, 50.0, correlation=9), shown]).notes == ()
+
+
+def c10d(name: str, at: float, dims: Any, types: Any = ("float",)) -> kt.Event:
+    """An operation of c10d with the shapes and types of its inputs, output first."""
+    made = kt.op(f"c10d::{name}", at, 5.0, external=int(at), dims=dims)
+    made["args"]["Input type"] = list(types)
+    return made
+
+
+def test_gloo_without_metadata_is_told_by_the_inputs_of_c10d(read: Any) -> None:
+    """Output, then input; a reduce_scatter runs as an all_reduce. An aten operation keeps its shapes."""
+    timeline = read([
+        kt.op("aten::mm", 1.0, 2.0, external=1, dims=[[4, 8], [8, 2]]),
+        c10d("_reduce_scatter_base_", 10.0, [[50], [100], [], []]),
+        c10d("_allgather_base_", 20.0, [[100], [50], []]),
+        c10d("allreduce_", 30.0, [[[7], [8]], [], []], types=["TensorList", "", ""]),
+        *(kt.annotation(f"gloo:{op}", at + 2, 5.0, tid=99)
+          for op, at in (("all_reduce", 10.0), ("all_gather", 20.0), ("all_reduce", 30.0))),
+    ])  # fmt: skip
+    infos = [info_of(timeline, row) for row in range(4)]
+    assert [info and (info.op, info.in_nelems, info.out_nelems, info.dtype) for info in infos] == [
+        None,
+        ("reduce_scatter", 100, 50, "float"),
+        ("all_gather", 50, 100, "float"),
+        ("all_reduce", None, None, "TensorList"),
+    ]
+    assert timeline.shapes[timeline.gpu.shape[0]] == "[[4,8],[8,2]]"
+    assert timeline.gpu.shape[1:].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("dims", ["nonsense", [], [[-1], [2]], [[1 << 60], [2]], {"a": 1}, [[1.5]]])
+def test_inputs_that_make_no_sense_tell_nothing(read: Any, dims: Any) -> None:
+    """The collective stays, without sizes."""
+    timeline = read([c10d("_allgather_base_", 10.0, dims), kt.annotation("gloo:all_gather", 12.0, 5.0, tid=99)])
+    info = info_of(timeline)
+    assert info is None or info.out_nelems is None
+
+
+def test_what_a_c10d_operation_launches_by_itself_is_no_collective(read: Any) -> None:
+    """On a GPU only `record_param_comms` describes kernels: a fill inside the operation stays compute."""
+    timeline = read(
+        [c10d("_allgather_base_", 10.0, [[100], [50]]), *kt.launched("fill", 11.0, 5.0, correlation=1, external=10)]
+    )
+    assert (timeline.gpu.kind.tolist(), timeline.gpu.collective.tolist()) == ([Kind.COMPUTE], [-1])

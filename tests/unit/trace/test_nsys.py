@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.digest import digest
+from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
 from counterpoint.errors import BadTrace
 from counterpoint.trace.nsys import read_nsys
 from counterpoint.trace.timeline import Device, HostKind, Kind, Timeline
@@ -28,6 +30,7 @@ from tests.support.nsys_export import (
     NVTX,
     RUNTIME,
     SESSION,
+    STREAMS,
     SYNC,
     NsysExport,
     pid,
@@ -92,6 +95,44 @@ def test_launch_geometry_of_a_kernel_is_kept(two_ranks: list[Timeline]) -> None:
     gpu = two_ranks[0].gpu
     came = (*gpu.grid[0].tolist(), *gpu.block[0].tolist(), int(gpu.regs[0]), int(gpu.smem[0]), int(gpu.stream[0]))
     assert came == (132, 2, 1, 384, 1, 1, 168, 201_024, 7)
+
+
+def test_clusters_of_kernels_are_read(tmp_path: Path) -> None:
+    """A kernel that is launched without clusters has none; an older export does not say."""
+    export = NsysExport()
+    export.kernel(GEMM, 0, 9, clusterX=2, clusterY=2, clusterZ=1)
+    export.kernel(ALL_GATHER, 10, 19)
+    cluster = _one(tmp_path, export).gpu.cluster
+    assert cluster is not None
+    assert cluster.tolist() == [4, 0]
+    (older,) = read_nsys(
+        export.write(tmp_path / "older.sqlite", without=[(KERNEL, f"cluster{axis}") for axis in "XYZ"])
+    )
+    assert older.gpu.cluster is None
+
+
+def test_priorities_are_those_of_the_streams_of_the_process(tmp_path: Path) -> None:
+    """An export without the table holds none."""
+    export = NsysExport()
+    for process in (1, 2):
+        export.kernel(GEMM, 0, 9, process=process)
+        export.add(STREAMS, processId=process, streamId=7, priority=-process)
+    assert [one.priorities for one in read_nsys(export.write(tmp_path / "report.sqlite"))] == [{7: -1}, {7: -2}]
+    export.rows.pop(STREAMS)
+    assert [one.priorities for one in read_nsys(export.write(tmp_path / "older.sqlite"))] == [{}, {}]
+
+
+def test_clusters_and_priorities_reach_another_host(tmp_path: Path) -> None:
+    """A digest keeps them when it is packed, and keeps that they are not known."""
+    export = NsysExport()
+    export.kernel(GEMM, 0, 9, clusterX=2, clusterY=1, clusterZ=1)
+    export.add(STREAMS, streamId=7, priority=-5)
+    known = digest(_one(tmp_path, export))
+    again = unpack_digest(pack_digest(known), "rank0")
+    assert again.gpu.cluster is not None
+    assert (again.gpu.cluster.tolist(), again.priorities) == ([2], {7: -5})
+    unknown = replace(known, gpu=replace(known.gpu, cluster=None), priorities={})
+    assert unpack_digest(pack_digest(unknown), "rank0").gpu.cluster is None
 
 
 def test_a_copy_has_bytes_and_no_grid(two_ranks: list[Timeline]) -> None:

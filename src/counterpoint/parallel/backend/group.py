@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, never_compiled, together
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
+from counterpoint.parallel.tuned import FollowedTuning, TunedCall, follow_together
+from counterpoint.records.tuning import Tuned
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
@@ -59,6 +62,8 @@ class BackendOptions(CommunicatorOptions):
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: so many consecutive ranks count as a host, equal on all ranks; None: those of one machine do.
         mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
+        tuned: what `counterpoint tune` chose, or its file: for calls that it has a choice for, that comes before the
+            crossovers. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
 
     Raises:
         Misconfigured: an option is out of range.
@@ -67,6 +72,7 @@ class BackendOptions(CommunicatorOptions):
     nccl: Any = None
     ranks_per_host: int | None = None
     mailbox_bytes: int | None = 1 << 26
+    tuned: Tuned | str | Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +133,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._communicator: AnyCommunicator | None = None
         self._hosts: Grid | None = None
         self._crossovers: dict[str, int] | None = None
+        self._tuning: FollowedTuning | None = None
         self.why_not = "one rank" if self._size == 1 else self.inner.why_alone
         self._background: Background | None = None
         self._coalescing = False
@@ -142,7 +149,8 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def report(self) -> BackendReport:
         """Return which calls went which way, and why."""
-        return self.counts.report()
+        report = self.counts.report()
+        return report if self._tuning is None else replace(report, tuned=str(self._tuning))
 
     def communicator(self, device: torch.device | None = None) -> AnyCommunicator | None:
         """Return the communicator, made at the first call, by all ranks together; None where they cannot have one.
@@ -425,6 +433,8 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator = self._communicator
         assert communicator is not None
         place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
+        choice = self._choice(operation, outputs[0], num_bytes)
+        place += "" if choice is None else f", {choice.why}"
         over_hosts = isinstance(communicator, HierarchicalCommunicator)
         self.counts.add(operation, num_bytes, "hosts" if over_hosts else "zero_sm", place)
         return communicator
@@ -449,7 +459,10 @@ class CounterpointGroup(dist.ProcessGroup):
         if why is not None:
             return why
         output = outputs[0]
-        if num_bytes < self._crossover(operation, output, num_bytes):
+        choice = self._choice(operation, output, num_bytes)
+        if choice is not None and choice.stays:
+            return choice.why
+        if choice is None and num_bytes < self._crossover(operation, output, num_bytes):
             return "below the crossover"
         if self._coalescing:
             return "coalesced"
@@ -473,6 +486,14 @@ class CounterpointGroup(dist.ProcessGroup):
             return f"tensors on {outputs[0].device.type}"
         return "sparse" if outputs[0].layout is not torch.strided else None
 
+    def _choice(self, operation: str, output: Tensor, num_bytes: int) -> TunedCall | None:
+        """Return what the tuning chose for a call; None: nothing. All ranks read it together, at the first call."""
+        if self._crossovers is None:
+            self._crossovers = self._measured(output.device)
+        if self._tuning is None:
+            return None
+        return self._tuning.find(operation, ranks=self._size, num_bytes=num_bytes)
+
     def _crossover(self, operation: str, output: Tensor, num_bytes: int) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
 
@@ -480,8 +501,7 @@ class CounterpointGroup(dist.ProcessGroup):
         beside matmuls: there its own time matters less than the SMs that it would take from them. That holds in place:
         what is copied from a landing takes SMs again.
         """
-        if self._crossovers is None:
-            self._crossovers = self._measured(output.device)
+        assert self._crossovers is not None  # `_choice`
         measured = self._crossovers.get(operation, 0)
         if num_bytes >= measured or num_bytes < _BUCKET_BYTES or not is_bucket(operation, output):
             return measured
@@ -492,12 +512,15 @@ class CounterpointGroup(dist.ProcessGroup):
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
 
+        They read the tuning here, too.
         An operation that was not measured beside NCCL is left to it, unless its size is given. Nothing is returned if
         there can be no communicator.
         """
         hosts = self._on_hosts()
         if hosts is None:
             return {}
+        groups = [self.inner.group]
+        self._tuning = follow_together(self._options.tuned, groups, device_type=self._device_type)
         profile = device_profile(self.inner.group, device, self._options.profile)
         given = self._options.crossover_bytes or {}
         found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)

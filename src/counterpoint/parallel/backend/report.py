@@ -33,9 +33,13 @@ class RoutedCalls:
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """Lists what a group's calls did, most calls first."""
+    """Lists what a group's calls did, most calls first.
+
+    `tuned` says which file is followed, and how many of its choices so far; empty: none is named.
+    """
 
     rows: tuple[RoutedCalls, ...]
+    tuned: str = ""
 
     @property
     def taken(self) -> int:
@@ -57,7 +61,7 @@ class BackendReport:
     def __str__(self) -> str:
         head = ("operation", "size", "path", "calls", "why")
         table = [head, *((r.operation, r.size_class, r.path, str(r.calls), r.why) for r in self.rows)]
-        return "\n".join(aligned_rows(table))
+        return "\n".join([*aligned_rows(table), *([f"tuned: {self.tuned}"] if self.tuned else [])])
 
 
 class CallCounts:

@@ -134,6 +134,9 @@ class AllToAll:
         """Return how many rows had no room so far."""
         return self._dropped
 
+    def check(self) -> None:
+        """Do nothing: torch's own watchdog does it."""
+
     def close(self) -> None:
         """Do nothing: the process group is not this object's."""
 

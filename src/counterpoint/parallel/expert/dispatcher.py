@@ -157,6 +157,11 @@ class Dispatcher:
         """
         return 0 if self._mechanism is None else self._mechanism.dropped()
 
+    def check(self) -> None:
+        """Raise the error that ended communication, if there was one."""
+        if self._mechanism is not None:
+            self._mechanism.check()
+
     def close(self) -> None:
         """Close the communicator; all ranks call it. A later call opens another."""
         mechanism, self._mechanism = self._mechanism, None

@@ -189,6 +189,10 @@ class GatherAll:
         """Return how many rows had no room so far; this waits for the device."""
         return self._overflow.total()
 
+    def check(self) -> None:
+        """Raise the error that ended the communicator, if there was one."""
+        self._communicator.check()
+
     def close(self) -> None:
         """Close the communicator; raise if the last call had no room and that was not allowed."""
         self._communicator.close()

@@ -64,5 +64,8 @@ class TokenMechanism(Protocol):
     def dropped(self) -> int:
         """Return how many choices this rank found no room for so far; this waits for the device."""
 
+    def check(self) -> None:
+        """Raise the error that ended its communication, if there was one."""
+
     def close(self) -> None:
         """Give back what it holds; all ranks call it."""

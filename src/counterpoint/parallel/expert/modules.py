@@ -7,7 +7,8 @@ takes this rank's part of the DTensors that the module then has. Layers of one s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import Misconfigured
+from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.layers import ExpertLayerOptions, ExpertWeights, overlapped_moe
+from counterpoint.parallel.expert.options import MechanismName
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
 from counterpoint.parallel.report import ExpertParallelModule, ExpertParallelReport
 from counterpoint.parallel.tensor.recognised import ranks_of
+from counterpoint.parallel.tuned import FollowedTuning
+from counterpoint.records.tuning import LEAVE
 
 
 class Dispatchers:
@@ -28,6 +33,7 @@ class Dispatchers:
     def __init__(self, options: ExpertLayerOptions) -> None:
         self.options = options
         self._made: dict[Any, Dispatcher] = {}
+        self._most: dict[Any, int] = {}  # tokens of a rank, by shape and group
 
     def __deepcopy__(self, _: Any) -> Dispatchers:  # a copy of a layer communicates by the same ones
         return self
@@ -36,17 +42,24 @@ class Dispatchers:
         """Return those that were made so far."""
         return tuple(self._made.values())
 
-    def of(self, style: ExpertStyle, x: Tensor, top_k: int) -> Dispatcher:
-        """Return the dispatcher for these tokens; at first all ranks make it together."""
+    def most_tokens(self, style: ExpertStyle, x: Tensor, top_k: int) -> int:
+        """Return the most tokens of a rank in one call of such a layer; at first all ranks call it together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
+        if key not in self._most:
+            self._most[key] = self.options.max_tokens or _most(len(x), style, x.device)
+        return self._most[key]
+
+    def of(self, style: ExpertStyle, x: Tensor, top_k: int, mechanism: MechanismName) -> Dispatcher:
+        """Return the dispatcher for these tokens; at first all ranks make it together."""
+        key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1], mechanism
         if key not in self._made:
             self._made[key] = Dispatcher(
                 style.mesh.get_group(),
                 experts=style.experts,
                 top_k=top_k,
-                max_tokens=self._part(self.options.max_tokens or _most(len(x), style, x.device)),
+                max_tokens=self._part(self.most_tokens(style, x, top_k)),
                 hidden=x.shape[1],
-                options=self.options.of_dispatcher(),
+                options=replace(self.options.of_dispatcher(), mechanism=mechanism),
             )
         found = self._made[key]
         if self._part(len(x)) > found.layout.max_tokens:
@@ -68,9 +81,18 @@ class Dispatchers:
 class OverlappedExperts:
     """Runs the experts of one module, from its making until `undo`."""
 
-    def __init__(self, name: str, module: nn.Module, style: ExpertStyle, dispatchers: Dispatchers) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        style: ExpertStyle,
+        dispatchers: Dispatchers,
+        tuning: FollowedTuning | None = None,
+        left_why: str = "",
+    ) -> None:
         self.name, self.module, self.style, self.dispatchers = name, module, style, dispatchers
-        self.torch_why = ""
+        self.torch_why = self.choice = ""
+        self._tuning, self._left_why = tuning, left_why
         self._stock: Callable[..., Tensor] = vars(module)["forward"]
         module.forward = self.forward
 
@@ -85,6 +107,9 @@ class OverlappedExperts:
         if why := self._unfit(x):
             self.torch_why = why
             return self._stock(hidden_states, top_k_index, top_k_weights)
+        mechanism = self._mechanism(x, ids.shape[1])
+        if mechanism is None:
+            return self._stock(hidden_states, top_k_index, top_k_weights)
         tokens, batch = len(x), self.style.batch_mesh
         if batch.size() > 1:  # its ranks have the same tokens: each sends a part of them
             x, ids, weights = (
@@ -96,7 +121,7 @@ class OverlappedExperts:
         module: Any = self.module
         gate = None if self.style.has_swiglu else module._apply_gate
         experts = ExpertWeights(gate_up=_local(module.gate_up_proj), down=_local(module.down_proj), gate=gate)
-        dispatcher = self.dispatchers.of(self.style, x, ids.shape[1])
+        dispatcher = self.dispatchers.of(self.style, x, ids.shape[1], mechanism)
         out = overlapped_moe(x, ids, weights, experts, dispatcher, parts=self.dispatchers.options.parts)
         if batch.size() > 1:
             shape = torch.Size((tokens, out.shape[1]))
@@ -112,8 +137,33 @@ class OverlappedExperts:
             ranks=ranks_of(self.style.mesh),
             experts=self.style.experts,
             parts=self.dispatchers.options.parts,
+            choice=self.choice,
             torch_why=self.torch_why,
         )
+
+    def _mechanism(self, x: Tensor, top_k: int) -> MechanismName | None:
+        """Return how tokens travel, by the options or else by the tuning; None: as without `overlap`.
+
+        A tuning knows the largest call of all ranks, so that they choose alike.
+        """
+        asked, choice = self.dispatchers.options.mechanism, None
+        if self._tuning is not None and asked == "auto":
+            most = self.dispatchers.most_tokens(self.style, x, top_k)
+            choice = self._tuning.find(
+                EXCHANGE,
+                ranks=self.style.mesh.size(),
+                num_bytes=most * top_k * x.shape[1] * x.element_size() * self.style.mesh.size(),
+                dtype=str(x.dtype).removeprefix("torch."),
+                where=(self.name,),
+            )
+        if choice is None:
+            self.torch_why = self._left_why or self.torch_why
+            return None if self._left_why else asked
+        self.choice = choice.why
+        if choice.mechanism == LEAVE:
+            self.torch_why = choice.why
+            return None
+        return cast("MechanismName", choice.mechanism)
 
     def _unfit(self, x: Tensor) -> str:
         """Return why a call is left to `transformers`, on all ranks alike; empty if it is not."""
@@ -133,12 +183,15 @@ class OverlappedExpertParallel:
     Args:
         model: `transformers` has made it with `ep_size`.
         options: None: the defaults, and experts on GPUs are left, as nothing was measured there yet.
+        tuning: chooses the mechanism of each module where the options name none; None: nothing does.
 
     Raises:
         Misconfigured: the model is overlapped already.
     """
 
-    def __init__(self, model: nn.Module, options: ExpertLayerOptions | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, options: ExpertLayerOptions | None = None, tuning: FollowedTuning | None = None
+    ) -> None:
         self._dispatchers = Dispatchers(options or ExpertLayerOptions())
         self._left: dict[str, str] = {}
         self._experts: dict[str, OverlappedExperts] = {}
@@ -148,10 +201,13 @@ class OverlappedExpertParallel:
                 raise Misconfigured(f"{name} is overlapped already: call restore() of the first overlap() before")
         for module, name in names.items():
             style = expert_style(module)
+            left_why = ""
             if isinstance(style, ExpertStyle):
-                style = _left_why(style, is_asked=options is not None) or style
+                left_why = _left_why(style, is_asked=options is not None)
+                is_tuned = style.mesh.size() > 1 and tuning is not None and tuning.names(EXCHANGE)
+                style = style if is_tuned else left_why or style
             if isinstance(style, ExpertStyle):
-                self._experts[name] = OverlappedExperts(name, module, style, self._dispatchers)
+                self._experts[name] = OverlappedExperts(name, module, style, self._dispatchers, tuning, left_why)
             elif style is not None:
                 self._left[name] = style
 
@@ -177,11 +233,22 @@ class OverlappedExpertParallel:
         modules = [*(one.report() for one in self._experts.values()), *left]
         return ExpertParallelReport(modules=tuple(modules), calls=tuple(calls))
 
+    def check(self) -> None:
+        """Raise the error that ended one of the dispatchers, if one has ended."""
+        for dispatcher in self._dispatchers.all():
+            dispatcher.check()
+
     def restore(self) -> None:
         """Let `transformers` run every module as before. All ranks call it."""
         while self._experts:
             self._experts.popitem()[1].undo()
         self._dispatchers.close()
+
+
+def expert_groups(model: nn.Module) -> list[Any]:
+    """Return the process groups among which experts of a model are divided."""
+    styles = map(expert_style, model.modules())
+    return [style.mesh.get_group() for style in styles if isinstance(style, ExpertStyle) and style.mesh.size() > 1]
 
 
 def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:

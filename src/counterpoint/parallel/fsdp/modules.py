@@ -43,9 +43,15 @@ class ShardedModule:
     shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
     """The smaller one over which it gathers again in the backward pass (`reshard_after_forward` is a number)."""
+    replicate_group: ProcessGroup | None = None  # ranks that have copies of the shards
     gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
     replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
     kept: bool = False  # its whole parameters stay after forward
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return its name in the model, or several."""
+        return tuple(self.name.partition(" (group ")[0].split(", "))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -65,6 +71,12 @@ class ShardedModule:
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
 
+    @property
+    def replicating(self) -> tuple[ProcessGroup, ...]:
+        """Return the process group of ranks that have the same shards, if there are several."""
+        group = self.replicate_group
+        return () if group is None or group.size() == 1 else (group,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredParameter:
@@ -72,6 +84,15 @@ class GatheredParameter:
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleCall:
+    """Describes a collective of a module."""
+
+    operation: str  # PyTorch's name
+    num_bytes: int  # of the whole array
+    dtype: str  # torch's name
 
 
 def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
@@ -162,6 +183,7 @@ def _described(
         parameters=parameters,
         device=inside(parameters, "device"),
         shard_group=shard_group,
+        replicate_group=getattr(mesh, "replicate_process_group", None),
         post_forward_group=None if smaller is shard_group else smaller,
         gather_bytes=0 if shard_group is None else shard_group.size() * sum(size for size, _ in _sizes(parameters)),
         replicas=getattr(mesh, "replicate_mesh_size", 1),
@@ -178,6 +200,23 @@ def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
     assert module.shard_group is not None
     ranks = module.shard_group.size()
     return tuple(GatheredParameter(num_bytes=ranks * size, dtype=dtype) for size, dtype in _sizes(module.parameters))
+
+
+def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
+    """Return the gather of the parameters, and the reduce_scatter of the gradients, of a module that is sharded."""
+    gathered = gathered_parameters(module)
+    dtype = gathered[0].dtype
+    reduced = inside(module.parameters, "mp_policy").reduce_dtype or dtype
+    num_bytes = sum(one.num_bytes for one in gathered)
+    scattered_bytes = sum(one.num_bytes // one.dtype.itemsize for one in gathered) * reduced.itemsize
+    return (
+        ModuleCall(operation="all_gather", num_bytes=num_bytes, dtype=_dtype_name(dtype)),
+        ModuleCall(operation="reduce_scatter", num_bytes=scattered_bytes, dtype=_dtype_name(reduced)),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def copied_why(module: ShardedModule) -> str:

@@ -38,7 +38,8 @@ from counterpoint.parallel.tensor.overlapped import (
     multiply_and_scatter,
     scatter_flagged,
 )
-from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions
+from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans, TensorOptions
+from counterpoint.parallel.tuned import FollowedTuning
 
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: an error, and a count for each partition
@@ -68,6 +69,7 @@ class TensorGroup:
         self._counts = CallCounts()
         self._communicator: Communicator | None = None
         self._plans: Plans | None = None
+        self._tuning: FollowedTuning | None = None
         self._routes: dict[Hashable, _Route] = {}
         self._words = torch.empty(0, dtype=torch.int32)
         self._memory: CallMemory | None = None  # of the communicator
@@ -76,6 +78,18 @@ class TensorGroup:
     def report(self) -> BackendReport:
         """Return which calls went which way, and why."""
         return self._counts.report()
+
+    def follow(self, tuning: FollowedTuning | None) -> None:
+        """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it."""
+        self._tuning = tuning
+        self._routes.clear()
+        if self._communicator is not None:
+            self._plans = self._new_plans(self._communicator)
+
+    def check(self) -> None:
+        """Raise the error that ended the communicator, if there was one."""
+        if self._communicator is not None:
+            self._communicator.check()
 
     def close(self) -> None:
         """Close the communicator; all ranks call it. Later calls go torch's way."""
@@ -373,16 +387,17 @@ class TensorGroup:
                 rank=self.rank,
                 batch=math.prod(rows.shape[:dim]),
             )
-            why = self._why_not or self._why_torch(rows, layout, columns, num_bytes)
+            shape = MatmulShape(
+                operation=operation,
+                layout=layout,
+                k=k or rows.shape[-1],
+                columns=columns,
+                dtype=dtype_name(rows),
+                may_poll=may_poll,
+                num_bytes=num_bytes,
+            )
+            why = self._why_not or self._why_torch(rows, shape)
             if why is None:
-                shape = MatmulShape(
-                    operation=operation,
-                    layout=layout,
-                    k=k or rows.shape[-1],
-                    columns=columns,
-                    dtype=dtype_name(rows),
-                    may_poll=may_poll,
-                )
                 try:
                     found = self._routes[key] = self._route(shape, rows.device)
                 except Unsupported as error:
@@ -403,15 +418,16 @@ class TensorGroup:
         is_whole = plan.mechanism == "cuts" and len(plan.pieces) == 1
         return _Route(plan, steps, "serial" if is_whole else plan.mechanism)
 
-    def _why_torch(self, rows: Tensor, layout: ShardedRows, columns: Sequence[int], num_bytes: int) -> str | None:
+    def _why_torch(self, rows: Tensor, shape: MatmulShape) -> str | None:
         if self.options.mechanism == "torch":
             return "asked for torch"
-        if not columns or not rows.numel() or not num_bytes:
+        if not shape.columns or not rows.numel() or not shape.num_bytes:
             return "nothing to multiply"
-        whole = layout.total
-        if num_bytes // whole % _ALIGNMENT:
-            return f"rows of {num_bytes // whole} bytes, which is no multiple of {_ALIGNMENT}"
-        return None
+        row_bytes = shape.num_bytes // shape.layout.total
+        if row_bytes % _ALIGNMENT:
+            return f"rows of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
+        asked = AskedMechanism.of(shape, self.options, self._tuning)
+        return asked.why if asked.mechanism == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
@@ -424,12 +440,15 @@ class TensorGroup:
             except Unsupported as error:
                 self._why_not = str(error)
                 raise
-            profile = self._communicator.profile if device.type == "cuda" else default_profile()  # CPUs rehearse
-            self._plans = Plans(group, profile, self.options)
+            self._plans = self._new_plans(self._communicator)
             self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read them, too
         return self._communicator
+
+    def _new_plans(self, communicator: Communicator) -> Plans:
+        profile = communicator.profile if communicator.device.type == "cuda" else default_profile()  # CPUs rehearse
+        return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
         """Return symmetric memory for one operation."""

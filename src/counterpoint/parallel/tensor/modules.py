@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.report import TensorParallelModule, TensorParallelReport
-from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.linear import (
     all_gather_linear,
     autocast_dtype,
@@ -38,6 +38,7 @@ from counterpoint.parallel.tensor.recognised import (
     prepared_input,
     ranks_of,
 )
+from counterpoint.parallel.tuned import FollowedTuning
 
 
 class OverlappedLinear:
@@ -275,6 +276,7 @@ class OverlappedTensorParallel:
         self._linears: dict[nn.Module, OverlappedLinear] = {}
         self._gathers: dict[nn.Module, SharedGather] = {}
         self._ends: list[Any] = []
+        self._tuned: list[TensorGroup] = []
         self._refuse_overlapped()
         for module, name in self._names.items():
             made = overlapped_linear(module, name)
@@ -311,8 +313,26 @@ class OverlappedTensorParallel:
         calls = [row for group in self._groups for row in tensor_group(group).report().rows]
         return TensorParallelReport(modules=tuple(row for row in rows if row is not None), calls=tuple(calls))
 
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Return the process groups of all modules that were replaced."""
+        return tuple(tensor_group(name).group for name in self._groups)
+
+    def follow(self, tuning: FollowedTuning) -> None:
+        """Let a tuning choose for the calls of these modules until `restore`. All ranks call it."""
+        self._tuned = [tensor_group(name) for name in self._groups]
+        for group in self._tuned:
+            group.follow(tuning)
+
+    def check(self) -> None:
+        """Raise the error that ended one of the communicators, if one has ended."""
+        for name in self._groups:
+            tensor_group(name).check()
+
     def restore(self) -> None:
         """Let torch run every module as before."""
+        while self._tuned:
+            self._tuned.pop().follow(None)
         while self._ends:
             self._ends.pop().remove()
         while self._gathers:

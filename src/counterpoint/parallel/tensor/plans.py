@@ -22,12 +22,14 @@ from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.tuned_choices import matmul_workload
 from counterpoint.parallel.tensor.flagged import (
     TYPES,
     bind_all_gather_matmul,
     bind_matmul_reduce_scatter,
 )
 from counterpoint.parallel.tensor.overlapped import Steps
+from counterpoint.parallel.tuned import FollowedTuning
 
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
@@ -69,13 +71,43 @@ class MatmulShape:
     columns: tuple[int, ...]  # of each weight
     dtype: str  # of the operands, torch's name
     may_poll: bool  # whether a matmul that polls does all that the call needs
+    num_bytes: int  # of the whole array that is communicated
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedMechanism:
+    """Holds the mechanism that options or a tuning ask for, and why; `auto`: the fastest by prediction."""
+
+    mechanism: Mechanism
+    why: str
+
+    @classmethod
+    def of(cls, shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None) -> AskedMechanism:
+        """Return what is asked for a call: by the options, else by the tuning."""
+        asked = options.mechanism
+        if asked != "auto" or tuning is None:
+            return cls(mechanism=asked, why=f"asked for {asked}")
+        layout = shape.layout
+        found = tuning.find(
+            shape.operation,
+            ranks=len(layout.rows),
+            num_bytes=shape.num_bytes,
+            dtype=shape.dtype,
+            compute=matmul_workload(layout.total, sum(shape.columns), shape.k),
+        )
+        if found is None:
+            return cls(mechanism="auto", why="")
+        mechanism: Any = "torch" if found.stays else found.mechanism
+        return cls(mechanism=mechanism, why=found.why)
 
 
 class Plans:
     """Plans the calls of one group; all ranks ask for the same shapes in the same order."""
 
-    def __init__(self, group: Any, profile: Profile, options: TensorOptions) -> None:
-        self._group, self._profile, self._options = group, profile, options
+    def __init__(
+        self, group: Any, profile: Profile, options: TensorOptions, tuning: FollowedTuning | None = None
+    ) -> None:
+        self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
         self._known: dict[MatmulShape, tuple[MatmulPlan, Steps]] = {}
         self._host_us: dict[TensorMechanism, float] | None = None
 
@@ -99,16 +131,20 @@ class Plans:
             ShardedMatmul(operation=shape.operation, curves=curves, shard_rows=layout.rows, batch=layout.batch),
             self._profile,
         )
-        plan = self._chosen(task, shape, self._flagged_factor(shape, task, device))
+        asked = AskedMechanism.of(shape, self._options, self._tuning)
+        plan = self._chosen(task, shape, asked, self._flagged_factor(shape, task, asked.mechanism, device))
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
-    def _chosen(self, task: ShardedMatmul, shape: MatmulShape, flagged_factor: float | None) -> MatmulPlan:
-        rank, asked = shape.layout.rank, self._options.mechanism
+    def _chosen(
+        self, task: ShardedMatmul, shape: MatmulShape, asked: AskedMechanism, flagged_factor: float | None
+    ) -> MatmulPlan:
+        rank, taken, why = shape.layout.rank, asked.mechanism, asked.why
         plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor, host_us=self._host_us)
-        if asked == "auto" or asked == plan.mechanism:
+        if taken == "auto":
             return plan
-        taken, why = asked, f"asked for {asked}"
-        if asked == "flagged" and flagged_factor is None:
+        if taken == plan.mechanism:
+            return plan if self._tuning is None else replace(plan, why=why)
+        if taken == "flagged" and flagged_factor is None:
             taken, why = "cuts", f"{why}, which does not do this call"
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
@@ -117,12 +153,13 @@ class Plans:
             pieces = axis.pieces(axis.serial_bounds)
         return replace(plan, mechanism=taken, pieces=pieces, why=why)
 
-    def _flagged_factor(self, shape: MatmulShape, task: ShardedMatmul, device: torch.device) -> float | None:
+    def _flagged_factor(
+        self, shape: MatmulShape, task: ShardedMatmul, asked: Mechanism, device: torch.device
+    ) -> float | None:
         """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all.
 
         With `auto` it is measured only where a matmul as fast as cuBLAS would be the choice: its kernel is compiled.
         """
-        asked = self._options.mechanism
         if not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
             return None
         if asked != "flagged" and (

@@ -20,8 +20,6 @@ from counterpoint.pair.curves import Curves
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import Row
 
-__all__ = ["error_of", "fit"]
-
 _LOSSES = tuple(step / 100 for step in range(41))
 _GRID: tuple[tuple[str, Sequence[Any]], ...] = (
     ("comm_cluster", (1, 2, 4)),

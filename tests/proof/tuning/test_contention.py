@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from budget_rule import products_of
-from fit.contention import error_of, fit
 from synthetic_machine import SyntheticMachine
 
 from counterpoint.errors import Misconfigured
@@ -17,6 +16,7 @@ from counterpoint.pair.choice import ORDERS, predict
 from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.records.measurement import Row
+from counterpoint.tuning.contention import error_of, fit
 
 SHAPE = (8192, 8192, 8192)
 MACHINE = SyntheticMachine()

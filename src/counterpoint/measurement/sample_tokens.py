@@ -1,72 +1,20 @@
-"""Define the tokens that an MoE layer exchanges: their sizes, their experts, and what their sums have to be."""
+"""Draw the tokens that an exchange is measured with: their experts, and what their sums have to be."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.collective import relative_error
+from counterpoint.measurement.dependent import ExpertLayer, TokenExchange
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.suites import EXPERT_LAYERS, ROUTINGS, ExpertLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SCALES = 128  # experts with another factor each, exact in bfloat16, so that a row at a wrong expert shows
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenExchange:
-    """Represents what an MoE layer exchanges: so many tokens of each rank, to the experts and back."""
-
-    layer: str  # a name of `EXPERT_LAYERS`
-    tokens: int
-    routing: str  # one of `ROUTINGS`
-
-    @property
-    def name(self) -> str:
-        """Return the name without what is measured of it."""
-        return f"{self.layer} {self.tokens} {self.routing}"
-
-    @property
-    def sizes(self) -> ExpertLayer:
-        """Return the sizes of the experts."""
-        return EXPERT_LAYERS[self.layer]
-
-    def size_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a rank's tokens, once for each choice."""
-        return self.tokens * self.sizes.top_k * self.sizes.hidden * itemsize
-
-    def capacity(self, world_size: int) -> int:
-        """Return the rows that may come to a rank."""
-        return world_size * self.tokens * min(self.sizes.top_k, self.sizes.experts // world_size)
-
-    def memory_bytes(self, itemsize: int, world_size: int, mechanisms: int) -> int:
-        """Return about the bytes that a rank needs: weights of experts, and buffers and rows of each mechanism."""
-        weights = 3 * self.sizes.hidden * self.sizes.ffn * self.sizes.experts // world_size
-        rows = self.capacity(world_size)
-        inside = rows * 3 * self.sizes.ffn
-        return itemsize * (weights + inside + (2 * mechanisms + 3) * rows * self.sizes.hidden)
-
-
-def is_exchange(what: str) -> bool:
-    """Return whether the name of a building block is that of a `TokenExchange`."""
-    return what.partition(" ")[0] == "exchange"
-
-
-def find_exchange(what: str) -> TokenExchange:
-    """Return the `TokenExchange` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
-    found = re.fullmatch(rf"exchange ({'|'.join(EXPERT_LAYERS)}) ([1-9]\d{{0,6}}) ({'|'.join(ROUTINGS)})", what)
-    if found is None:
-        raise Misconfigured(
-            f"there is no exchange {printable(what)!r}; write one of {', '.join(EXPERT_LAYERS)}, tokens of a rank, and "
-            f"one of {', '.join(ROUTINGS)}: exchange mixtral-8x7b 4096 zipf"
-        )
-    return TokenExchange(layer=found[1], tokens=int(found[2]), routing=found[3])
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:

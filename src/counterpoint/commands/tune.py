@@ -1,0 +1,217 @@
+"""Run `counterpoint tune`: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from counterpoint.commands.interruption import adding, ending_cleanly
+from counterpoint.commands.terminal import (
+    check_outputs,
+    json_file,
+    progress,
+    write_file,
+    write_json,
+    writing,
+)
+from counterpoint.errors import Misconfigured
+from counterpoint.rendering.files import is_stream
+
+if TYPE_CHECKING:
+    from counterpoint.records.tuning import Tuned
+
+_EXCLUDED = {  # by option that says what to do: the options that would have no effect
+    "machine": ("source", "run", "to", "profile", "budget", "rounds", "fresh", "html", "json"),
+    "to": ("run", "profile", "device", "nproc", "budget", "rounds", "timeout", "fresh", "json"),
+    "run": ("source", "nproc", "fresh"),
+}
+_WHY = {
+    "machine": "it measures all of a machine",
+    "to": "it writes what a tuning holds, and measures nothing",
+    "run": "the command says how many ranks there are, and a script is recorded anew each time",
+}
+
+
+def tune(
+    context: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Pairs of a step (pairs.toml), or traces of a job; with --to, a tuning.", show_default=False
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help='Tune a training script: "torchrun --nproc-per-node 2 train.py". Whole steps confirm it.'),
+    ] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Measure this machine into a profile instead: up to two minutes.")
+    ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(help="Write a tuning for others: env, nccl-tuner-csv, megatron-yaml, torchtitan, python."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Figures of this machine; by default COUNTERPOINT_PROFILE, or those that are shipped."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="What to write: by default counterpoint.toml; profile.json of --machine; standard output of --to."
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw before and after by pair: one self-contained page.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda (the default), or cpu: the same with gloo, to try it anywhere. A script has its own."),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks: by default as many as the pairs have.")] = None,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which no further pair is measured; as many for steps of --run.")
+    ] = 120.0,
+    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a finished pair or step after which the run ends.")
+    ] = 120.0,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh/--resume", help="Discard what an interrupted run left near --out, or (by default) go on with it."
+        ),
+    ] = False,
+    json: Annotated[str | None, typer.Option(help="Write the choices as JSON; - prints them (and only them).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no progress.")] = False,
+) -> None:
+    """Which mechanism for each of my pairs of operations? Needs torch, and 2 GPUs or --device cpu."""
+    for option, excluded in _EXCLUDED.items():
+        if _given(context, option):
+            _refuse(context, option, excluded)
+    if machine:
+        _tune_machine(out or Path("profile.json"), device=device, nproc=nproc, timeout=timeout, quiet=quiet)
+        return
+    if (source is None) == (run is None):
+        raise Misconfigured(
+            "give one of SOURCE (pairs.toml, or traces), --run 'torchrun ... train.py', and --machine for a profile"
+        )
+    if to is not None:
+        assert source is not None, "--to goes without --run"
+        _export(source, to, out, html)
+        return
+    out, json_path = out or Path("counterpoint.toml"), json_file(json)
+    _check_outputs(source, out, html, json_path)
+    partial = None if is_stream(out) or run is not None else out.with_name(out.name + ".partial.jsonl")
+    check_outputs(partial)
+    with ending_cleanly(partial, fresh=fresh), progress(quiet, "starting ranks") as tell:
+        if source is not None:
+            from counterpoint.tuning import api
+
+            tuned = api.tune(
+                source, device=device or "cuda", world_size=nproc, profile=profile, budget_s=budget, rounds=rounds,
+                timeout_s=timeout, partial=partial, fresh=fresh, progress=tell,
+            )  # fmt: skip
+        else:
+            from counterpoint.tuning.script_api import tune_script
+
+            tuned = tune_script(
+                run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,
+                progress=tell,
+            )  # fmt: skip
+        with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
+            _write(tuned, out, html, json_path)
+    if partial is not None:
+        partial.unlink(missing_ok=True)  # only now: the choices are safe
+    with adding(f"; the choices are in {out}"):
+        if json == "-":
+            write_json(tuned, None)
+        elif not quiet:
+            _print(tuned, [path for path in (out, html, json_path) if path is not None])
+
+
+def _given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _refuse(context: typer.Context, option: str, excluded: tuple[str, ...]) -> None:
+    """Raise Misconfigured if an option was given that has no effect beside `option`."""
+    wrong = next((name for name in excluded if _given(context, name)), None)
+    if wrong is not None:
+        name = "SOURCE" if wrong == "source" else f"--{wrong}"
+        raise Misconfigured(f"{name} with --{option}: {_WHY[option]}; leave {name} out")
+
+
+def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: float, quiet: bool) -> None:
+    """Measure this machine, write its profile, and say what is in it."""
+    check_outputs(out)
+    with ending_cleanly(None, fresh=True), progress(quiet, "starting ranks") as tell:
+        from counterpoint.machine.profile import profile_json
+        from counterpoint.tuning.machine import tune_machine
+
+        found = tune_machine(device=device or "cuda", world_size=nproc, timeout_s=timeout, progress=tell)
+        write_file(out, profile_json(found))
+    if not quiet:
+        _say(str(found), *(f"{group} left out: {why}" for group, why in found.left_out.items()))
+        _say(f"wrote {out}: export COUNTERPOINT_PROFILE={out}")
+
+
+def _export(source: Path, form: str, out: Path | None, html: Path | None) -> None:
+    """Write a tuning in another form, to a file or to standard output, and draw it where that was asked for."""
+    from counterpoint.pair.tuned_file import read_tuned
+    from counterpoint.tuning.exporters import export
+
+    _check_outputs(source, out, html)
+    tuned = read_tuned(source)
+    text = export(tuned, form)
+    if html is not None:
+        _draw(tuned, html)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        write_file(out, text.encode())
+
+
+def _write(tuned: Tuned, out: Path, html: Path | None, json_path: Path | None) -> None:
+    from counterpoint.pair.tuned_file import tuned_toml
+
+    write_file(out, tuned_toml(tuned).encode())
+    if html is not None:
+        _draw(tuned, html)
+    if json_path is not None:
+        write_json(tuned, json_path)
+
+
+def _draw(tuned: Tuned, html: Path) -> None:
+    from counterpoint.rendering.tuning_html import write_tuning_page
+
+    with writing(html):
+        write_tuning_page(html, tuned)
+
+
+def _print(tuned: Tuned, wrote: list[Path]) -> None:
+    from rich.console import Console
+
+    from counterpoint.rendering.tuning_terminal import render_tuned
+
+    render_tuned(tuned, Console(soft_wrap=False))
+    _say(*(f"wrote {path}" for path in wrote))
+
+
+def _say(*lines: str) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_outputs(source: Path | None, *outputs: Path | None) -> None:
+    """Raise Misconfigured if an output cannot be written, or would replace what is read or another output."""
+    check_outputs(*outputs)
+    paths = [path.resolve() for path in (source, *outputs) if path is not None]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None and not is_stream(twice):
+        raise Misconfigured(f"{twice.name} is named twice; give SOURCE and each output a file of its own")

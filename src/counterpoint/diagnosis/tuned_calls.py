@@ -1,0 +1,123 @@
+"""Find the calls of each pair of a tuning in one rank's trace, by the rule that programs follow: `Choices.find`.
+
+A call of NCCL states its operation, size and ranks. A copy by counterpoint's engines states its bytes alone: runs of
+copies of the size of one call are that pair's, all others are shared by the pairs of which none was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.pair.tuned_choices import EXCHANGE, Choices, stays_with_torch
+from counterpoint.records.tuning import TunedPair
+from counterpoint.trace.classify import is_nccl
+from counterpoint.trace.timeline import I64, Bools
+
+SAME_SIZE = 0.02  # by which the bytes of a run of copies may differ from those of a call
+LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
+_OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
+    "all_gather": ("all_gather", "all_gather_matmul"),
+    "reduce_scatter": ("reduce_scatter", "matmul_reduce_scatter"),
+    "all_to_all": ("all_to_all", EXCHANGE),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairCalls:
+    """Holds the calls of one pair in the trace of one rank, as rows of its `comm`."""
+
+    kernels: I64  # of NCCL
+    nccl_copies: I64  # by copy engines, as NCCL told c10d
+    copies: I64  # by copy engines of counterpoint: runs of the size of one call
+    has_other_copies: bool  # of no pair's size, and enough for a call of every pair that has neither
+
+    def during(self, digest: RankDigest) -> Intervals:
+        """Return when these calls ran; where their copies are not told apart, when any copy ran."""
+        rows = np.concatenate((self.kernels, self.nccl_copies, self.copies))
+        if not len(rows) and self.has_other_copies:
+            rows = np.flatnonzero(_own_copies(digest))
+        return Intervals.union(digest.comm.start[rows], digest.comm.end[rows])
+
+
+def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, PairCalls]:
+    """Return the calls of every pair that counts for this rank's machine."""
+    comm, by_nccl = digest.comm, _by_nccl(digest)
+    claimed = defaultdict[TunedPair, list[int]](list)
+
+    @cache
+    def claim(operation: str, ranks: int, num_bytes: int, module: str | None) -> TunedPair | None:
+        return _nearest(choices, operation, ranks, num_bytes / ranks, (module,) if module else ())
+
+    for row in np.flatnonzero(by_nccl & (comm.size > 1) & (comm.bytes > 0)).tolist():
+        pair = claim(comm.op[row], int(comm.size[row]), int(comm.bytes[row]), comm.module[row])
+        if pair is not None:
+            claimed[pair].append(row)
+    runs, moved = _runs(digest)
+    own = {pair: runs[_same_size(moved, pair)] for pair in choices.pairs if not stays_with_torch(pair)}
+    taken = np.isin(runs, np.concatenate(list(own.values()))) if own else np.zeros(len(runs), bool)
+    silent = [pair for pair, rows in own.items() if not len(rows) and pair not in claimed]
+    rest = int(moved[~taken].sum())
+    enough = rest > 0 and rest >= LEAST * sum(map(call_bytes, silent))
+
+    def calls(pair: TunedPair) -> PairCalls:
+        rows = np.array(claimed[pair], np.int64)
+        by_kernel = digest.comm.ctas[rows] != 0
+        mine = own.get(pair)  # None: NCCL's, and a run of its size is ours only if no other pair wants that size
+        return PairCalls(
+            kernels=rows[by_kernel],
+            nccl_copies=rows[~by_kernel],
+            copies=runs[_same_size(moved, pair) & ~taken] if mine is None else mine,
+            has_other_copies=mine is not None and enough,
+        )
+
+    return {pair: calls(pair) for pair in choices.pairs}
+
+
+def call_bytes(pair: TunedPair) -> int:
+    """Return the bytes that one rank sends to its peers in one call."""
+    return pair.bytes_per_rank * (pair.ranks - 1) * (2 if pair.operation == "all_reduce" else 1)
+
+
+def _nearest(
+    choices: Choices, operation: str, ranks: int, bytes_per_rank: float, where: Sequence[str]
+) -> TunedPair | None:
+    """Return the pair that decides about a call of NCCL; of those of two operations, the one nearer in size."""
+    names = _OPERATIONS.get(operation, (operation,))
+    found = [choices.find(name, ranks=ranks, bytes_per_rank=bytes_per_rank, where=where) for name in names]
+    pairs = [pair for pair in found if pair is not None and pair.bytes_per_rank > 0]
+    return min(
+        pairs,
+        key=lambda pair: (abs(math.log(pair.bytes_per_rank / bytes_per_rank)), not stays_with_torch(pair)),
+        default=None,
+    )
+
+
+def _same_size(moved: I64, pair: TunedPair) -> Bools:
+    wanted = call_bytes(pair)
+    return np.asarray(np.abs(moved - wanted) <= SAME_SIZE * wanted, bool)
+
+
+def _runs(digest: RankDigest) -> tuple[I64, I64]:
+    """Return the runs of copies that NCCL did not describe, as rows of `comm`, and the bytes that each sent."""
+    comm = digest.comm
+    rows = np.flatnonzero(_own_copies(digest) & (comm.bytes > 0) & (comm.size > 1))
+    size = comm.size[rows].astype(np.int64)
+    return rows, comm.bytes[rows] * (size - 1) // size
+
+
+def _own_copies(digest: RankDigest) -> Bools:
+    return np.asarray((digest.comm.ctas == 0) & (digest.gpu.collective[digest.comm.first] < 0), bool)
+
+
+def _by_nccl(digest: RankDigest) -> Bools:
+    comm = digest.comm
+    kernels = np.array([is_nccl(digest.names[name]) for name in digest.gpu.name[comm.first].tolist()], bool)
+    return np.asarray(kernels | ((comm.ctas == 0) & (digest.gpu.collective[comm.first] >= 0)), bool)

@@ -1,0 +1,37 @@
+"""Count the steps of a training by those of its optimizer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class OptimizerSteps:
+    """Calls a function at the end of each step, in the thread that made this: after the first optimizer has stepped.
+
+    Of several optimizers each steps once a step, so that one counts: the first that does. If it is gone, the next one.
+
+    Args:
+        advance: the function; what it raises comes out of `optimizer.step()`.
+    """
+
+    def __init__(self, advance: Callable[[], None]) -> None:
+        self._advance, self._thread = advance, threading.get_ident()
+        self._optimizer: weakref.ref[Any] | None = None
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def remove(self) -> None:
+        """Count no longer."""
+        self._hook.remove()
+
+    def _stepped(self, optimizer: object, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self._advance()

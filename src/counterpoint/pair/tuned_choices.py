@@ -1,0 +1,199 @@
+"""Find the choice of a tuning for a call, and leave out the choices that were made for another machine. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from math import inf, log2
+from typing import Literal, get_args
+
+import msgspec
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
+from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
+from counterpoint.records.measurement import Environment
+from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
+
+Field = Literal["device", "gpu", "torch", "nccl", "counterpoint"]
+
+COLLECTIVE_MECHANISMS = ("nccl", "nccl_zero_cta", "gloo", "zero_sm")
+"""Bases of the mechanisms of pairs whose compute does not depend on the collective."""
+EXCHANGE = "exchange"
+"""The operation of tokens that travel to their experts and back."""
+FARTHEST = 2.0
+"""A pair stands for calls of up to so many times its size, and down to as small a part."""
+_STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases that torch runs
+_MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
+
+
+def mechanism_base(pair: TunedPair) -> str:
+    """Return the chosen mechanism without its knobs."""
+    return pair.mechanism.partition("+")[0]
+
+
+def mechanism_knobs(pair: TunedPair) -> tuple[str, ...]:
+    """Return the knobs of the chosen mechanism, such as `max_ctas=8`."""
+    return tuple(pair.mechanism.split("+")[1:])
+
+
+def stays_with_torch(pair: TunedPair) -> bool:
+    """Return whether torch runs this pair by its own collective."""
+    return mechanism_base(pair) in _STOCK
+
+
+def matmul_workload(rows: int, columns: int, k: int) -> str:
+    """Return the name of a matmul, as `StepPair.compute` has it."""
+    return f"gemm {rows}x{columns}x{k}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineDifference:
+    """Says in what this machine differs from the one on which a tuning was made, and which choices that takes away."""
+
+    field: Field
+    made: str
+    here: str
+    ignored: str  # in words; empty: nothing
+
+    def __str__(self) -> str:
+        there = f"made with {self.field} {printable(self.made, 80)}, here is {printable(self.here, 80)}"
+        return f"{there}: {self.ignored or 'all choices'} {'ignored' if self.ignored else 'followed'}"
+
+
+class Choices:
+    """Holds the choices of a tuning that count on one machine.
+
+    Args:
+        tuning: the content of a file.
+        here: this machine; only its device, GPU and versions are compared.
+
+    Raises:
+        Misconfigured: a pair has a mechanism that its operation cannot have.
+    """
+
+    def __init__(self, tuning: Tuned, here: Environment) -> None:
+        for pair in tuning.pair:
+            _check_mechanism(pair)
+        self.differences = tuple(_differences(tuning.made, here))
+        taken = [_TAKEN[one.field][1] for one in self.differences]
+        self.pairs = tuple(pair for pair in tuning.pair if not any(is_taken(pair) for is_taken in taken))
+
+    def find(
+        self,
+        operation: str,
+        *,
+        ranks: int,
+        bytes_per_rank: float,
+        dtype: str | None = None,
+        compute: str | None = None,
+        where: Sequence[str] = (),
+    ) -> TunedPair | None:
+        """Return the choice for a call; None: the tuning has none, and built-in rules decide.
+
+        A pair that names the module comes before all others, whatever its size. Of the others the nearest in size
+        decides, up to a factor of 2. Where several are equally near, such as one beside each of several matmuls, the
+        mechanism counts whose times have the least sum over all of them.
+
+        Args:
+            operation: as `StepPair.operation`.
+            ranks: of the call.
+            bytes_per_rank: of the full array, over the ranks.
+            dtype: of what is communicated; None: any.
+            compute: of a dependent matmul, `matmul_workload`, of which no size may be farther either; None: any.
+            where: names of the module; empty: not known.
+        """
+        of_call = [pair for pair in self.pairs if (pair.operation, pair.ranks) == (operation, ranks)]
+        wanted = [pair for pair in of_call if any(fnmatchcase(*each) for each in product(where, pair.where))]
+        if not wanted:
+            wanted = [pair for pair in of_call if dtype in (None, pair.dtype)]
+            wanted = [pair for pair in wanted if _distance(pair, bytes_per_rank, compute) <= log2(FARTHEST)]
+        nearest = min((_distance(pair, bytes_per_rank, compute) for pair in wanted), default=inf)
+        return _fastest([pair for pair in wanted if _distance(pair, bytes_per_rank, compute) == nearest])
+
+
+def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
+    """Return the pair whose mechanism takes the least time for all of these pairs; None for no pair.
+
+    If each costs the others more than it saves, all are left.
+    """
+
+    def step_us(mechanism: str) -> float:
+        return sum(pair.calls * _us(pair, mechanism) for pair in pairs)
+
+    best = min(pairs, key=lambda pair: step_us(pair.mechanism), default=None)
+    if best is None or len(pairs) == 1 or step_us(best.mechanism) <= step_us(LEAVE):
+        return best
+    why = f"no mechanism is faster than {best.stock} for all {len(pairs)} pairs of this size together"
+    return msgspec.structs.replace(best, mechanism=LEAVE, us=best.stock_us, sigma_us=best.stock_sigma_us, why=why)
+
+
+def _us(pair: TunedPair, mechanism: str) -> float:
+    """Return the µs of a pair by a mechanism; what was not tried, or is marked, takes for ever."""
+    times = {each.mechanism: each.us for each in pair.tried if each.marked is None}
+    times |= {pair.mechanism: pair.us, pair.stock: pair.stock_us, LEAVE: pair.stock_us}
+    return times.get(mechanism, inf)
+
+
+def _distance(pair: StepPair, bytes_per_rank: float, compute: str | None) -> float:
+    """Return how far a pair is from a call: the largest difference of a size, in powers of two."""
+    far = _powers_of_two(pair.bytes_per_rank, bytes_per_rank)
+    ours, theirs = (_MATMUL.fullmatch(name or "") for name in (pair.compute, compute))
+    if compute is None or (ours is None and theirs is None):
+        return far
+    if ours is None or theirs is None:
+        return inf
+    return max(far, *(_powers_of_two(int(a), int(b)) for a, b in zip(ours.groups(), theirs.groups(), strict=True)))
+
+
+def _powers_of_two(one: float, other: float) -> float:
+    if min(one, other) <= 0:
+        return 0.0 if one == other else inf
+    return abs(log2(one / other))
+
+
+def _is_dependent(pair: TunedPair) -> bool:
+    return pair.operation in get_args(TensorOperation)
+
+
+_TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
+    "device": ("all choices", lambda pair: True),
+    "gpu": ("all choices", lambda pair: True),
+    "torch": (
+        "choices of dependent matmuls and of gemm_sms",
+        lambda pair: _is_dependent(pair) or "gemm_sms" in pair.mechanism,
+    ),
+    "nccl": (
+        "choices of NCCL's settings",
+        lambda pair: pair.mechanism.startswith("nccl") and pair.mechanism != "nccl",
+    ),
+    "counterpoint": ("", lambda pair: False),
+}
+"""By what differs: the choices that do not count then, in words and one by one."""
+
+
+def _differences(made: Environment, here: Environment) -> Iterable[MachineDifference]:
+    """Yield all in which two machines differ; of another kind of device or GPU only that, since nothing else counts."""
+    for field, (ignored, _) in _TAKEN.items():
+        there, now = getattr(made, field), getattr(here, field)
+        if there != now:
+            yield MachineDifference(field=field, made=there or "none", here=now or "none", ignored=ignored)
+            if ignored == _TAKEN["gpu"][0]:
+                return
+
+
+def _check_mechanism(pair: TunedPair) -> None:
+    allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
+    if _is_dependent(pair):
+        allowed = TENSOR_MECHANISMS
+    elif pair.operation == EXCHANGE:
+        allowed = EXPERT_MECHANISMS
+    if mechanism_base(pair) not in (LEAVE, *allowed):
+        raise Misconfigured(
+            f"a pair of {printable(pair.operation)} has mechanism {printable(pair.mechanism)!r}: allowed are "
+            f"{LEAVE}, {', '.join(allowed)}, with knobs as in nccl+max_ctas=8"
+        )

@@ -1,4 +1,0 @@
-"""Measure a machine, choose a mechanism for each pair of a step, and prove that it helped: `counterpoint tune`.
-
-The records are in `records/tuning.py`; `pair/tuned_file.py` reads and writes `counterpoint.toml`.
-"""

@@ -1,0 +1,203 @@
+"""Define `counterpoint.tune`, which runs in the parent process of the ranks and imports no torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import structs
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.driver import visible_gpus
+from counterpoint.machine.profile import Profile, profile_of
+from counterpoint.measurement.api import count_ranks, measure_parts
+from counterpoint.measurement.launch import Progress
+from counterpoint.records.measurement import Block, Measurement, Scenario
+from counterpoint.records.tuning import StepPair, Tuned, TunedPair
+from counterpoint.tuning.decide import as_another, decide, left
+from counterpoint.tuning.from_trace import pairs_of_traces
+from counterpoint.tuning.pairs_file import read_pairs
+from counterpoint.tuning.parts import MEASURED_DTYPE, check_pair, part_of, stock_of, times_of
+from counterpoint.tuning.shortlist import MechanismCandidate, shortlist
+
+LEAST_BUDGET_S = 1.0
+LONGEST_BUDGET_S = 86400.0
+
+
+def tune(
+    source: str | Path | Sequence[StepPair],
+    *,
+    device: str = "cuda",
+    world_size: int | None = None,
+    profile: str | Path | None = None,
+    budget_s: float = 120.0,
+    rounds: int = 12,
+    timeout_s: float = 120.0,
+    partial: Path | None = None,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Choose a mechanism for each pair of a step: the model picks what is measured, and the measurement decides.
+
+    Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
+    per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
+    measured follow it, and the others stay as they are.
+
+    Args:
+        source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
+        device: cuda, or cpu for the same with gloo and threads.
+        world_size: ranks to start; None: as many as the pairs have that fit this machine. Others are not measured.
+        profile: a file with the figures of this machine; None: that in COUNTERPOINT_PROFILE, or the shipped one.
+        budget_s: seconds after which no further pair is measured; the first one always is.
+        rounds: trials of each kind for a pair, of which the first two are dropped.
+        timeout_s: longest time without a finished pair.
+        partial: finished pairs are kept in this file and not measured again; the caller removes it.
+        fresh: throw away what `partial` holds.
+        progress: called as (pairs done, in all, what runs now).
+
+    Returns:
+        The choices with all that was tried, and why; `pair.tuned_file.tuned_toml` writes them.
+
+    Raises:
+        Misconfigured: an option or pair has a value that is not allowed, or `partial` is of another run.
+        Unsupported: no torch, fewer than two GPUs, or nothing can run here.
+        PeerTimeout: ranks died or hung; names them, and their logs.
+    """
+    began = time.monotonic()
+    if not LEAST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
+        raise Misconfigured(f"budget {budget_s:g} s; allowed are {LEAST_BUDGET_S:g} to {LONGEST_BUDGET_S:g}")
+    pairs, said = pairs_of(source)
+    ranks = _ranks(pairs, device, world_size)
+    known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
+    plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device)
+    measured = measure_parts(
+        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=budget_s,
+        partial=partial, fresh=fresh, progress=progress,
+    )  # fmt: skip
+    choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]
+    return Tuned(
+        seconds=round(time.monotonic() - began, 1),
+        profile=known.digest,
+        made=measured.environment,
+        notes=(*said, *_notes(pairs, measured, known, device)),
+        pair=tuple(_followed(choices)),
+    )
+
+
+def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
+    """Return the pairs of a source, and notes; raise Misconfigured if there is none, or one that cannot be measured."""
+    if isinstance(source, str | Path):
+        if Path(source).suffix == ".toml":
+            return read_pairs(source), ()
+        pairs, notes = pairs_of_traces(source)
+        if not pairs:
+            raise Misconfigured(f"{source}: no collective and matmul of a step can run together; {'; '.join(notes)}")
+        return pairs, notes
+    if not source:
+        raise Misconfigured("no pair is given; give at least one")
+    for pair in source:
+        check_pair(pair)
+    return tuple(source), ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningPlan:
+    """Holds what is to be measured, in this order, and what the model expects of it."""
+
+    parts: tuple[Scenario | Block, ...] = ()
+    candidates: Mapping[str, tuple[MechanismCandidate, ...]] = field(default_factory=dict)  # by name of a part
+
+    @classmethod
+    def of(cls, pairs: Sequence[StepPair], profile: Profile, device: str) -> TuningPlan:
+        """Return a part for each pair that differs: one of each class first, and the heaviest before the others."""
+        by_name: dict[str, list[StepPair]] = {}
+        for pair in pairs:
+            by_name.setdefault(part_of(pair, ()).name, []).append(pair)
+        candidates = {name: shortlist(same[0], profile, device=device) for name, same in by_name.items()}
+        heaviest = sorted(by_name, key=lambda name: -_weight(by_name[name], candidates[name]))
+        first: dict[object, str] = {}
+        for name in heaviest:
+            key = class_of(by_name[name][0])
+            largest = max(first.get(key, name), name, key=lambda each: by_name[each][0].bytes_per_rank)
+            first[key] = largest
+        order = (*first.values(), *(name for name in heaviest if name not in first.values()))
+        parts = tuple(part_of(by_name[name][0], [each.mechanism for each in candidates[name]]) for name in order)
+        return cls(parts=parts, candidates=candidates)
+
+
+def class_of(pair: StepPair) -> tuple[object, ...]:
+    """Return what pairs share whose best mechanism is taken to be the same, where there is no time to measure all.
+
+    These are operation, ranks, dtype, computation, launch order, and the power of two below `bytes_per_rank`. GEMMs of
+    another shape are of another class: one tile more may take one wave more.
+    """
+    return (pair.operation, pair.ranks, pair.dtype, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
+
+
+def _weight(pairs: Sequence[StepPair], candidates: Sequence[MechanismCandidate]) -> float:
+    """Return the predicted µs of equal pairs in a step; without a prediction their bytes."""
+    each = candidates[0].predicted_us or pairs[0].bytes_per_rank
+    return each * sum(pair.calls for pair in pairs)
+
+
+def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> int:
+    """Return how many ranks to start; raise Misconfigured if no pair has so many."""
+    asked = sorted({pair.ranks for pair in pairs})
+    if world_size is None:
+        most = count_ranks(device, None if device == "cuda" else asked[0], verb="tune")
+        world_size = max((ranks for ranks in asked if ranks <= most), default=most)
+    ranks = count_ranks(device, world_size, verb="tune")
+    if ranks not in asked:
+        there = ", ".join(map(str, asked))
+        raise Misconfigured(f"no pair is one of {ranks} ranks; the pairs have {there}: run it where that many are")
+    return ranks
+
+
+def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str, budget_s: float) -> TunedPair:
+    """Return the decision for a pair; one without times is left, with what kept it from being measured."""
+    stock, ranks = stock_of(pair, device), measured.environment.world_size
+    if pair.ranks != ranks:
+        return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
+    candidates = plan.candidates[part_of(pair, ()).name]
+    expected = {each.mechanism: each.predicted_us for each in candidates}
+    times = times_of(pair, measured)
+    if not times.tried:
+        reason = measured.unavailable.get(stock)
+        why = f"not measured: {reason}"[:1000] if reason else _out_of_time(candidates, budget_s)
+        return left(pair, stock=stock, why=why, predicted_us=expected[stock])
+    tried = [structs.replace(each, predicted_us=expected.get(each.mechanism)) for each in times.tried]
+    return decide(pair, tried, stock=stock, compute_us=times.compute_us, comm_us=times.comm_us)
+
+
+def _out_of_time(candidates: Sequence[MechanismCandidate], budget_s: float) -> str:
+    """Return why a pair was not measured, and what the model would have tried first."""
+    why = f"not measured: the budget of {budget_s:g} s was used up"
+    stock, best = candidates[0], min(candidates, key=lambda each: each.predicted_us or math.inf)
+    if not stock.predicted_us or not best.predicted_us or best is stock:
+        return why
+    return f"{why}; by the model {best.mechanism} takes {1 - best.predicted_us / stock.predicted_us:.0%} less"
+
+
+def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
+    """Yield the choices, and for pairs that were not measured that for the largest measured one of their class."""
+    measured: dict[object, TunedPair] = {}
+    for choice in sorted(choices, key=lambda each: each.bytes_per_rank):
+        if choice.tried:
+            measured[class_of(choice)] = choice
+    for choice in choices:
+        follows = None if choice.tried else measured.get(class_of(choice))
+        yield choice if follows is None else as_another(choice, follows)
+
+
+def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
+    """Yield what a reader of the choices should know: what was measured otherwise, or not, and what was assumed."""
+    if device == "cuda" and (assumed := profile.note()):
+        yield assumed[:1000]
+    dtype = MEASURED_DTYPE[device]
+    if others := sorted({pair.dtype for pair in pairs} - {dtype}):
+        yield f"pairs of {', '.join(others)} were measured in {dtype} with as many bytes, by which their times go"
+    for mechanism, reason in measured.unavailable.items():
+        yield f"{mechanism} was not measured: {reason}"[:1000]

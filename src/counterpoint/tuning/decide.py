@@ -1,0 +1,105 @@
+"""Decide which mechanism a pair gets: one that is proved to be faster than stock, or none.
+
+A mechanism is proved to be faster if
+
+    T_stock - T > 2 · sqrt(sigma² + sigma_stock²)
+
+with medians T over the same interleaved rounds and their standard errors. Of those the fastest is chosen. What is
+marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the pair stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import structs
+
+from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair
+
+SIGMAS = 2.0
+
+
+def decide(
+    pair: StepPair,
+    tried: Sequence[Tried],
+    *,
+    stock: str,
+    compute_us: float | None = None,
+    comm_us: float | None = None,
+) -> TunedPair:
+    """Return a pair with its mechanism and the reason.
+
+    Args:
+        pair: of a step.
+        tried: what was measured of it, stock among it.
+        stock: the mechanism that runs where nothing is chosen.
+        compute_us: the computation alone.
+        comm_us: the communication alone, by the fastest mechanism.
+    """
+    base = next((each for each in tried if each.mechanism == stock), None)
+    if base is None:
+        return left(pair, stock=stock, why=f"{stock} itself could not be measured, so nothing is proved to be faster")
+    believed = sorted((each for each in tried if each.marked is None), key=lambda each: each.us)
+    others = [each for each in believed if each is not base]
+    proved = [each for each in others if base.us - each.us > SIGMAS * _sigma(each, base)] if not base.marked else []
+    best = proved[0] if proved else base
+    next_best = next((each for each in believed if each is not best), None)
+    return TunedPair(
+        **_fields(pair),
+        mechanism=best.mechanism if proved else LEAVE,
+        why=_gain(best, base) if proved else _why_left(base, others, tried),
+        us=best.us,
+        sigma_us=best.sigma_us,
+        stock=stock,
+        stock_us=base.us,
+        stock_sigma_us=base.sigma_us,
+        compute_us=compute_us,
+        comm_us=comm_us,
+        next_best=next_best.mechanism if next_best else None,
+        next_best_us=next_best.us if next_best else None,
+        tried=tuple(sorted(tried, key=lambda each: each.us)),
+    )
+
+
+def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = None) -> TunedPair:
+    """Return a pair that was not measured and is left as it is; a predicted time is uncertain by all of itself."""
+    us = predicted_us or 0.0
+    return TunedPair(
+        **_fields(pair), mechanism=LEAVE, why=why, us=us, sigma_us=us, stock=stock, stock_us=us, stock_sigma_us=us
+    )
+
+
+def as_another(pair: StepPair, measured: TunedPair) -> TunedPair:
+    """Return a pair with the choice for another one of its class, which was measured."""
+    why = f"not measured; as {measured.operation} of {measured.bytes_per_rank} bytes a rank: {measured.why}"
+    return structs.replace(measured, **_fields(pair), why=why[:1000])
+
+
+def _fields(pair: StepPair) -> dict[str, Any]:
+    return {name: getattr(pair, name) for name in StepPair.__struct_fields__}
+
+
+def _sigma(one: Tried, other: Tried) -> float:
+    """Return the standard error of the difference of two times."""
+    return math.hypot(one.sigma_us, other.sigma_us)
+
+
+def _gain(best: Tried, base: Tried) -> str:
+    saved = (base.us - best.us) / base.us
+    bar = SIGMAS * _sigma(best, base) / base.us
+    return f"{saved:.1%} less than {base.mechanism}, and 2 sigma are {bar:.1%}"
+
+
+def _why_left(base: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> str:
+    if base.marked is not None:
+        return f"the time of {base.mechanism} must not be believed: {base.marked}"[:1000]
+    if others:
+        first = others[0]
+        closest = f"{first.mechanism} takes {first.us:,.1f} µs, {base.mechanism} {base.us:,.1f}"
+        return f"nothing is faster by 2 sigma: {closest}, and 2 sigma are {SIGMAS * _sigma(first, base):,.1f} µs"
+    marked = next((each for each in tried if each.marked is not None), None)
+    if marked is None:
+        return f"nothing but {base.mechanism} can run here"
+    return f"no time of another mechanism can be believed; {marked.mechanism}: {marked.marked}"[:1000]

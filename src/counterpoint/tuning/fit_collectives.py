@@ -1,0 +1,142 @@
+"""Fit the groups of a profile that collectives alone tell: `rates`, `nccl` and `nccl_rates`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from counterpoint.collectives.program.calls import Call
+from counterpoint.collectives.program.operations import even_call
+from counterpoint.collectives.program.steps import Tuning
+from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.machine.profile import Profile
+from counterpoint.pair.sm_split import SmSplit
+from counterpoint.records.measurement import BlockRow, Measurement
+from counterpoint.tuning import rates
+from counterpoint.tuning.fitted import Fitted, alone, stock_of
+
+ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
+FULL_SPEED = 0.85  # of the bandwidth with all CTAs
+LARGE = 1 / 64  # of the largest size measured: from there on bandwidth counts, not the protocol
+
+
+def fit_rates(measured: Measurement, known: Profile) -> Fitted:
+    """Return `rates`: what the steps of zero-SM programs cost. `known` is what the ranks chose their tunings by."""
+    world_size = measured.environment.world_size
+    found = {
+        even_call(name, world_size, size): time
+        for name, by_size in alone(measured, "zero_sm").items()
+        for size, time in by_size.items()
+    }
+    calls = [
+        rates.TimedCall(call=call, tuning=_tuning(call, measured, known), us=time.us) for call, time in found.items()
+    ]
+    best = rates.fit_rates(calls, known.rates)
+    error = rates.error_of(calls, best)
+    return Fitted(
+        figures=msgspec.to_builtins(best),
+        said=f"fitted to {len(calls)} times of zero_sm alone, {error:.1%} off in the mean",
+        times=tuple(found.values()),
+    )
+
+
+def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
+    """Return `nccl`: the sizes below which NCCL is faster alone, and the CTAs that it needs."""
+    stock, own = alone(measured, stock_of(measured)), alone(measured, "zero_sm")
+    both = [name for name in stock if len(stock[name].keys() & own.get(name, {}).keys()) > 1]
+    if not both:
+        raise Misconfigured(f"no collective was measured by {stock_of(measured)} and by zero_sm at the same sizes")
+    times = [time for name in both for time in (*stock[name].values(), *own[name].values())]
+    us = {name: [{size: time.us for size, time in of[name].items()} for of in (stock, own)] for name in both}
+    figures = {"crossover_bytes": {name: crossover_bytes(*sides) for name, sides in us.items()}}
+    if measured.environment.device == "cpu":
+        return Fitted(figures=figures | {"full_speed_ctas": 1}, said="gloo for NCCL; it has no CTAs", times=times)
+    ctas, all_ctas = full_speed_ctas(measured.blocks)
+    return Fitted(
+        figures=figures | {"full_speed_ctas": ctas},
+        said=f"{len(both)} collectives by both; {ctas} of {all_ctas} CTAs for {FULL_SPEED:.0%} of the speed",
+        times=times,
+    )
+
+
+def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int:
+    """Return the size from which `own` should run, by the µs of both at several sizes; `ALWAYS`: from none.
+
+    It is the border with which the sum of log(time taken / least time) is smallest: one noisy size does not move it. It
+    lies where the two lines between the sizes on both sides of it, in logarithms, meet.
+    """
+    sizes = sorted(stock.keys() & own.keys())
+    gains = [math.log(stock[size] / own[size]) for size in sizes]  # above 0: own is faster
+    lost = [
+        sum(max(gain, 0.0) for gain in gains[:at]) + sum(max(-gain, 0.0) for gain in gains[at:])
+        for at in range(len(sizes) + 1)
+    ]
+    at = min(range(len(lost)), key=lost.__getitem__)
+    if at in (0, len(sizes)):
+        return ALWAYS if at else 0
+    before, after = gains[at - 1], gains[at]
+    part = -before / (after - before) if before <= 0.0 < after else 1.0
+    return round(math.exp((1.0 - part) * math.log(sizes[at - 1]) + part * math.log(sizes[at])))
+
+
+def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
+    """Return the fewest CTAs with which NCCL about fills the links, and how many it takes by itself.
+
+    Raises:
+        Misconfigured: no collective was measured by plain NCCL and by limits of its CTAs.
+    """
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for row in blocks:
+        split = SmSplit.of(row.mechanism)
+        if row.size_bytes and row.num_ctas and row.marked is None and split is not None and split.cga_cluster is None:
+            found.setdefault((row.what, row.size_bytes), {})[row.num_ctas] = row.time.us
+    several = {key: by_ctas for key, by_ctas in found.items() if len(by_ctas) > 1}
+    if not several:
+        raise Misconfigured("no collective was measured by nccl and by nccl+max_ctas=N")
+    largest = max(several, key=lambda key: (key[1], len(several[key])))
+    by_ctas = several[largest]
+    whole = min(by_ctas.values())
+    return min(ctas for ctas, us in by_ctas.items() if us * FULL_SPEED <= whole), max(by_ctas)
+
+
+def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
+    """Return `nccl_rates`: one latency, and a bus bandwidth for each operation, by least squares of relative errors."""
+    rows = [
+        (name, bus_factor(name, measured.environment.world_size) * size, time)
+        for name, by_size in alone(measured, stock_of(measured)).items()
+        for size, time in by_size.items()
+        if size >= LARGE * max(by_size)
+    ]
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    if len(rows) < len(names) + 2:
+        raise Misconfigured(f"{len(rows)} times of {stock_of(measured)} alone; give large sizes of several collectives")
+    us = np.array([time.us for _, _, time in rows])
+    moved = np.array([[(name == row[0]) * row[1] for name in names] for row in rows])
+    design = np.column_stack([np.ones(len(us)), moved]) / us[:, None]
+    solved = np.linalg.lstsq(design, np.ones(len(us)), rcond=None)[0]
+    if solved[0] < 0:  # noise
+        solved = np.concatenate([[0.0], np.linalg.lstsq(design[:, 1:], np.ones(len(us)), rcond=None)[0]])
+    if not (solved[1:] > 0).all():
+        raise Misconfigured(
+            f"times of {stock_of(measured)} do not grow with the size: measure again on a quiet machine"
+        )
+    error = float(np.mean(np.abs(design @ solved - 1)))
+    bus = {name: 1e-3 / float(each) for name, each in zip(names, solved[1:], strict=True)}
+    return Fitted(
+        figures={"latency_us": float(solved[0]), "bus_gb_per_s": bus},
+        said=f"fitted to {len(rows)} times of {stock_of(measured)} alone, {error:.1%} off in the mean",
+        times=[time for _, _, time in rows],
+    )
+
+
+def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
+    """Return the tuning by which a communicator ran a call; on CPUs, where it cuts blocks, about that."""
+    if measured.environment.device == "cpu":
+        return Tuning()
+    best = best_tuning(call, known.rates)
+    return with_link_turns(best) if call.reduces else best

@@ -1,0 +1,113 @@
+"""Define what the fit of a group returns, and pick the rows of a measurement that fits go by.
+
+On CPUs gloo stands where NCCL does. A row that is marked tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.gpus import GpuSheet, find_gpu
+from counterpoint.measurement.workloads import find_workload
+from counterpoint.pair.sm_split import SmLayout
+from counterpoint.pair.together import Pair
+from counterpoint.records.measurement import BlockRow, Measurement, Row, Timing
+
+_LEAST_OVERLAP = 0.25  # of the shorter side: with less, what it loses is noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Holds the figures of a group, how well they fit (in words), and the times that they are from."""
+
+    figures: dict[str, Any]
+    said: str
+    times: Sequence[Timing]
+
+    @property
+    def spread(self) -> float:
+        """Return the median of (p90 - p10) / median over the times."""
+        return median((time.p90_us - time.p10_us) / time.us for time in self.times)
+
+
+def stock_of(measured: Measurement) -> str:
+    """Return the mechanism that runs where nothing is chosen."""
+    return "gloo" if measured.environment.device == "cpu" else "nccl"
+
+
+def sheet_of(measured: Measurement) -> GpuSheet:
+    """Return the data sheet of the GPU; raise Misconfigured if there is none."""
+    sheet = find_gpu(measured.environment.gpu)
+    if sheet is None:
+        raise Misconfigured("the GPU is not in machine/gpus.py, or there is none: its SMs are not known")
+    return sheet
+
+
+def alone(measured: Measurement, mechanism: str) -> dict[str, dict[int, Timing]]:
+    """Return the times of collectives alone by one mechanism, by operation and ascending bytes of the full array."""
+    found: dict[str, dict[int, Timing]] = {}
+    for row in sorted(measured.blocks, key=lambda row: row.size_bytes or 0):
+        if row.mechanism == mechanism and row.size_bytes and row.marked is None and row.time.us > 0:
+            found.setdefault(row.what, {})[row.size_bytes] = row.time
+    return found
+
+
+def stock_rows(measured: Measurement) -> dict[str, BlockRow]:
+    """Return the computations, sums and launches measured without any setting, by name."""
+    return {row.what: row for row in measured.blocks if row.mechanism == "stock" and row.marked is None}
+
+
+def mean_us(row: BlockRow) -> float:
+    """Return the µs of the mean GPU; `time.us` is of the slowest."""
+    return fmean(row.time.per_rank_us)
+
+
+def beside(measured: Measurement, mechanism: str) -> list[Row]:
+    """Return the pairs in which the collective came first and both sides then ran together for a while."""
+    return [
+        row
+        for row in measured.rows
+        if row.mechanism == mechanism
+        and row.order == "comm_first"
+        and row.marked is None
+        and _overlap_us(row) > _LEAST_OVERLAP * min(row.compute_alone.us, row.comm_alone.us)
+    ]
+
+
+def compute_kept(row: Row) -> float:
+    """Return the part of its speed that compute kept while both ran."""
+    return 1.0 - (row.compute_together.us - row.compute_alone.us) / _overlap_us(row)
+
+
+def comm_kept(row: Row) -> float:
+    """Return the part of its speed that the collective kept while both ran."""
+    return 1.0 - (row.comm_together.us - row.comm_alone.us) / _overlap_us(row)
+
+
+def _overlap_us(row: Row) -> float:
+    return min(row.comm_together.us - row.head_start_us, row.compute_together.us)
+
+
+def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
+    """Return both sides of a row, as they were measured alone."""
+    return Pair(
+        products=find_workload(row.workload).products,
+        compute_us=row.compute_alone.us,
+        collective=row.collective,
+        size_bytes=row.size_bytes,
+        comm_us=row.comm_alone.us,
+        mechanism=row.mechanism.partition("+")[0],
+        num_ctas=row.usage.comm_ctas or 0 if row.usage else 0,
+        world_size=world_size,
+        layout=layout,
+        order=row.order,
+    )
+
+
+def within(figure: float, least: float, most: float) -> float:
+    """Return the figure, or the bound that noise took it over."""
+    return min(max(figure, least), most)

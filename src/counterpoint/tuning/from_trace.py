@@ -1,0 +1,299 @@
+"""Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
+
+Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Beside a collective is
+what computes from when it was ready (held up by a kernel that took every SM: diagnosis/launch_order.py) until its
+end; if no matmul does, what computes until the next one of its kind is ready: beside that it would run if it
+were asked for earlier. The class's longest matmul stands for all, as often as they take its time.
+
+A gather whose very next matmul multiplies the gathered rows is one pair with it, `all_gather_matmul`; so is a matmul
+and the scatter of its product, `matmul_reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from counterpoint.diagnosis.api import read_ranks
+from counterpoint.diagnosis.digest import RankDigest, matrix_product
+from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.job import TracedJob, assemble
+from counterpoint.diagnosis.launch_order import find_blocked
+from counterpoint.errors import Misconfigured
+from counterpoint.records.measurement import Order
+from counterpoint.records.tuning import StepPair
+from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_matmul
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
+from counterpoint.tuning.parts import check_pair
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+_SHAPES = 32  # of matmuls that are told apart on a rank: the longest
+_LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of a training
+_REPEATS = 99  # most that a workload's name can say
+_AGREE = 0.75  # share of a class's calls in which the same side came first
+_MODULES = 64
+_SHORTEST_US = 1.0
+_SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
+
+Product = tuple[int, int, int]  # M, N, K
+
+
+def pairs_of_traces(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
+    """Return the classes of pairs in a step, those that communicate longest first, and notes on what is left out.
+
+    Args:
+        source: traces of one or all ranks, as of `diagnose`; recorded with `record_shapes=True`.
+        progress: called as (files done, files, what is going on).
+
+    Raises:
+        BadTrace: nothing to read, a damaged file, or ranks of different jobs.
+    """
+    notes: list[str] = []
+    digests, _ = read_ranks(source, notes, progress=progress)
+    return pairs_of_job(assemble(digests), notes)
+
+
+def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
+    """Return the pairs of ranks whose traces have been read already, and notes; `notes` come first."""
+    found: defaultdict[_Kind, _Class] = defaultdict(_Class)
+    left_out: Counter[str] = Counter()
+    blocked = find_blocked(job)
+    for column in range(len(job.ranks)):
+        lost = np.zeros(len(job.digests[column].comm))
+        for one in blocked:
+            if one.column == column:
+                lost[one.row] = one.lost_us
+        _Rank(job, column, lost).add_to(found, left_out)
+    per_step = 1.0 / (job.num_steps * len(job.ranks))
+    pairs: Counter[StepPair] = Counter()
+    said = []
+    for kind, members in sorted(found.items(), key=lambda item: -item[1].comm_us):
+        pair = members.pair(kind)
+        try:
+            check_pair(pair)
+            pairs[pair] += members.calls
+        except Misconfigured as error:
+            said.append(f"a pair of the trace is left out: {error}"[:1000])
+    said += [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
+    made = [msgspec.structs.replace(pair, calls=_calls(count * per_step)) for pair, count in pairs.items()]
+    return tuple(made), (*notes, *said)
+
+
+_NOTES = {  # why a collective is no pair, and what would help
+    "shapes": "{calls} collectives of a step run beside matmuls whose shapes the trace does not say, and are left out: "
+    "record it with record_shapes=True",
+    "bytes": "{calls} collectives of a step are left out, as the trace does not say their size or ranks",
+    "copies": "{calls} copies between GPUs of a step are left out, as the trace does not say which collective they are:"
+    " record the step without counterpoint.overlap",
+    "small": "{calls} collectives of a step are of less than 4 KiB a rank, and are left out",
+    "alone": "{calls} collectives of a step have no matmul beside them, nor before the next one, and are left out",
+    "other": "{calls} broadcasts, sends or other calls of a step are left out: only all_gather, reduce_scatter, "
+    "all_reduce and all_to_all are tuned",
+}
+
+
+def _calls(count: float) -> int:
+    return max(round(count), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Tells the collectives of one class from all others."""
+
+    operation: str
+    bytes_per_rank: int
+    ranks: int
+    dtype: str
+    phase: str | None
+    matmul: Product | None  # which depends on it, or on which it depends
+
+
+@dataclass(slots=True)
+class _Class:
+    """Adds up the calls of one class."""
+
+    calls: int = 0
+    comm_us: float = 0.0
+    beside_us: defaultdict[Product, float] = field(default_factory=lambda: defaultdict(float))
+    alone_us: dict[Product, float] = field(default_factory=dict)  # mean time of such a matmul
+    first: Counter[Order | None] = field(default_factory=Counter)
+    modules: set[str | None] = field(default_factory=set)
+
+    def pair(self, kind: _Kind) -> StepPair:
+        """Return the pair that stands for all calls, as if it were one a step."""
+        order, votes = self.first.most_common(1)[0]
+        return StepPair(
+            operation=kind.operation,
+            compute=_gemm(kind.matmul) if kind.matmul else self._longest(),
+            bytes_per_rank=kind.bytes_per_rank,
+            ranks=kind.ranks,
+            dtype=kind.dtype,
+            first=order if votes >= _AGREE * self.calls and not kind.matmul else None,
+            where=_patterns(self.modules),
+        )
+
+    def _longest(self) -> str:
+        """Return the workload of the longest matmul, repeated until it takes as long as all of a call."""
+        longest = max(self.beside_us, key=lambda product: self.beside_us[product])
+        us = sum(self.beside_us.values()) / self.calls
+        return _gemm(longest, min(max(round(us / self.alone_us[longest]), 1), _REPEATS))
+
+
+class _Rank:
+    """Finds the collectives of one rank and the matmuls beside them; times are on the job's clock."""
+
+    def __init__(self, job: TracedJob, column: int, lost_us: F64) -> None:
+        self.digest: RankDigest = job.digests[column]
+        gpu, comm = self.digest.gpu, self.digest.comm
+        self.start, self.end = job.op_start[column], job.op_end[column]
+        self.ready = self.start[comm.first] - lost_us
+        self.done = job.on_job_clock(column, comm.end)
+        steps = job.steps_of(column)
+        self.rows = np.flatnonzero(steps.covers(self.start[comm.first]))
+        self.busy = job.busy(column, Kind.COMPUTE)
+        is_matmul_name = np.array([is_gemm_kernel(n) or is_host_matmul(n) for n in self.digest.names], bool)
+        of_compute = np.flatnonzero(gpu.kind == Kind.COMPUTE)
+        self.matmuls = of_compute[is_matmul_name[gpu.name[of_compute]]] if len(of_compute) else of_compute
+        self.products, self.which = self._products()
+
+    def add_to(self, found: defaultdict[_Kind, _Class], left_out: Counter[str]) -> None:
+        """Add this rank's calls to their classes, and those that are no pair to `left_out`, by why."""
+        comm, rows = self.digest.comm, self.rows
+        beside, unknown = self._beside(self.ready[rows], self.done[rows])
+        later_end = self._until_next()
+        later, later_unknown = self._beside(self.done[rows], later_end)
+        ahead = self.busy.within(self.ready[rows] - _SHORTEST_US, self.ready[rows]) > 0.5 * _SHORTEST_US
+        mean_us = self._mean_us()
+        for at, row in enumerate(rows.tolist()):
+            if (why := self._no_pair(row)) is not None:
+                left_out[why] += 1
+                continue
+            matmul = self._dependent(row)
+            us = beside[:, at] if beside[:, at].any() or unknown[at] > 0 else later[:, at]
+            if matmul is None and not us.any():
+                left_out["shapes" if unknown[at] > 0 or later_unknown[at] > 0 else "alone"] += 1
+                continue
+            kind = _Kind(
+                operation=DEPENDENT[comm.op[row]] if matmul else comm.op[row],
+                bytes_per_rank=int(comm.bytes[row]) // int(comm.size[row]),
+                ranks=int(comm.size[row]),
+                dtype=comm.dtype[row] or "",
+                phase=comm.phase[row],
+                matmul=matmul,
+            )
+            members = found[kind]
+            members.calls += 1
+            members.comm_us += float(self.done[row] - self.ready[row])
+            members.modules.add(comm.module[row])
+            members.first[self._order(bool(ahead[at]))] += 1
+            for number in np.flatnonzero(us).tolist():
+                members.beside_us[self.products[number]] += float(us[number])
+                members.alone_us.setdefault(self.products[number], mean_us[number])
+
+    def _no_pair(self, row: int) -> str | None:
+        """Return why a collective cannot be one side of a pair; None if it can."""
+        comm = self.digest.comm
+        if comm.op[row] == "peer_copy":
+            return "copies"
+        if comm.op[row] not in COLLECTIVES:
+            return "other"
+        if comm.bytes[row] <= 0 or comm.size[row] < 2 or comm.dtype[row] is None:
+            return "bytes"
+        return "small" if comm.bytes[row] < _SMALLEST_BYTES * comm.size[row] else None
+
+    def _order(self, compute_ran: bool) -> Order | None:
+        """Return which side reached the GPU first; without GPUs neither does."""
+        if self.digest.device.from_host:
+            return None
+        return "compute_first" if compute_ran else "comm_first"
+
+    def _products(self) -> tuple[list[Product], I64]:
+        """Return the matmuls that are told apart, and the index of each row of `matmuls` among them; -1: unknown."""
+        gpu, rows = self.digest.gpu, self.matmuls
+        number: dict[Product, int] = {}
+        by_shape = np.full(len(self.digest.shapes) + 1, -1, np.int64)  # the last, index -1, stands for no shape
+        for shape in np.unique(gpu.shape[rows]).tolist():
+            product = _product(self.digest.shapes[shape]) if shape >= 0 else None
+            if product is not None:
+                by_shape[shape] = number.setdefault(product, len(number))
+        which = by_shape[gpu.shape[rows]]
+        us = np.bincount(which[which >= 0], (self.end - self.start)[rows][which >= 0], len(number))
+        kept = np.argsort(-us, kind="stable")[:_SHAPES]
+        renumber = np.full(len(number) + 1, -1, np.int64)
+        renumber[kept] = np.arange(len(kept))
+        every = list(number)
+        return [every[i] for i in kept.tolist()], renumber[which]
+
+    def _mean_us(self) -> list[float]:
+        us = (self.end - self.start)[self.matmuls]
+        return [float(us[self.which == i].mean()) for i in range(len(self.products))]
+
+    def _beside(self, start: F64, end: F64) -> tuple[F64, F64]:
+        """Return the µs of each known matmul [products, windows], and of unknown ones [windows], inside windows."""
+        known = [self._within(self.which == i, start, end) for i in range(len(self.products))]
+        return np.array(known).reshape(len(known), len(start)), self._within(self.which < 0, start, end)
+
+    def _within(self, chosen: Bools, start: F64, end: F64) -> F64:
+        rows = self.matmuls[chosen]
+        return Intervals.union(self.start[rows], self.end[rows]).within(start, end)
+
+    def _until_next(self) -> F64:
+        """Return when the next collective of the same operation and group is ready, for each of `rows`."""
+        comm, rows = self.digest.comm, self.rows
+        until = self.done[rows].copy()
+        last: dict[tuple[str, str], float] = {}
+        for at in range(len(rows) - 1, -1, -1):
+            key = comm.op[rows[at]], comm.group[rows[at]]
+            until[at] = max(last.get(key, until[at]), until[at])
+            last[key] = float(self.ready[rows[at]])
+        return until
+
+    def _dependent(self, row: int) -> Product | None:
+        """Return the matmul of the rows that this collective gathers, or that makes the rows that it scatters, if any.
+
+        It is the one that starts next after a gather, or ended last before a scatter, with a left factor or a product
+        of exactly as many bytes, while none ran beside the collective.
+        """
+        comm = self.digest.comm
+        item, op = dtype_bytes(comm.dtype[row]), comm.op[row]
+        if item is None or op not in DEPENDENT or not len(self.matmuls):
+            return None
+        starts = self.start[self.matmuls]
+        at = int(np.searchsorted(starts, self.done[row] if op == "all_gather" else self.ready[row]))
+        at -= op == "reduce_scatter"
+        if not 0 <= at < len(self.matmuls) or self.which[at] < 0:
+            return None
+        m, n, k = self.products[self.which[at]]
+        window = np.array([self.ready[row]]), np.array([self.done[row]])
+        if self.busy.within(*window)[0] > 0.5 * float(window[1][0] - window[0][0]):
+            return None
+        return (m, n, k) if m * (k if op == "all_gather" else n) * item == comm.bytes[row] else None
+
+
+def _product(shapes: str) -> Product | None:
+    """Return M, N and K of a matmul of these inputs; None if it is none of a training, or a batch of several."""
+    found = matrix_product(shapes)
+    if found is None or found[3] != 1 or max(found) > _LARGEST:
+        return None
+    return found[:3]
+
+
+def _gemm(product: Product, times: int = 1) -> str:
+    return f"gemm {'x'.join(map(str, product))}" + (f"*{times}" if times > 1 else "")
+
+
+def _patterns(modules: set[str | None]) -> tuple[str, ...]:
+    """Return the modules as patterns of fnmatch, `layers.*`; () if one is not known, or there are too many."""
+    names = sorted({re.sub(r"\d+", "*", name) for name in modules if name})
+    return () if None in modules or len(names) > _MODULES else tuple(names)

@@ -1,0 +1,121 @@
+"""Measure this machine, and fit a profile to what was measured.
+
+The suite `machine` (measurement/suites.py) measures; a pure function turns its rows into the groups of
+`machine/profile.py`, each by the file that knows it:
+
+    rates, nccl, nccl_rates          fit_collectives.py, rates.py
+    sums, contention, mechanisms     fit_pairs.py, contention.py
+    efficiency                       fit_compute.py: some of its fields
+
+`chip` is not measured. A group that the rows do not tell is left out, and the profile says why (`left_out`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.machine.profile import Profile, parse_profile, profile_of
+from counterpoint.measurement import api
+from counterpoint.measurement.launch import Progress
+from counterpoint.records.measurement import Environment, Measurement
+from counterpoint.tuning.fit_collectives import fit_nccl, fit_nccl_rates, fit_rates
+from counterpoint.tuning.fit_compute import fit_efficiency
+from counterpoint.tuning.fit_pairs import fit_contention, fit_mechanisms, fit_sums
+from counterpoint.tuning.fitted import Fitted
+
+SUITE = "machine"
+ROUNDS = 7
+CPU = "CPU"  # what a profile of a machine without GPUs is of
+_TEXT = 400  # characters of a text in a profile
+FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
+    "rates": fit_rates,
+    "nccl": fit_nccl,
+    "nccl_rates": fit_nccl_rates,
+    "sums": fit_sums,
+    "contention": fit_contention,
+    "efficiency": fit_efficiency,
+}
+
+
+def tune_machine(
+    *,
+    device: str = "cuda",
+    world_size: int | None = None,
+    timeout_s: float = 120.0,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure the GPUs of this machine, or with gloo its CPUs, and return their profile; it takes up to two minutes.
+
+    `machine.profile.profile_json` turns it into a file.
+
+    Args:
+        device: "cuda" or "cpu".
+        world_size: number of ranks; None: all visible GPUs, or 2 on CPUs.
+        timeout_s: longest time without a finished part.
+        progress: called as (parts done, in all, what runs now).
+
+    Returns:
+        The profile; what was not measured is as shipped, and `Profile.note` names it.
+
+    Raises:
+        Misconfigured: an option has a value that is not allowed here, or no group could be fitted.
+        Unsupported: no torch, fewer than two GPUs, or what a rank found missing.
+        PeerTimeout: ranks died or hung; names them, and their logs.
+    """
+    measured = api.measure(
+        SUITE, device=device, world_size=world_size, rounds=ROUNDS, timeout_s=timeout_s, progress=progress
+    )
+    return fit_profile(measured, known=profile_of(measured.environment.gpu))
+
+
+def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
+    """Return the profile that explains a measurement: the groups that its rows tell; the others are as shipped.
+
+    Args:
+        measured: rows of the suite `machine`, or of others that hold some of the same.
+        known: the profile that the ranks went by when they measured; fits begin there.
+
+    Raises:
+        Misconfigured: the rows tell no group.
+    """
+    groups: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for group, fit in FITS.items():
+        try:
+            groups[group] = _sourced(fit(measured, known), measured.environment)
+        except Misconfigured as error:
+            left_out[group] = printable(str(error))[:_TEXT]
+    try:
+        kept = fit_mechanisms(measured, known)
+        groups["mechanisms"] = {name: _sourced(fitted, measured.environment) for name, fitted in kept.items()}
+    except Misconfigured as error:
+        left_out["mechanisms"] = printable(str(error))[:_TEXT]
+    if not groups:
+        raise Misconfigured(f"nothing can be fitted: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
+    content = {"gpu": _gpu(measured.environment), **groups, "left_out": left_out}
+    return parse_profile(msgspec.json.encode(content), "the fitted profile")
+
+
+def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
+    """Return the figures of a group with their machine, command, fit, date and spread."""
+    nccl = f", NCCL {where.nccl}" if where.nccl else ""
+    source = f"{where.world_size} x {_gpu(where)}{nccl}: {fitted.said}; {' '.join(where.command)}"
+    about = {"source": printable(source)[:_TEXT], "date": where.date[:10], "time_spread": fitted.spread}
+    return {key: _rounded(each) for key, each in (fitted.figures | about).items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Return figures as a person reads them: four digits are more than repeats."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _gpu(where: Environment) -> str:
+    sheet = find_gpu(where.gpu)
+    return sheet.name if sheet else where.gpu or CPU

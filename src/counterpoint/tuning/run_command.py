@@ -1,0 +1,102 @@
+"""Put counterpoint's program between a launcher and the training script that it starts. No torch.
+
+torchrun --nproc-per-node 2 train.py --lr 1
+torchrun --nproc-per-node 2 -m counterpoint.tuning.script train.py --lr 1
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from counterpoint.errors import Misconfigured, printable
+
+SCRIPT = "counterpoint.tuning.script"
+_ALLOWED = (
+    "write 'torchrun [options] train.py [arguments]', 'python -m torch.distributed.run [options] train.py ...' or "
+    "'python train.py ...', where a script may be a module (-m train), with variables before it (NAME=value torchrun)"
+)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_LAUNCHER = "torch.distributed.run"
+_PYTHON_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")  # of Python, without a value; -c and -i run no script
+_PYTHON_VALUES = ("-X", "-W")
+_TORCHRUN_FLAGS = ("--standalone", "--virtual-local-rank", "--virtual_local_rank")
+_TORCHRUN_REFUSED = ("--no-python", "--no_python", "--run-path", "--run_path", "-h", "--help")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Holds a command of `--run`, taken apart at the script.
+
+    Args:
+        launcher: what starts the script on each rank, with its options: `torchrun --nproc-per-node 2`.
+        script: the script, or `-m` and the module, and its arguments.
+        variables: of the environment, as written before the command.
+    """
+
+    launcher: tuple[str, ...]
+    script: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return the command that runs counterpoint's program, which runs the script."""
+        return (*self.launcher, "-m", SCRIPT, *self.script)
+
+    def __str__(self) -> str:
+        return shlex.join([*self.launcher, *self.script])
+
+
+def parse_command(text: str) -> RunCommand:
+    """Return the parts of a command; raise Misconfigured, with what is allowed, if its script cannot be told."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise Misconfigured(f"--run {printable(text)!r}: {error}; {_ALLOWED}") from None
+    variables: dict[str, str] = {}
+    while words and (found := _VARIABLE.fullmatch(words[0])):
+        variables[found[1]] = found[2]
+        words = words[1:]
+    program = PurePath(words[0]).name if words else ""
+    if program == "torchrun":
+        at = _after_options(text, words, 1, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
+    elif _PYTHON.fullmatch(program):
+        at = _after_python(text, words)
+    else:
+        raise Misconfigured(f"--run {printable(text)!r} starts with {printable(program)!r}; {_ALLOWED}")
+    script = words[at:]
+    if not script or script == ["-m"] or (script[0] == "-m" and script[1].startswith("-")):
+        raise Misconfigured(f"--run {printable(text)!r} names no script; {_ALLOWED}")
+    if script[: 1 + (script[0] == "-m")][-1] == SCRIPT:
+        raise Misconfigured(f"--run {printable(text)!r}: leave out -m {SCRIPT}, which is put there")
+    return RunCommand(launcher=tuple(words[:at]), script=tuple(script), variables=variables)
+
+
+def _after_python(text: str, words: Sequence[str]) -> int:
+    """Return where the script begins behind Python's options; torch's launcher and its own are passed over."""
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
+        if words[at] in _PYTHON_VALUES:
+            at += 1
+        elif not _PYTHON_FLAGS.fullmatch(words[at]) and not words[at].startswith(_PYTHON_VALUES):
+            raise Misconfigured(f"--run {printable(text)!r}: python's option {printable(words[at])!r}; {_ALLOWED}")
+        at += 1
+    if words[at : at + 2] == ["-m", _LAUNCHER]:
+        return _after_options(text, words, at + 2, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
+    return at
+
+
+def _after_options(text: str, words: Sequence[str], at: int, flags: Sequence[str], *, refused: Sequence[str]) -> int:
+    """Return where the script begins behind torchrun's options, of which all but `flags` have a value."""
+    while at < len(words) and words[at].startswith("-"):
+        word = words[at]
+        if word in refused:
+            raise Misconfigured(f"--run {printable(text)!r}: {word} starts no script of Python; {_ALLOWED}")
+        if word in ("-m", "--module"):
+            break
+        at += 1 if word in flags or "=" in word else 2
+    return at

@@ -1,0 +1,135 @@
+"""Start a training script for a task, watch it, and report in one error why it ended. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
+from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, Remains, died
+from counterpoint.records.measurement import RankFailure
+from counterpoint.tuning.run_command import RunCommand
+from counterpoint.tuning.script_task import (
+    TASK_VARIABLE,
+    ScriptResult,
+    ScriptTask,
+    alive_file,
+    result_file,
+    task_file,
+    write_whole,
+)
+
+TIMEOUT_S = 120.0
+FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
+LOG = "script.log"
+_TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
+
+
+def run_script(
+    command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
+) -> ScriptResult:
+    """Run the script until the task is done.
+
+    Args:
+        command: that starts the script.
+        task: whose folder exists; it gets the log.
+        variables: of the environment, beside those of this process and of the command.
+        timeout_s: longest time without a finished step; the first one has five minutes more.
+
+    Returns:
+        What rank 0 wrote.
+
+    Raises:
+        Misconfigured: the program of the command is not there, or the script ended too early.
+        PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
+    """
+    folder = Path(task.folder)
+    write_whole(task_file(folder), task)
+    beside = {**DEFAULTS, **os.environ, **command.variables, **variables, TASK_VARIABLE: str(task_file(folder))}
+    beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
+    with (folder / LOG).open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                command.arguments,
+                env=beside,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            program = printable(command.launcher[0])
+            raise Misconfigured(f"--run: {program} cannot be started: {error.strerror or error}") from None
+    try:
+        _watch(process, folder, timeout_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=REAP_S)
+    try:
+        return msgspec.json.decode(result_file(folder).read_bytes(), type=ScriptResult)
+    except (OSError, msgspec.DecodeError):
+        raise PeerTimeout(
+            f"the script ended without a step of an optimizer of torch in its first process; log: {folder / LOG}"
+        ) from None
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float) -> None:
+    """Return when the script has ended well; raise if it ends otherwise, or if no step ends in time."""
+    last, seen = time.monotonic() + FIRST_STEP_S, 0
+    while True:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its group's number stays
+        if ended is not None:
+            if (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0):
+                return
+            raise _died(folder, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+        now = _modified(alive_file(folder))
+        if now != seen:
+            seen, last = now, time.monotonic()
+        if time.monotonic() - last > timeout_s:
+            raise PeerTimeout(f"no step of the script's optimizer ended for {timeout_s:g} s; log: {folder / LOG}")
+        time.sleep(POLL_S)
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _died(folder: Path, code: int) -> CounterpointError:
+    """Return why the script has ended with this exit code, by what its ranks and torchrun have left."""
+    with (folder / LOG).open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    found = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text.rpartition("Root Cause")[2])}
+    failures = dict(filter(None, map(_failure, (folder / "errors").glob("rank*.json"))))
+    at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
+    during = f"in {at} of the script" if at else "in the script"
+    remains = [
+        Remains(rank=rank, code=found.get(rank, code), failure=_without_step(failures.get(rank)), log=text)
+        for rank in sorted(found.keys() | failures.keys()) or [0]
+    ]
+    return died(remains, during=during, logs=str(folder), log=LOG)
+
+
+def _without_step(failure: RankFailure | None) -> RankFailure | None:
+    return None if failure is None else msgspec.structs.replace(failure, scenario=None)
+
+
+def _failure(path: Path) -> tuple[int, RankFailure] | None:
+    with suppress(OSError, msgspec.DecodeError):
+        failure = msgspec.json.decode(path.read_bytes(), type=RankFailure)
+        return failure.rank, failure
+    return None

@@ -1,0 +1,327 @@
+"""What ranks run to test models and groups that follow a tuning."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import counterpoint
+import counterpoint.torch_backend as backend
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.pair.tuned_file import tuned_toml
+from counterpoint.parallel.backend.report import BackendReport
+from counterpoint.parallel.ddp import DdpReport
+from counterpoint.parallel.expert import modules as expert_modules
+from counterpoint.parallel.expert.layers import ExpertLayerOptions
+from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
+from counterpoint.parallel.tensor import TensorOptions
+from counterpoint.parallel.tuned import VARIABLE
+from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.version import VERSION
+from tests.dist import expert_parallel_programs, tensor_parallel_programs
+from tests.dist.fsdp_software_gpu_programs import on_software_gpu
+from tests.support.example_tuned import example_tuned
+from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
+
+
+def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
+    """The choice for calls whose full array has `num_bytes` on two ranks."""
+    first = example_tuned().pair[0]
+    given: dict[str, Any] = {"where": (), "tried": (), "why": f"{operation} says so"} | fields
+    return msgspec.structs.replace(
+        first, operation=operation, mechanism=mechanism, bytes_per_rank=num_bytes // 2, **given
+    )
+
+
+def tuning(*pairs: TunedPair, **made: Any) -> Tuned:
+    """What was tuned here, or where `made` says otherwise."""
+    here: dict[str, Any] = {"device": "cpu", "gpu": None, "nccl": None, "torch": str(torch.__version__)}
+    environment = msgspec.structs.replace(example_tuned().made, **(here | {"counterpoint": VERSION} | made))
+    return msgspec.structs.replace(example_tuned(), pair=pairs, made=environment)
+
+
+def written(folder: str, tuned: Tuned) -> str:
+    """The file of a tuning, one for each rank."""
+    path = Path(folder) / f"rank{dist.get_rank()}.toml"
+    path.write_text(tuned_toml(tuned))
+    return str(path)
+
+
+MIXED = (
+    choice("all_gather", LEAVE, where=("layers.0",)),
+    choice("reduce_scatter", LEAVE, where=("layers.0",)),
+    choice("all_gather", "zero_sm", where=("layers.1",)),
+    choice("reduce_scatter", LEAVE, where=("layers.1",)),
+    choice("all_gather", LEAVE, where=("layers.2",)),
+    choice("reduce_scatter", "zero_sm", where=("layers.2",)),
+)
+CHOICES = {
+    "mixed": MIXED,
+    "all left": (choice("all_gather", LEAVE, where=("*",)), choice("reduce_scatter", LEAVE, where=("*",))),
+    "of other models": (choice("all_gather", LEAVE, 1 << 40),),
+    "too late": (choice("*", "nccl+max_ctas=8"), choice("all_gather", "nccl+max_ctas=8", where=("layers.0",))),
+}
+
+
+def fsdp(session: Session, name: str, folder: str) -> tuple[list[str], OverlapReport]:
+    """What differs from stock FSDP2 after training by a file, and the report."""
+    return followed_by(session, Case(policy=BF16), written(folder, tuning(*CHOICES[name])))
+
+
+def mixed(session: Session, case: Case, on_gpu: bool) -> tuple[list[str], OverlapReport]:
+    """As `fsdp`, where each layer leaves something else to torch; `on_gpu`: by the communicator of GPUs."""
+    with on_software_gpu() if on_gpu else nullcontext():
+        return followed_by(session, case, tuning(*MIXED))
+
+
+def followed_by(session: Session, case: Case, tuned: Any) -> tuple[list[str], OverlapReport]:
+    """What differs from stock FSDP2 after training by a tuning, and the report."""
+    expected = stock_trained(session, case)
+    model = sharded(case)
+    with overlap(model, options=case.options, tuned=tuned) as handle:
+        got = trained(session, model, case)
+        return differences(expected, got), handle.report()
+
+
+def by_size(session: Session) -> list[tuple[bool, bool]]:
+    """Whether each module gathers and scatters by ours, if a choice has the size of what its layers gather."""
+    with overlap(sharded(Case(policy=BF16))) as handle:
+        sizes = {module.name: module.gather_bytes for module in handle.report().modules}
+    assert sizes["layers.0"] > 2 * sizes["(root)"]
+    model, left = sharded(Case(policy=BF16)), choice("all_gather", LEAVE, sizes["layers.0"])
+    with overlap(model, tuned=tuning(left)) as handle:
+        modules = handle.report().modules
+        return [(module.all_gather is not None, module.reduce_scatter is not None) for module in modules]
+
+
+@contextmanager
+def named(file: str | None) -> Iterator[None]:
+    """The variable names a file."""
+    with patch.dict(os.environ, {} if file is None else {VARIABLE: file}):
+        yield
+
+
+def said(do: Any) -> str:
+    """The error of a call; empty if there was none."""
+    try:
+        do()
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
+    """What is said to this rank by overlap() of an FSDP2 model, and by the first call of a group of the backend."""
+    file, rank = written(folder, tuning(*MIXED)), dist.get_rank()
+    if how == "other files" and rank == 1:
+        file = written(folder, tuning(*MIXED[1:]))
+    if how == "missing on all" or (how == "missing on one" and rank == 1):
+        Path(file).unlink()
+    if how == "of another machine" and rank == 1:
+        file = written(folder, tuning(*MIXED, torch="2.0"))
+    given = None if how == "named on one" and rank == 1 else file
+    model, group = sharded(Case()), dist.new_group(backend="counterpoint")
+    with named(given):
+        texts = said(lambda: overlap(model)), said(lambda: dist.all_reduce(torch.ones(8), group=group))
+    dist.destroy_process_group(group)
+    return texts
+
+
+def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
+    """What is said to this rank of two axes of two, if the last rank has another file."""
+    file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
+    if how == "replicated":
+        return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
+    case = tensor_parallel_programs.CASES["with FSDP2"]
+    model = tensor_parallel_programs.sharded(case, tensor_parallel_programs.mesh_of(case))
+    return said(lambda: overlap(model, tuned=file))
+
+
+def warned(_: Session, how: str) -> tuple[list[str], int]:
+    """The warnings about a file of another machine, and how many FSDP2 modules it left."""
+    made = {"gpu": {"device": "cuda", "gpu": "NVIDIA H200"}, "counterpoint": {"counterpoint": "9"}}.get(how, {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with overlap(sharded(Case()), tuned=tuning(*MIXED, **made)) as handle:
+            left = sum(bool(module.torch_why) for module in handle.report().modules)
+    return [f"{one.category.__name__}: {one.message}" for one in caught], left
+
+
+def turned_off(_: Session, folder: str) -> list[str]:
+    """What the reports say of tunings: by the variable, by `off` beside it, and by `off` in it."""
+    texts = []
+    for variable, tuned in ((written(folder, tuning(*MIXED)), None), (written(folder, tuning(*MIXED)), "off")):
+        with named(variable), overlap(sharded(Case()), tuned=tuned) as handle:
+            texts.append(handle.report().tuned)
+    with named("off"), overlap(sharded(Case())) as handle:
+        return [*texts, handle.report().tuned]
+
+
+def ddp(_: Session) -> tuple[list[bool], list[DdpReport]]:
+    """Whether losses are those of torch's DDP, and the reports of a model that is left and of one that is not."""
+    left, ours = nn.Linear(64, 64), nn.Linear(256, 256)
+    sizes = [sum(parameter.nbytes for parameter in model.parameters()) for model in (left, ours)]
+    pairs = (
+        choice("all_reduce", LEAVE, sizes[0], dtype="float32"),
+        choice("all_reduce", "zero_sm", sizes[1], dtype="float32"),
+    )
+    equal, reports = [], []
+    for model in (left, ours):
+        expected = gradients(DistributedDataParallel(model))
+        model.zero_grad()
+        parallel = DistributedDataParallel(model)
+        with counterpoint.overlap(parallel, tuned=tuning(*pairs)) as handle:
+            equal.append(torch.equal(gradients(parallel), expected))
+            reports.append(handle.report())
+    return equal, reports
+
+
+def gradients(model: DistributedDataParallel) -> torch.Tensor:
+    """Of three steps."""
+    weight: Any = model.module.weight
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        model(torch.randn(4, weight.shape[1], generator=numbers)).square().sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def on_the_wire(_: Session) -> DdpReport:
+    """The report of a model whose options say what gradients are sent as."""
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    options = counterpoint.ddp.DdpOptions(wire_dtype=torch.bfloat16)
+    left = tuning(choice("all_reduce", LEAVE, size, dtype="float32"))
+    with counterpoint.overlap(model, options=options, tuned=left) as handle:
+        gradients(model)
+        report: DdpReport = handle.report()
+    return report
+
+
+def tensor_parallel(_: Session, mechanism: str) -> tuple[float, OverlapReport, str]:
+    """How far a model in float32 is from torch's, the report, and that of the same model after `restore`.
+
+    The gather before the feed-forward has `mechanism`, that before the attention is left.
+    """
+    case, programs = tensor_parallel_programs.Case(), tensor_parallel_programs
+    mesh = programs.mesh_of(case)
+    expected = programs.trained(case, programs.parallel(case, mesh).float(), 1)
+    model = programs.parallel(case, mesh).float()
+    rows, hidden = 2 * programs.LENGTH, programs.SHAPE.hidden
+    fields: dict[str, Any] = {"num_bytes": rows * hidden * 4, "dtype": "float32"}
+    pairs = (
+        choice("all_gather_matmul", mechanism, compute=f"gemm {rows}x96x{hidden}", stock="torch", **fields),
+        choice("all_gather_matmul", LEAVE, compute=f"gemm {rows}x64x{hidden}", stock="torch", **fields),
+    )
+    options = OverlapOptions(tensor_parallel=TensorOptions(mechanism="cuts" if mechanism == "slabs" else "auto"))
+    with overlap(model, options=options, tuned=tuning(*pairs)) as handle:
+        difference = programs.largest_difference(programs.trained(case, model, 1), expected)
+        report = handle.report()
+    with overlap(model, options=options) as handle:
+        programs.trained(case, model, 1)
+        return difference, report, str(handle.report())
+
+
+def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelReport]:
+    """How far a model of `transformers` is from its own run, and the report; a choice for each of its two layers."""
+    programs = expert_parallel_programs
+    spread = programs.Spread()
+    pairs = (
+        choice("exchange", "push", where=("model.layers.0.*",), stock="torch"),
+        choice("exchange", LEAVE, where=("model.layers.1.*",), stock="torch"),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        expected = programs._trained(programs.transformers_model(spread, folder), spread)
+        model = programs.transformers_model(spread, folder)
+        options = OverlapOptions(expert_parallel=ExpertLayerOptions(parts=1))
+        with overlap(model, options=options, tuned=tuning(*pairs)) as handle:
+            found = programs._trained(model, spread)
+            report = handle.report().expert_parallel
+    assert report is not None
+    return programs.largest_difference(found, expected), report
+
+
+def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
+    """What is said of each layer of experts that is left but for a choice, where only the first has one."""
+    programs = expert_parallel_programs
+    spread, chosen = programs.Spread(), choice("exchange", "push", where=("model.layers.0.*",), stock="torch")
+    with warnings.catch_warnings(), patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
+        warnings.simplefilter("ignore")  # its own
+        model = programs.transformers_model(spread, folder)
+        with overlap(model, tuned=tuning(chosen)) as handle:
+            programs._trained(model, spread)
+            report = handle.report().expert_parallel
+    assert report is not None
+    return [(module.choice, module.torch_why) for module in report.modules]
+
+
+def unchanged(_: Session) -> tuple[str, bool]:
+    """What is said when a tensor-parallel model is to follow a file that is not there, and whether it is as before."""
+    case = tensor_parallel_programs.Case()
+    model = tensor_parallel_programs.parallel(case, tensor_parallel_programs.mesh_of(case))
+    before = [dict(vars(module)) for module in model.modules()]
+    text = said(lambda: overlap(model, tuned="nowhere.toml"))
+    return text, [dict(vars(module)) for module in model.modules()] == before
+
+
+def of_backend(_: Session) -> BackendReport:
+    """The report of a group after an all_reduce that is left, one below a crossover, and two without a choice."""
+    pairs = (choice("all_reduce", LEAVE, 4096), choice("all_gather", "zero_sm", 4096))
+    crossovers = {"all_reduce": 0, "all_gather": 1 << 40}
+    options = backend.BackendOptions(crossover_bytes=crossovers, timeout_s=60, tuned=tuning(*pairs))
+    group = dist.new_group(backend="counterpoint", pg_options=options)
+    for numel in (1024, 16):
+        whole, mine = torch.zeros(numel), torch.full((numel // 2,), dist.get_rank() + 1.0)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, mine, group)
+        assert whole.sum() == numel * 1.5
+        dist.all_reduce(whole, group=group)
+        assert whole.sum() == numel * 3
+    report = backend.report(group)
+    dist.destroy_process_group(group)
+    return report
+
+
+def asked(handle: Overlap) -> int:
+    """How many communicators `check` asks."""
+    seen: set[int] = set()
+    with patch.object(Communicator, "check", lambda communicator: seen.add(id(communicator))):
+        handle.check()
+    return len(seen)
+
+
+def checked(_: Session) -> tuple[int, int]:
+    """How many communicators `check` asks of a tensor-parallel model, before and after its first step."""
+    programs, case = tensor_parallel_programs, tensor_parallel_programs.Case()
+    model = programs.parallel(case, programs.mesh_of(case)).float()
+    with overlap(model, options=OverlapOptions(tensor_parallel=TensorOptions(mechanism="serial"))) as handle:
+        before = asked(handle)
+        programs.trained(case, model, 1)
+        return before, asked(handle)
+
+
+def checked_experts(_: Session, folder: str) -> int:
+    """How many communicators `check` asks of a model of experts, besides those of FSDP2."""
+    programs = expert_parallel_programs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        spread = programs.Spread()
+        model = programs.transformers_model(spread, folder)
+        options = OverlapOptions(expert_parallel=spread.options)
+        with overlap(model, options=options) as handle:
+            before = asked(handle)
+            programs._trained(model, spread)
+            return asked(handle) - before

@@ -1,0 +1,81 @@
+"""`counterpoint tune` as a command, with gloo on CPUs: the file, the JSON, and errors that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoint.pair.tuned_file import read_tuned
+
+PAIRS = """
+[[pair]]
+operation = "all_gather"
+compute = "gemm 64x64x64*2"
+bytes_per_rank = 4096
+ranks = 2
+dtype = "float32"
+first = "together"
+calls = 12
+
+[[pair]]
+operation = "all_gather"
+compute = "gemm 64x64x64*2"
+bytes_per_rank = 2048
+ranks = 2
+dtype = "float32"
+first = "together"
+"""
+
+
+@pytest.fixture(name="pairs")
+def pairs_fixture(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.toml"
+    path.write_text(PAIRS)
+    return path
+
+
+def tune(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", "tune", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_pairs_become_choices(pairs: Path) -> None:
+    """Each pair with both mechanisms of CPUs, stock against zero_sm, in the file as in the JSON."""
+    done = tune(pairs.parent, pairs, "--device", "cpu", "--rounds", "5", "--json", "choices.json")
+    assert done.returncode == 0, done.stderr
+    tuned = read_tuned(pairs.parent / "counterpoint.toml")
+    assert [{each.mechanism for each in pair.tried} for pair in tuned.pair] == [{"gloo", "zero_sm"}] * 2
+    assert [pair.calls for pair in tuned.pair] == [12, 1]
+    assert json.loads((pairs.parent / "choices.json").read_text())["pair"][0]["stock"] == "gloo"
+    assert done.stdout.splitlines()[-1] == "wrote counterpoint.toml"
+    assert not list(pairs.parent.glob("*.partial.jsonl"))
+
+
+def test_a_budget_that_is_used_up_leaves_what_was_not_measured(pairs: Path) -> None:
+    """Ranks end by themselves after the first pair, whose choice the other one of its class may follow."""
+    done = tune(pairs.parent, pairs, "--device", "cpu", "--rounds", "5", "--budget", "1", "-q")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    measured, other = read_tuned(pairs.parent / "counterpoint.toml").pair
+    assert (bool(measured.tried), other.why) == (True, "not measured: the budget of 1 s was used up")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["pairs.toml", "--out", "pairs.toml"], "pairs.toml is named twice"),
+        (["nowhere.toml"], "nowhere.toml: No such file or directory; give tables"),
+        (["pairs.toml", "--out", "nowhere/x.toml"], "cannot write nowhere/x.toml"),
+        (["pairs.toml", "--device", "cpu", "--nproc", "3"], "no pair is one of 3 ranks; the pairs have 2"),
+        (["pairs.toml", "--device", "cpu", "--budget", "0"], "budget 0 s"),
+        (["pairs.toml", "--device", "cpu", "--rounds", "4"], "rounds 4; at least 5"),
+    ],
+)
+def test_a_wrong_use_ends_with_2_and_writes_nothing(pairs: Path, arguments: list[str], text: str) -> None:
+    done = tune(pairs.parent, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+    assert [path.name for path in pairs.parent.iterdir()] == ["pairs.toml"]

@@ -1,0 +1,187 @@
+"""What `tune` chose in the formats of other programs: each is read back by what reads it there."""
+
+from __future__ import annotations
+
+import ast
+import csv
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from msgspec.structs import replace
+
+from counterpoint.errors import Misconfigured
+from counterpoint.records.tuning import LEAVE, Tried, Tuned, TunedPair
+from counterpoint.tuning.exporters import FORMS, export
+from tests.support.example_tuned import HOSTILE, example_tuned, hostile_tuned, tuned_pair
+
+FIELDS = ("collective", "low", "high", "algorithm", "protocol", "channels", "nodes", "ranks", "pipe_ops", "reg_buff")
+
+
+def tried(**us: float) -> tuple[Tried, ...]:
+    """What was tried, where `max_ctas_8` stands for the mechanism `nccl+max_ctas=8`."""
+    return tuple(
+        Tried(mechanism=f"nccl+max_ctas={name.rpartition('_')[2]}", us=took, sigma_us=1.0, runs=5)
+        for name, took in us.items()
+    )
+
+
+def tuned(*pairs: TunedPair) -> Tuned:
+    return replace(example_tuned(), pair=pairs)
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    """The rows that NCCL's example tuner reads: it cuts lines at 255 bytes, and skips those that begin with #."""
+    lines = text.encode().splitlines()
+    assert all(len(line) < 255 for line in lines)
+    return [dict(zip(FIELDS, row, strict=True)) for row in csv.reader(x for x in text.split("\n") if x and x[0] != "#")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_pair_is_found_in_every_form(form: str) -> None:
+    """By its number and its choice, in a comment."""
+    comments = [line.strip() for line in export(hostile_tuned(), form).splitlines() if line.strip().startswith("#")]
+    for number, one in enumerate(hostile_tuned().pair, 1):
+        assert any(line.startswith(f"# pair {number}, {one.mechanism}: ") for line in comments)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hostile_name_is_in_comments_alone(form: str) -> None:
+    """Lines that begin with # and hold nothing but printable ASCII."""
+    text = export(hostile_tuned(), form)
+    assert text.isascii()
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "pwned" not in "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+
+
+def test_what_has_no_variable_is_a_comment() -> None:
+    """The windows of NCCL's copy engines, and the limit of a GEMM."""
+    text = export(tuned(tuned_pair("nccl_zero_cta+gemm_sms=124")), "env")
+    assert "# pair 1, nccl_zero_cta+gemm_sms=124: no variable for windows, gemm_sms=124 (" in text
+    assert "export NCCL_CTA_POLICY=2\n" in text
+
+
+def test_pairs_that_disagree_get_what_saves_most_in_a_step() -> None:
+    """20 calls that save 10 µs are worth more than one that saves 50; the other pair is named with what it loses."""
+    many = tuned_pair("nccl+max_ctas=8", calls=20)
+    one = tuned_pair(
+        "nccl+max_ctas=16", us=50.0, bytes_per_rank=1 << 24, tried=tried(max_ctas_8=70.0, max_ctas_16=50.0)
+    )
+    text = export(tuned(many, one), "env")
+    assert "export NCCL_MAX_CTAS=8\n" in text
+    assert "# pair 2, nccl+max_ctas=16: this costs it 20.0 us a step (" in text
+    assert "# together 230.0 us a step less than stock" in text
+
+
+def test_a_setting_that_costs_other_pairs_more_is_not_exported() -> None:
+    """Ten calls that are left would each lose 5 µs, which is more than the 10 µs that one call gains."""
+    left = tuned_pair(LEAVE, us=100.0, calls=10, bytes_per_rank=1 << 24, tried=tried(max_ctas_8=105.0))
+    text = export(tuned(tuned_pair("nccl+max_ctas=8"), left), "env")
+    assert "NCCL_MAX_CTAS" not in text
+    assert "# pair 1, nccl+max_ctas=8: this costs it 10.0 us a step (" in text
+
+
+def test_marked_times_count_for_nothing() -> None:
+    """A time under a knob that did nothing says nothing about that knob."""
+    marked = replace(tried(max_ctas_8=1.0)[0], marked="24 CTAs ran")
+    text = export(tuned(tuned_pair("nccl+max_ctas=8"), tuned_pair(LEAVE, calls=9, compute="x", tried=(marked,))), "env")
+    assert "# pair 2, leave: not measured under this (" in text
+
+
+def test_a_minimum_of_ctas_has_a_maximum() -> None:
+    """NCCL refuses it without one."""
+    assert yaml.safe_load(export(tuned(tuned_pair("nccl+min_ctas=16")), "megatron-yaml")) == {
+        "dp_cp": {"max_ctas": 64, "min_ctas": 16}
+    }
+
+
+def test_rows_of_the_tuner_end_half_way_to_their_neighbours() -> None:
+    """In bytes of the full array, and never beyond twice or half of what was measured."""
+    sizes = {1 << 20: "nccl+max_ctas=8", 1 << 21: "nccl+max_ctas=16", 1 << 30: "nccl+max_ctas=4"}
+    found = rows(
+        export(tuned(*(tuned_pair(name, bytes_per_rank=size) for size, name in sizes.items())), "nccl-tuner-csv")
+    )
+    assert [(row["collective"], row["channels"], row["ranks"]) for row in found] == [
+        ("allgather", "8", "2"), ("allgather", "16", "2"), ("allgather", "4", "2")
+    ]  # fmt: skip
+    assert [(int(row["low"]), int(row["high"])) for row in found] == [
+        (1 << 20, 2_965_820), (2_965_821, 1 << 23), (1 << 30, 1 << 32)
+    ]  # fmt: skip
+
+
+def test_neither_copy_engines_nor_what_is_left_get_a_row() -> None:
+    """A tuner cannot choose copy engines, and what is left is NCCL's own choice."""
+    text = export(tuned(tuned_pair("zero_sm"), tuned_pair(LEAVE, bytes_per_rank=1 << 24)), "nccl-tuner-csv")
+    assert rows(text) == []
+    assert "# pair 1, zero_sm: nothing that a tuner can choose, counterpoint runs it (" in text
+
+
+def test_hostile_rows_stay_comments() -> None:
+    """However long a name is, and whatever commas it has: one row is ours."""
+    long = tuned(tuned_pair("nccl+max_ctas=8", compute=HOSTILE + "é" * 100, where=("y," * 99,) * 64))
+    assert [row["channels"] for row in rows(export(long, "nccl-tuner-csv"))] == ["8"]
+
+
+def nccl_options(group: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What Megatron's `get_nccl_options` (megatron/core/parallel_state.py, August 2026) makes of such a file."""
+    known = {"is_high_priority_stream", "cga_cluster_size", "max_ctas", "min_ctas", "net_name"}
+    assert configs[group].keys() <= known
+    return {"is_high_priority_stream": configs[group].get("is_high_priority_stream", False)} | configs[group]
+
+
+def test_megatron_reads_options_by_group() -> None:
+    """Gathers are of data parallelism, all-to-alls of expert parallelism; true is a boolean there."""
+    alltoall = tuned_pair("nccl+priority=high", operation="all_to_all")
+    read = yaml.safe_load(export(tuned(tuned_pair("nccl+max_ctas=8+cga_cluster=2"), alltoall), "megatron-yaml"))
+    assert nccl_options("dp_cp", read) == {"max_ctas": 8, "cga_cluster_size": 2, "is_high_priority_stream": False}
+    assert nccl_options("ep", read)["is_high_priority_stream"] is True
+
+
+def test_a_file_without_settings_is_an_empty_mapping() -> None:
+    """Megatron looks up groups in it, which None would not let it."""
+    assert yaml.safe_load(export(tuned(tuned_pair("zero_sm")), "megatron-yaml")) == {}
+
+
+def test_hostile_names_add_nothing_to_the_yaml() -> None:
+    assert yaml.safe_load(export(hostile_tuned(), "megatron-yaml")) == {
+        "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8}
+    }
+
+
+def test_the_python_form_sets_options_and_reads_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles, and what it runs is what was chosen."""
+    import torch.distributed as dist
+
+    import counterpoint
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(counterpoint, "overlap", lambda model, **options: asked.update(options) or model, raising=False)
+    made = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    text = export(hostile_tuned(), "python")
+    ast.parse(text)
+    functions: dict[str, Any] = {}
+    exec(compile(text, "exported.py", "exec"), functions)
+    options = functions["pg_options"]()
+    assert (functions["apply"]("model"), asked) == ("model", {"tuned": "counterpoint.toml"})
+    assert (options.config.max_ctas, options.is_high_priority_stream) == (8, True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tuning_of_cpus_sets_nothing_of_nccl(form: str) -> None:
+    cpu = replace(tuned(tuned_pair("zero_sm", stock="gloo")), made=replace(example_tuned().made, device="cpu"))
+    assert "CTAS" not in export(cpu, form).upper().replace("NCCL_MAX_CTAS, ", "")
+
+
+def test_a_mechanism_that_there_is_not_is_refused() -> None:
+    """With its pair, and what is allowed: it must not reach a file that runs."""
+    with pytest.raises(Misconfigured, match=r"pair 1: .*choose from: nccl, nccl_zero_cta, zero_sm"):
+        export(tuned(tuned_pair("rm -rf")), "env")
+    with pytest.raises(Misconfigured, match="pair 1: '\\$\\(x\\)' is no mechanism; choose from torch"):
+        export(tuned(tuned_pair("$(x)", operation="exchange")), "torchtitan")
+
+
+def test_a_form_that_there_is_not_is_refused() -> None:
+    with pytest.raises(Misconfigured, match="no form 'yaml'; choose from: env, nccl-tuner-csv, megatron-yaml"):
+        export(example_tuned(), "yaml")

@@ -1,0 +1,223 @@
+"""`counterpoint.tune` on a machine whose optimum is planted: found, proved, and left where nothing can be proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+import counterpoint
+from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import default_profile
+from counterpoint.measurement import api as measurement_api
+from counterpoint.records.measurement import Order
+from counterpoint.records.tuning import LEAVE, StepPair, Tuned
+from counterpoint.tuning import api
+from counterpoint.tuning.api import class_of
+from counterpoint.tuning.shortlist import shortlist
+from tests.support.planted_machine import NO_EFFECT, PlantedMachine
+
+GEMM = "gemm 8192x8192x8192"
+GATHER = StepPair(operation="all_gather", compute=GEMM, bytes_per_rank=64 << 20, ranks=2)
+REDUCE = StepPair(operation="all_reduce", compute=GEMM, bytes_per_rank=32 << 20, ranks=2)
+MATMUL = StepPair(operation="all_gather_matmul", compute="gemm 1024x1024x512", bytes_per_rank=512 << 10, ranks=2)
+EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=1, ranks=2)
+BEST = shortlist(GATHER, default_profile())[1].mechanism  # by the model
+
+
+def truth(**by_mechanism: float) -> Callable[[str, str, Order], float]:
+    """The time of every mechanism, in any order; those that are not named take 2000 µs, stock 1600."""
+    times = {"nccl": 1600.0, "gloo": 1600.0, "torch": 1600.0} | by_mechanism
+    return lambda operation, mechanism, order: times.get(mechanism, 2000.0)
+
+
+@pytest.fixture(name="tune")
+def tune_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuned]:
+    """`counterpoint.tune` on two H200 that are a planted machine."""
+    monkeypatch.delenv("RANK", raising=False)
+    gpus = ("NVIDIA H200", "NVIDIA H200")
+    monkeypatch.setattr(api, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(measurement_api, "visible_gpus", lambda: gpus)
+
+    def tune(machine: PlantedMachine, *pairs: StepPair, **options: Any) -> Tuned:
+        monkeypatch.setattr(api, "measure_parts", machine.measure_parts)
+        return counterpoint.tune(pairs, **options)
+
+    return tune
+
+
+def test_the_planted_optimum_is_found(tune: Callable[..., Tuned]) -> None:
+    """By its measured time, whatever place the model gave it among the three."""
+    for place in (1, 2, 3):
+        name = shortlist(GATHER, default_profile())[place].mechanism
+        found = tune(PlantedMachine(together_us=truth(**{name: 1500.0}), noise=0.002), GATHER).pair[0]
+        assert (found.mechanism, found.stock) == (name, "nccl")
+
+
+def test_a_model_that_is_wrong_changes_nothing_but_what_is_measured(tune: Callable[..., Tuned]) -> None:
+    """Where all that it recommends is slower, stock is measured beside it and stays."""
+    found = tune(PlantedMachine(together_us=truth(), noise=0.002), GATHER).pair[0]
+    assert found.mechanism == LEAVE
+    assert found.us == pytest.approx(1600, rel=0.01)
+    assert {each.mechanism for each in found.tried} >= {"nccl", BEST}
+
+
+def test_a_knob_without_effect_is_reported_and_never_chosen(tune: Callable[..., Tuned]) -> None:
+    """Even if luck makes it fast."""
+    machine = PlantedMachine(together_us=truth(**{BEST.partition("+")[0]: 100.0}), no_ops=frozenset({BEST}))
+    found = tune(machine, GATHER).pair[0]
+    marked = {each.mechanism: each.marked for each in found.tried if each.marked}
+    assert (found.mechanism, marked) == (LEAVE, {BEST: NO_EFFECT})
+
+
+def test_half_a_per_cent_within_noise_is_left(tune: Callable[..., Tuned]) -> None:
+    """With 2 % of noise a round, ten rounds in three orders prove 1 % at best: at most 2 of 20 machines deceive."""
+    chosen = [
+        tune(PlantedMachine(together_us=truth(**{BEST: 1592.0}), noise=0.02, seed=seed), GATHER).pair[0].mechanism
+        for seed in range(20)
+    ]
+    assert chosen.count(LEAVE) >= 18
+
+
+def test_clocks_that_drift_deceive_only_those_who_do_not_interleave(tune: Callable[..., Tuned]) -> None:
+    """The best of four is 5 % faster, and the last trial of a scenario takes a fifth longer than its first."""
+    names = [each.mechanism for each in shortlist(GATHER, default_profile())]
+    times = truth(**{names[-1]: 1400.0, names[1]: 1470.0})
+    taken = {
+        interleaved: tune(
+            PlantedMachine(together_us=times, drift=0.0008, noise=0.001, interleaved=interleaved), GATHER
+        ).pair[0].mechanism
+        for interleaved in (True, False)
+    }  # fmt: skip
+    assert taken == {True: names[-1], False: names[1]}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(500, 3000), min_size=4, max_size=4), st.sampled_from([0.0, 0.003, 0.02]), st.integers(0, 99))
+def test_regret_against_the_planted_oracle_is_within_the_noise(times: list[float], noise: float, seed: int) -> None:
+    """Whatever is planted: never slower than stock in truth by more than noise allows, nor than the best of the four.
+
+    4 sigma of a mean over 3 orders and 10 rounds, for both times of a comparison, are 4 · 1.25 · sqrt(2 / 30) = 1.3
+    times the noise of a round.
+    """
+    pairs = [each.mechanism for each in shortlist(GATHER, default_profile())]
+    planted = dict(zip(pairs, times, strict=True))
+    machine = PlantedMachine(together_us=truth(**planted), noise=noise, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
+        patch.setattr(api, "visible_gpus", lambda: ("NVIDIA H200",) * 2)
+        patch.setattr(measurement_api, "visible_gpus", lambda: ("NVIDIA H200",) * 2)
+        patch.setattr(api, "measure_parts", machine.measure_parts)
+        found = counterpoint.tune([GATHER]).pair[0]
+    taken = planted["nccl" if found.mechanism == LEAVE else found.mechanism]
+    allowed = 1 + 3 * noise  # twice 1.3, and the bar itself
+    assert taken <= allowed * min(times)
+    assert taken <= (1 + 1.3 * noise) * planted["nccl"]
+
+
+def test_dependent_pairs_and_exchanges_are_decided_too(tune: Callable[..., Tuned]) -> None:
+    """Each against torch, its stock."""
+    machine = PlantedMachine(together_us=truth(cuts=1200.0, push=1300.0), noise=0.002)
+    found = tune(machine, MATMUL, EXCHANGE)
+    assert [(pair.mechanism, pair.stock) for pair in found.pair] == [("cuts", "torch"), ("push", "torch")]
+
+
+def test_a_prediction_is_kept_beside_each_time(tune: Callable[..., Tuned]) -> None:
+    """So that a reader sees how far the model was off."""
+    found = tune(PlantedMachine(together_us=truth()), GATHER).pair[0]
+    expected = {each.mechanism: each.predicted_us for each in shortlist(GATHER, default_profile())}
+    assert {each.mechanism: each.predicted_us for each in found.tried} == expected
+
+
+def test_equal_pairs_are_measured_once(tune: Callable[..., Tuned]) -> None:
+    """And each of them keeps its own place and calls."""
+    here, there = (replace(GATHER, where=(name,), calls=2) for name in ("a", "b"))
+    machine = PlantedMachine(together_us=truth(**{BEST: 1000.0}))
+    found = tune(machine, here, there).pair
+    assert len(machine.measured) == 1
+    assert [(pair.where, pair.mechanism) for pair in found] == [(("a",), BEST), (("b",), BEST)]
+
+
+def test_what_a_class_was_not_given_time_for_follows_its_largest(tune: Callable[..., Tuned]) -> None:
+    """And what is of no measured class is left, with what the model would have tried."""
+    smaller = replace(GATHER, bytes_per_rank=48 << 20)
+    larger = replace(GATHER, bytes_per_rank=127 << 20, calls=9)
+    other = replace(GATHER, bytes_per_rank=30 << 20)
+    machine = PlantedMachine(together_us=truth(**{BEST: 1000.0}), seconds=20.0)
+    found = tune(machine, smaller, GATHER, larger, other, budget_s=30).pair
+    assert len(machine.measured) == 1
+    assert [pair.mechanism for pair in found] == [LEAVE, BEST, BEST, LEAVE]
+    assert found[1].why.startswith(f"not measured; as all_gather of {127 << 20} bytes a rank")
+    assert found[3].why.startswith("not measured: the budget of 30 s was used up; by the model ")
+
+
+def test_one_of_each_class_is_measured_before_a_second(tune: Callable[..., Tuned]) -> None:
+    """The largest of each class, and the heaviest class first; with time enough every pair is."""
+    large, small = (replace(GATHER, bytes_per_rank=size << 20, calls=99) for size in (120, 65))
+    machine = PlantedMachine(together_us=truth())
+    found = tune(machine, small, REDUCE, large)
+    assert [str(120 << 20) in machine.measured[0], "all_reduce" in machine.measured[1]] == [True, True]
+    assert all(pair.tried for pair in found.pair)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"bytes_per_rank": 127 << 20}, True),
+        ({"calls": 7, "where": ("x",)}, True),
+        ({"bytes_per_rank": 63 << 20}, False),
+        ({"compute": "gemm 8192x8192x8193"}, False),
+        ({"first": "together"}, False),
+        ({"dtype": "float32"}, False),
+        ({"operation": "all_reduce"}, False),
+        ({"ranks": 4}, False),
+    ],
+)
+def test_a_class_shares_all_but_place_calls_and_some_bytes(change: dict[str, Any], same: bool) -> None:
+    assert (class_of(replace(GATHER, **change)) == class_of(GATHER)) == same
+
+
+def test_pairs_of_other_ranks_are_left(tune: Callable[..., Tuned]) -> None:
+    """With the reason; the ranks that are started are the most that fit."""
+    eight = replace(GATHER, ranks=8)
+    machine = PlantedMachine(together_us=truth(**{BEST: 1000.0}))
+    found = tune(machine, eight, GATHER)
+    assert [pair.mechanism for pair in found.pair] == [LEAVE, BEST]
+    assert found.pair[0].why == "not measured: it has 8 ranks, and 2 were started"
+
+
+def test_what_was_measured_is_said_of_another_dtype(tune: Callable[..., Tuned]) -> None:
+    pair = replace(REDUCE, dtype="float32")
+    assert tune(PlantedMachine(together_us=truth()), pair).notes == (
+        "pairs of float32 were measured in bfloat16 with as many bytes, by which their times go",
+    )
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "budget": ({"budget_s": 0.5}, "budget 0.5 s; allowed are 1 to 86400"),
+    "no budget": ({"budget_s": float("nan")}, "budget nan s"),
+    "device": ({"device": "tpu"}, "device 'tpu'"),
+    "ranks": ({"world_size": 3}, "3 ranks for 2 visible GPUs"),
+    "profile": ({"profile": Path("/nowhere.json")}, "/nowhere.json"),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), BAD.values(), ids=BAD)
+def test_a_bad_request_is_refused(tune: Callable[..., Tuned], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(Misconfigured, match=text):
+        tune(PlantedMachine(together_us=truth()), GATHER, **options)
+
+
+def test_pairs_that_no_machine_of_this_size_has_are_refused(tune: Callable[..., Tuned]) -> None:
+    with pytest.raises(Misconfigured, match="no pair is one of 2 ranks; the pairs have 8"):
+        tune(PlantedMachine(together_us=truth()), replace(GATHER, ranks=8))
+
+
+def test_no_pairs_are_refused(tune: Callable[..., Tuned]) -> None:
+    with pytest.raises(Misconfigured, match="no pair is given"):
+        tune(PlantedMachine(together_us=truth()))
