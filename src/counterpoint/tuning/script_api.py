@@ -69,7 +69,7 @@ def tune_script(
         Unsupported: nothing can be measured here.
         PeerTimeout: ranks died or hung; names them, and their log.
     """
-    run, tell = parse_command(command), progress or (lambda done, total, what: None)
+    run, tell, began = parse_command(command), progress or (lambda done, total, what: None), time.monotonic()
     with run_folder("counterpoint-tune-") as folder:
         tell(0, 3, "recording steps of the script")
         recorded = record_script(run, folder, timeout_s=timeout_s)
@@ -79,15 +79,16 @@ def tune_script(
         if not pairs:
             raise Misconfigured(f"no collective and matmul of a step can run together; {'; '.join(notes)}")
         tuned = tune(
-            pairs, device=recorded.device, world_size=recorded.world_size, profile=profile, budget_s=budget_s,
-            rounds=rounds, timeout_s=timeout_s, progress=progress,
+            pairs, device=recorded.device, profile=profile, budget_s=budget_s, rounds=rounds, timeout_s=timeout_s,
+            progress=progress,
         )  # fmt: skip
         tell(2, 3, "comparing whole steps")
         steps = ScriptComparison(
             run, folder, recorded, sets_variables=bool(variables_of(tuned)), budget_s=budget_s, timeout_s=timeout_s
         )
         tuned = confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
-        return replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
+        seconds = round(time.monotonic() - began, 1)
+        return replace(tuned, seconds=seconds, notes=(*notes, *tuned.notes, *steps.notes)[:256])
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
