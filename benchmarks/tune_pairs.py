@@ -49,8 +49,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NEAR = 0.02  # of the best: as good
 FIT = "zero_sm+gemm_sms=fit"  # a number of SMs that the rows do not name
 COLUMNS = (
-    "from", "pairs", "in shortlist", "hit rate", "by the model alone", "mean regret", "worst", "worst against stock, sigma", "left",
-    "stock", "best single", "its regret", "of ideal by stock", "as chosen", "gain over stock",
+    "from", "pairs", "in shortlist", "hit rate", "by the model alone", "mean regret", "worst",
+    "worst against stock, sigma", "left", "stock", "best single", "its regret", "of ideal by stock", "as chosen", "gain over stock",
 )  # fmt: skip
 PAPERS = {  # what they report: part of the ideal gain, gain over the stock library
     "conccl": ("42% without, 72% with copy engines", ""),  # arXiv 2412.14335
@@ -307,8 +307,12 @@ def main() -> None:
     origin = gpu_provenance(packages, world_size=asked.ranks) if on_gpus else provenance(packages)
     choices = [
         {
-            "group": case.group, "pair": msgspec.to_builtins(case.pair), "listed": [each.mechanism for each in case.listed], "picked": case.picked,
-            "regret": round(case.regret(case.picked), 4), "best": min(case.times, key=lambda name: case.times[name].us),
+            "group": case.group,
+            "pair": msgspec.to_builtins(case.pair),
+            "listed": [each.mechanism for each in case.listed],
+            "picked": case.picked,
+            "regret": round(case.regret(case.picked), 4),
+            "best": min(case.times, key=lambda name: case.times[name].us),
         }
         for case in cases
     ]  # fmt: skip
