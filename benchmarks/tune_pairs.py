@@ -50,7 +50,8 @@ NEAR = 0.02  # of the best: as good
 FIT = "zero_sm+gemm_sms=fit"  # a number of SMs that the rows do not name
 COLUMNS = (
     "from", "pairs", "in shortlist", "hit rate", "by the model alone", "mean regret", "worst",
-    "worst against stock, sigma", "left", "stock", "best single", "its regret", "of ideal by stock", "as chosen", "gain over stock",
+    "worst against stock, sigma", "left", "stock", "best single", "its regret", "of ideal by stock", "as chosen",
+    "gain over stock",
 )  # fmt: skip
 PAPERS = {  # what they report: part of the ideal gain, gain over the stock library
     "conccl": ("42% without, 72% with copy engines", ""),  # arXiv 2412.14335
