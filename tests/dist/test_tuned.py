@@ -112,7 +112,7 @@ def test_a_file_that_is_nowhere_is_an_error(two_ranks: Ranks, tmp_path: Path) ->
     ("how", "warnings", "left"),
     [
         ("this one", [], 1),
-        ("gpu", ["UserWarning: tuning: made with device cuda, here is cpu: all choices ignored"], 0),
+        ("gpu", ["UserWarning: tuning: made with gpu NVIDIA H200, here is none: all choices ignored"], 0),
         ("counterpoint", ["UserWarning: tuning: made with counterpoint 9, here is 0.1.0: all choices followed"], 1),
     ],
 )
@@ -154,6 +154,16 @@ def test_matmuls_of_tensor_parallelism_follow_the_choice_of_their_shape(two_rank
         assert tuned[("all_gather_matmul", "torch", "leave")] >= 2
         assert report.tuned == "tuning: 2 of 2 choices followed"
         assert "by tuning" not in after
+
+
+@pytest.mark.parametrize(("tuned", "below"), [("off", False), (None, True)])
+def test_operations_by_themselves_follow_the_variable(
+    two_ranks: Ranks, tuned: str | None, below: bool, tmp_path: Path
+) -> None:
+    """As styles and torchtitan's layers use them; `overlap` may turn it off until `restore`."""
+    for first, second, third in two_ranks.run(programs.operations, str(tmp_path), tuned):
+        assert (first, third) == ("leave", "leave")
+        assert (second == "leave") == below
 
 
 @pytest.mark.needs("transformers")

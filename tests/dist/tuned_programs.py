@@ -29,9 +29,9 @@ from counterpoint.parallel.expert.layers import ExpertLayerOptions
 from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
 from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
 from counterpoint.parallel.tensor import TensorOptions
-from counterpoint.parallel.tuned import VARIABLE
+from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
-from counterpoint.version import VERSION
 from tests.dist import expert_parallel_programs, tensor_parallel_programs
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
@@ -47,10 +47,9 @@ def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) ->
     )
 
 
-def tuning(*pairs: TunedPair, **made: Any) -> Tuned:
+def tuning(*pairs: TunedPair, device: str = "cpu", **made: Any) -> Tuned:
     """What was tuned here, or where `made` says otherwise."""
-    here: dict[str, Any] = {"device": "cpu", "gpu": None, "nccl": None, "torch": str(torch.__version__)}
-    environment = msgspec.structs.replace(example_tuned().made, **(here | {"counterpoint": VERSION} | made))
+    environment = msgspec.structs.replace(this_machine(device), **made)
     return msgspec.structs.replace(example_tuned(), pair=pairs, made=environment)
 
 
@@ -153,7 +152,7 @@ def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:
     """The warnings about a file of another machine, and how many FSDP2 modules it left."""
-    made = {"gpu": {"device": "cuda", "gpu": "NVIDIA H200"}, "counterpoint": {"counterpoint": "9"}}.get(how, {})
+    made: dict[str, Any] = {"gpu": {"gpu": "NVIDIA H200"}, "counterpoint": {"counterpoint": "9"}}.get(how, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with overlap(sharded(Case()), tuned=tuning(*MIXED, **made)) as handle:
@@ -233,6 +232,28 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, OverlapReport, s
     with overlap(model, options=options) as handle:
         programs.trained(case, model, 1)
         return difference, report, str(handle.report())
+
+
+def operations(_: Session, folder: str, tuned: str) -> list[str]:
+    """The ways of a matmul where the variable names a file: by itself, below `overlap` with this argument, after it."""
+    case = tensor_parallel_programs.Case()
+    mesh = tensor_parallel_programs.mesh_of(case)
+    x, weight = torch.ones(16, 64), torch.ones(64, 32)
+    left = choice("all_gather_matmul", LEAVE, 32 * 64 * 4, compute="gemm 32x32x64", stock="torch", dtype="float32")
+    group = tensor_group(mesh.get_group().group_name, TensorOptions())
+    model = tensor_parallel_programs.parallel(case, mesh)
+
+    def multiplied() -> str:
+        before = {(row.path, row.why): row.calls for row in group.report().rows}
+        torch.ops.counterpoint.all_gather_matmul(x, [weight], 0, group.group.group_name)
+        [why] = [row.why for row in group.report().rows if row.calls > before.get((row.path, row.why), 0)]
+        return why.partition(" by ")[0].partition(" is ")[0]
+
+    with named(written(folder, tuning(left))):
+        ways = [multiplied()]
+        with overlap(model, tuned=tuned):
+            ways.append(multiplied())
+        return [*ways, multiplied()]
 
 
 def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelReport]:

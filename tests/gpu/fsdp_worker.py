@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.measurement.session import Session
+from tests.dist.tuned_programs import MIXED, choice, followed_by, tuning
 from tests.support.fsdp_training import BF16, CASES, Case, batch, beside_stock, differences, overlapped, stock_trained
 
 EAGER = {name: case for name, case in CASES.items() if case.compiled is None}
@@ -66,6 +67,21 @@ def growth(session: Session) -> dict[str, int]:
     return {"bytes": seen[0] - seen[1]}
 
 
+def tuned(session: Session, case: Case) -> dict[str, Any]:
+    """What differs from stock where each layer leaves something else to NCCL, beyond stock's own noise; the report."""
+    first, second = (stock_trained(session, case) for _ in range(2))
+    ours, report = followed_by(session, case, tuning(*MIXED, device="cuda"))
+    return {"ours": sorted({*ours} - {*differences(first, second)}), "report": str(report)}
+
+
+def limited(session: Session, case: Case) -> list[str]:
+    """What the report says of a limit of SMs that all choices have in common, and the SMs of matmuls after it."""
+    sms = torch.cuda.get_device_properties(session.device).multi_processor_count
+    choices = tuning(choice("all_gather", f"zero_sm+gemm_sms={sms - 8}", where=("layers.*",)), device="cuda")
+    report = followed_by(session, case, choices)[1].tuned
+    return [report, f"carve-out of {torch._C._get_sm_carveout_experimental() or 0} SMs"]
+
+
 def main(answer: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     session = Session("cuda")
@@ -76,6 +92,8 @@ def main(answer: Path) -> None:
             mine[name] = beside(session, case)
             if session.rank == 0:
                 print(f"{name}: {time.monotonic() - started:.1f} s, {mine[name]}", flush=True)
+        chosen = Case(policy=BF16, device="cuda", mesh=(session.world_size,))
+        mine |= {"tuned": tuned(session, chosen), "limited": limited(session, chosen)}
     mine |= {"kernels": kernels(session), "growth": growth(session)}
     ranks = session.gather(mine)
     if session.rank == 0:

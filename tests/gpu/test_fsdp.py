@@ -65,7 +65,22 @@ def test_the_first_loss_of_stock_is_reproducible(seen: list[dict[str, Any]], nam
 
 def test_every_case_is_asked_about(seen: list[dict[str, Any]]) -> None:
     """What the worker trains and what is asserted above are the same cases."""
-    assert {*seen[0]} - {"kernels", "growth"} == {*NAMES}
+    assert {*seen[0]} - {"kernels", "growth", "tuned", "limited"} == {*NAMES}
+
+
+def test_each_module_follows_its_choice(seen: list[dict[str, Any]]) -> None:
+    """Gather and reduce_scatter apart, with the bits of stock."""
+    for rank in seen:
+        assert rank["tuned"]["ours"] == []
+        assert "tuned: tuning: 6 of 6 choices followed" in rank["tuned"]["report"]
+
+
+def test_a_limit_of_sms_is_applied_and_taken_back(seen: list[dict[str, Any]]) -> None:
+    """One that all choices have in common."""
+    for rank in seen:
+        report, after = rank["limited"]
+        assert report.startswith("tuning: 1 of 1 choices followed; matmuls have ")
+        assert after == "carve-out of 0 SMs"
 
 
 def test_nccl_runs_no_kernel(seen: list[dict[str, Any]]) -> None:

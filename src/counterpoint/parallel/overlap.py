@@ -202,8 +202,8 @@ class _Layers:
             self.tuning: FollowedTuning | None = follow_together(tuned, groups, device_type=device_type)
             self.expert = OverlappedExpertParallel(model, options.expert_parallel, self.tuning)
             undo.callback(self.expert.restore)
+            self.tensor.follow(self.tuning)
             if self.tuning is not None:
-                self.tensor.follow(self.tuning)
                 self.tuning.limit_gemms(undo, device_type)
             self._undo = undo.pop_all()
 

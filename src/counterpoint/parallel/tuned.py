@@ -120,6 +120,8 @@ class FollowedTuning:
         if key == _GEMM_SMS:
             return self._gemm_sms and f"{knob} not applied: {self._gemm_sms}"
         variable = VARIABLES.get(key)
+        if knob == "priority=high":
+            variable, value = "TORCH_NCCL_HIGH_PRIORITY", "1"
         if variable is None:
             return f"{printable(knob)} not applied: give it to process groups when they are made"
         if os.environ.get(variable) == value:
@@ -148,7 +150,7 @@ def follow_together(
         read = _read(tuned)
         if read is not None:
             tuning, name = read
-            found = FollowedTuning(Choices(tuning, _this_machine(device_type)), name)
+            found = FollowedTuning(Choices(tuning, this_machine(device_type)), name)
             said = "; ".join([tuned_digest(tuning), *map(str, found.choices.differences)])
     except Misconfigured as raised:
         error, said = raised, str(raised)
@@ -195,7 +197,7 @@ def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
     return read_tuned(named), named
 
 
-def _this_machine(device_type: str) -> Environment:
+def this_machine(device_type: str) -> Environment:
     """Return what a tuning is compared with."""
     on_gpu = device_type == "cuda"
     return Environment(

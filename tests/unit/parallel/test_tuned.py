@@ -45,7 +45,13 @@ def call(tuning: FollowedTuning, number: int = 0) -> TunedCall:
             "; max_ctas=8 not applied: set NCCL_MAX_CTAS=8 before the groups are made "
             "(counterpoint tune counterpoint.toml --to env)",
         ),
-        ("nccl+priority=high", True, "; priority=high not applied: give it to process groups when they are made"),
+        (
+            "nccl+priority=high",
+            True,
+            "; priority=high not applied: set TORCH_NCCL_HIGH_PRIORITY=1 before the groups are made "
+            "(counterpoint tune counterpoint.toml --to env)",
+        ),
+        ("nccl+windows", True, "; windows not applied: give it to process groups when they are made"),
         (
             "zero_sm+gemm_sms=124",
             False,

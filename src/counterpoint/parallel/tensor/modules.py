@@ -318,8 +318,8 @@ class OverlappedTensorParallel:
         """Return the process groups of all modules that were replaced."""
         return tuple(tensor_group(name).group for name in self._groups)
 
-    def follow(self, tuning: FollowedTuning) -> None:
-        """Let a tuning choose for the calls of these modules until `restore`. All ranks call it."""
+    def follow(self, tuning: FollowedTuning | None) -> None:
+        """Let a tuning choose for the calls of these modules until `restore`; None: none. All ranks call it."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)
@@ -332,7 +332,7 @@ class OverlappedTensorParallel:
     def restore(self) -> None:
         """Let torch run every module as before."""
         while self._tuned:
-            self._tuned.pop().follow(None)
+            self._tuned.pop().follow_variable()
         while self._ends:
             self._ends.pop().remove()
         while self._gathers:
