@@ -152,7 +152,7 @@ class OverlappedExperts:
             choice = self._tuning.find(
                 EXCHANGE,
                 ranks=self.style.mesh.size(),
-                num_bytes=most * top_k * x.shape[1] * x.element_size() * self.style.mesh.size(),
+                num_bytes=most * top_k * x.shape[1] * x.element_size(),
                 dtype=str(x.dtype).removeprefix("torch."),
                 where=(self.name,),
             )
