@@ -59,6 +59,7 @@ COLUMNS = (
 ALONE, PLAIN, NCCL = "experts alone", "all_to_all_single", "NCCL"
 MECHANISMS = get_args(expert_parallel.MechanismName)
 RUNS = ("eager", "graph")
+GRAPH = ", graph"  # behind the name of a variant
 WARM_UPS = 3  # before a capture: kernels are compiled and memory is there
 SHAPES = {  # how many layers is an option
     "qwen3": MoeShape(hidden=2048, ffn=768, heads=32, kv_heads=4, vocabulary=256, experts=128, top_k=8),
@@ -269,10 +270,10 @@ class Bench:
             if key is None or "graph" not in self.args.run:
                 continue
             if self.device.type != "cuda":
-                self.missing.append(f"{name}, graph: there is no GPU")
+                self.missing.append(f"{name}{GRAPH}: there is no GPU")
             elif self.path(key) in CAPTURED:
                 self.say(f"{what} by {name}: capture begins")
-                yield f"{name}, graph", (graphed(step, self.device), key)
+                yield name + GRAPH, (graphed(step, self.device), key)
                 self.say(f"{what} by {name}: captured")
 
     def say(self, what: str) -> None:
@@ -343,9 +344,9 @@ class Bench:
     def timed(self, what: str) -> list[dict[str, Any]]:
         """A row for each variant of the layer, or of the step; raises where one is wrong."""
         make = self.layer_step if what == "layer" else self.train_step
-        variants = dict(self.variants(what, make))
         plain_route = next(route for name, route, _ in self.routes(what) if name == PLAIN)
         exact = make(plain_route, copy.deepcopy(self.model).to(WIDER[self.dtype]))()
+        variants = dict(self.variants(what, make))  # after the copy: a step leaves its route in the model
         plain = errors(variants[PLAIN][0](), exact)
         rows: dict[str, dict[str, Any]] = {}
         for name, (step, key) in variants.items():
@@ -358,7 +359,7 @@ class Bench:
             seen = looked_at(step, self.device)
             rows[name] = {
                 "error": times_error, "syncs": seen.syncs, "sm_kernels": seen.sm_kernels,
-                "peak_gb": self.peak_gb(step),
+                "peak_gb": None if name.endswith(GRAPH) else self.peak_gb(step),  # a graph has memory of its own
                 "buffers_gb": self.buffers[key] if key is not None and self.device.type == "cuda" else None,
                 "ran_as": None if key is None else self.path(key),
             }  # fmt: skip

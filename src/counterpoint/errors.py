@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 
@@ -64,6 +66,15 @@ class BadTrace(CounterpointError):
 
     def __reduce__(self) -> tuple[object, ...]:  # it crosses the boundary of reader processes
         return partial(BadTrace, self.reason, path=self.path, offset=self.offset), ()
+
+
+@contextmanager
+def needs_triton(what: str) -> Iterator[None]:
+    """Raise `Unsupported` for imports inside that fail: `what`, in the plural, needs Triton."""
+    try:
+        yield
+    except ImportError as error:
+        raise Unsupported(f"{what} need Triton: {error}; install triton 3.6 or newer") from error
 
 
 def printable(text: str, limit: int = 400) -> str:

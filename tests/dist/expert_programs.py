@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
+from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, dispatcher
 from counterpoint.parallel.expert.options import ExpertLayout
-from counterpoint.parallel.expert.packing import CallMemory
 from counterpoint.parallel.expert.wire import narrowed
 from tests.dist.tensor_programs import on_software_gpu
 from tests.support.routing import ROUTINGS, routing

@@ -20,9 +20,9 @@ from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.cuda.late_sizes import LateCudaWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.options import ExpertOptions
-from counterpoint.parallel.expert.packing import CallMemory
 from counterpoint.parallel.expert.push import Push
 from counterpoint.parallel.expert.slabs import Slabs
 from tests.dist.communicator_cuda_programs import WAIT_S, delays

@@ -257,3 +257,19 @@ def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
     """As a pair is: in one line, on every rank."""
     asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
     assert all("are free; choose a smaller size" in text for text in two_ranks.run(programs.block, asked))
+
+
+@pytest.mark.parametrize("what", ["launch kernel", "launch collective", "lasting gemm 64x64x64"])
+def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
+    """One row with a time, the same on both ranks; of a GEMM with its rate."""
+    found = two_ranks.run(programs.block, Block(name=what, what=what, mechanisms=("stock",)))
+    assert found[0] == found[1]
+    (row,) = found[0].blocks
+    assert row.time.p10_us <= row.time.us <= row.time.p90_us
+    assert (row.time.us > 0, row.tflops is not None) == (True, what.startswith("lasting"))
+
+
+def test_the_sum_kernel_is_not_measured_on_cpus(two_ranks: Ranks) -> None:
+    """It says so instead of timing something else."""
+    found = two_ranks.run(programs.block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
+    assert (found.blocks, found.unavailable) == ((), {"stock": "the sum kernel runs on GPUs"})

@@ -280,7 +280,7 @@ def experts_by_size(_: Session, factor: float, folder: str) -> list[str]:
     """The choices of layers of experts by a pair of so many times their size, which has no names."""
     programs = expert_parallel_programs
     spread = programs.Spread()
-    size = 2 * programs.LENGTH * 2 * 32 * 8  # tokens, choices of each, elements, bytes
+    size = dist.get_world_size() * 2 * programs.LENGTH * 2 * 32 * 8  # ranks, tokens, choices of each, elements, bytes
     pair = choice("exchange", "gather", int(size * factor), dtype="float64", stock="torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,16 @@ def test_graphs_replay(ranks: list[Seen], what: str) -> None:
     for rank in ranks:
         for mechanism in ("gather", "slabs"):
             assert rank["captured"][f"{mechanism}, {what}"] == "[True, True, True]"
+
+
+def test_training_in_graphs() -> None:
+    """The loss of examples/train_moe.py --graph falls."""
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_moe.py"]
+    arguments = ["--graph", "--shape", "tiny", "--tokens", "1024", "--steps", "20", "--lr", "3e-3"]
+    done = subprocess.run(
+        [sys.executable, *launched, *arguments],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=180, start_new_session=True,
+    )  # fmt: skip
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 2, done.stderr[-3000:]
+    assert losses[1] < losses[0] < 5.6

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import expert_clock
+import expert_hidden
 import expert_layer
 import measure_row_curves
 import pytest
@@ -114,6 +115,18 @@ def test_expert_host_runs(tmp_path: Path) -> None:
     names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")
     assert [row["variant"] for row in rows] == [*names, *names]
     assert [row["times"] for row in rows if row["variant"] == names[0]] == [1.0] * 2
+
+
+def test_expert_hidden_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark in small, on CPUs: both legs by both mechanisms, beside experts alone."""
+    out = tmp_path / "hidden.json"
+    arguments = ["--device", "cpu", "--rounds", "5", "--mechanisms", "torch", "gather", "--out", str(out)]
+    exchange = "tiny 32 uniform"
+    monkeypatch.setattr(sys, "argv", ["expert_hidden.py", *arguments, "--exchanges", f"exchange {exchange}"])
+    expert_hidden.main()
+    rows = {(row["collective"], row["mechanism"]): row for row in json.loads(out.read_text())["rows"]}
+    assert rows.keys() == {(f"{leg} {exchange}", by) for leg in ("dispatch", "combine") for by in ("torch", "gather")}
+    assert {row["workload"] for row in rows.values()} == {f"experts {exchange}"}
 
 
 def test_expert_layer_runs(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_pairs_become_choices(pairs: Path) -> None:
     assert [{each.mechanism for each in pair.tried} for pair in tuned.pair] == [{"gloo", "zero_sm"}] * 2
     assert [pair.calls for pair in tuned.pair] == [12, 1]
     assert json.loads((pairs.parent / "choices.json").read_text())["pair"][0]["stock"] == "gloo"
-    assert done.stdout.splitlines()[-1] == "wrote counterpoint.toml"
+    assert done.stdout.splitlines()[-2:] == ["wrote counterpoint.toml", "wrote choices.json"]
     assert not list(pairs.parent.glob("*.partial.jsonl"))
 
 

@@ -50,11 +50,11 @@ def test_quiet_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 )
 def test_options_of_pairs_do_not_go_with_it(monkeypatch: pytest.MonkeyPatch, other: list[str]) -> None:
     """Nothing that was asked for is dropped without a word."""
-    with pytest.raises(Misconfigured, match="--machine measures all of a machine: only --out, --device"):
+    with pytest.raises(Misconfigured, match="with --machine: it measures all of a machine; leave"):
         run(monkeypatch, *other)
 
 
 def test_pairs_or_a_machine_are_needed() -> None:
     """Both are named."""
-    with pytest.raises(Misconfigured, match=r"nothing to tune: give a file of pairs, .* or --machine"):
+    with pytest.raises(Misconfigured, match=r"give one of SOURCE .*, and --machine for a profile"):
         CliRunner().invoke(app, ["tune"], catch_exceptions=False)

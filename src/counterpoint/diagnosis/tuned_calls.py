@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
+from typing import get_args
 
 import numpy as np
 
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.pair.tuned_choices import EXCHANGE, Choices, stays_with_torch
+from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.pair.tuned_choices import EXCHANGE, FARTHEST, Choices, stays_with_torch
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.timeline import I64, Bools
 
+CallClass = tuple[str, int, int, str, str | None]
+"""Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
 SAME_SIZE = 0.02  # by which the bytes of a run of copies may differ from those of a call
 LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
 _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
@@ -50,22 +55,24 @@ class PairCalls:
 def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, PairCalls]:
     """Return the calls of every pair that counts for this rank's machine."""
     comm, by_nccl = digest.comm, _by_nccl(digest)
-    claimed = defaultdict[TunedPair, list[int]](list)
+    claimed, alike = defaultdict[TunedPair, list[int]](list), alike_pairs(choices.pairs)
 
     @cache
-    def claim(operation: str, ranks: int, num_bytes: int, module: str | None) -> TunedPair | None:
-        return _nearest(choices, operation, ranks, num_bytes / ranks, (module,) if module else ())
+    def claim(operation: str, ranks: int, num_bytes: int, module: str | None) -> list[TunedPair]:
+        """Return the pairs whose call this may be: the one that decides, and those like it with the same choice."""
+        decides = _nearest(choices, operation, ranks, num_bytes / ranks, (module,) if module else ())
+        alike_it = () if decides is None else alike[call_class(decides)]
+        return [pair for pair in alike_it if decides and pair.mechanism == decides.mechanism and _is_of(pair, module)]
 
     for row in np.flatnonzero(by_nccl & (comm.size > 1) & (comm.bytes > 0)).tolist():
-        pair = claim(comm.op[row], int(comm.size[row]), int(comm.bytes[row]), comm.module[row])
-        if pair is not None:
+        for pair in claim(comm.op[row], int(comm.size[row]), int(comm.bytes[row]), comm.module[row]):
             claimed[pair].append(row)
     runs, moved = _runs(digest)
     own = {pair: runs[_same_size(moved, pair)] for pair in choices.pairs if not stays_with_torch(pair)}
     taken = np.isin(runs, np.concatenate(list(own.values()))) if own else np.zeros(len(runs), bool)
-    silent = [pair for pair, rows in own.items() if not len(rows) and pair not in claimed]
+    silent = {call_class(pair): call_bytes(pair) for pair, rows in own.items() if not len(rows) and pair not in claimed}
     rest = int(moved[~taken].sum())
-    enough = rest > 0 and rest >= LEAST * sum(map(call_bytes, silent))
+    enough = rest > 0 and rest >= LEAST * sum(silent.values())
 
     def calls(pair: TunedPair) -> PairCalls:
         rows = np.array(claimed[pair], np.int64)
@@ -81,6 +88,24 @@ def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, Pair
     return {pair: calls(pair) for pair in choices.pairs}
 
 
+def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
+    """Return the pairs of each class of calls."""
+    found = defaultdict[CallClass, list[TunedPair]](list)
+    for pair in pairs:
+        found[call_class(pair)].append(pair)
+    return found
+
+
+def call_class(pair: TunedPair) -> CallClass:
+    """Return what a program sees of a call of a pair: pairs that have it in common differ by their modules alone."""
+    compute = pair.compute if pair.operation in get_args(TensorOperation) else None
+    return pair.operation, pair.ranks, pair.bytes_per_rank, pair.dtype, compute
+
+
+def _is_of(pair: TunedPair, module: str | None) -> bool:
+    return not module or not pair.where or any(fnmatchcase(module, pattern) for pattern in pair.where)
+
+
 def call_bytes(pair: TunedPair) -> int:
     """Return the bytes that one rank sends to its peers in one call."""
     return pair.bytes_per_rank * (pair.ranks - 1) * (2 if pair.operation == "all_reduce" else 1)
@@ -93,11 +118,22 @@ def _nearest(
     names = _OPERATIONS.get(operation, (operation,))
     found = [choices.find(name, ranks=ranks, bytes_per_rank=bytes_per_rank, where=where) for name in names]
     pairs = [pair for pair in found if pair is not None and pair.bytes_per_rank > 0]
-    return min(
+    nearest = min(
         pairs,
         key=lambda pair: (abs(math.log(pair.bytes_per_rank / bytes_per_rank)), not stays_with_torch(pair)),
         default=None,
     )
+    if nearest is None or where:
+        return nearest
+    told_apart = any(_told_apart(pair, nearest) for pair in choices.pairs)
+    return None if told_apart else nearest
+
+
+def _told_apart(one: TunedPair, other: TunedPair) -> bool:
+    """Return whether programs tell calls of two pairs apart by modules, which a call without one does not allow."""
+    same_calls = (one.operation, one.ranks) == (other.operation, other.ranks) and bool(one.where)
+    sizes = sorted((one.bytes_per_rank, other.bytes_per_rank))
+    return same_calls and one.mechanism != other.mechanism and sizes[1] <= FARTHEST * sizes[0]
 
 
 def _same_size(moved: I64, pair: TunedPair) -> Bools:

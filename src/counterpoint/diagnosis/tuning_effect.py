@@ -13,7 +13,7 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.effect import check_shows_copies
 from counterpoint.diagnosis.job import missing_ranks, numbered, world_size_of
 from counterpoint.diagnosis.knobs import Sight, sight_of
-from counterpoint.diagnosis.tuned_calls import PairCalls, calls_of_pairs
+from counterpoint.diagnosis.tuned_calls import PairCalls, alike_pairs, calls_of_pairs
 from counterpoint.pair.tuned_choices import Choices, mechanism_base, mechanism_knobs
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import KnobEffect, KnobState, TuningEffect
@@ -21,6 +21,7 @@ from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
 
 _STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
+_NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 
 def check_tuning(
@@ -68,11 +69,12 @@ def find_tuning_effect(
     missing = missing_ranks(digests, world)
     if missing:
         said.append(f"no trace of {ranks_in_words(missing)} (of {world} ranks): nothing is said of them")
-    choices = Choices(tuned, _traced_machine(tuned, digests[0]))
+    machine = _traced_machine(tuned, digests[0])
+    choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
     said += [f"the file was {difference}" for difference in choices.differences]
     calls = [calls_of_pairs(digest, choices) for digest in digests]
     knobs = tuple(
-        _effect(number, pair, knob, digests, calls)
+        _effect(number, pair, knob, digests, calls, overruled.get(pair))
         for number, pair in enumerate(tuned.pair, 1)
         for knob in (mechanism_base(pair), *mechanism_knobs(pair))
     )
@@ -94,17 +96,34 @@ def _traced_machine(tuned: Tuned, digest: RankDigest) -> Environment:
     return replace(tuned.made, **{name: value for name, value in stated.items() if value})
 
 
+def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
+    """Return the pairs of which others are alike but for their modules and compute, and whose choice is not followed.
+
+    With each comes the mechanism that calls without a named module follow.
+    """
+    found: dict[TunedPair, str] = {}
+    for (operation, ranks, size, dtype, compute), pairs in alike_pairs(tuned.pair).items():
+        few = Choices(replace(tuned, pair=tuple(pairs)), machine)
+        decides = few.find(operation, ranks=ranks, bytes_per_rank=size, dtype=dtype, compute=compute)
+        if decides is not None:
+            found |= {pair: decides.mechanism for pair in pairs if pair.mechanism != decides.mechanism}
+    return found
+
+
 def _effect(
     number: int,
     pair: TunedPair,
     knob: str,
     digests: Sequence[RankDigest],
     calls: Sequence[dict[TunedPair, PairCalls]],
+    instead: str | None,
 ) -> KnobEffect:
     """Return what all ranks show of a knob: the worst that any shows, on these ranks."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
         sight = sight_of(digest, pair, of_pairs.get(pair), knob)
+        if instead is not None and sight.state == "not_seen":
+            sight = Sight(state="not_seen", seen=f"calls like these follow {instead}, by another pair", fix=_NAME)
         by_state[sight.state].append((digest.rank, sight))
     state = next(state for state in _STATES if state in by_state)
     _, shown = by_state[state][0]

@@ -9,7 +9,7 @@ user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -337,34 +337,41 @@ def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Pr
     given: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
     if "measured_on" in given:
         raise msgspec.ValidationError("Object contains unknown field `measured_on`")
-    lacking = {} if default is None else dict(_lacking(given, default))
-    found = msgspec.convert(given | {group: figures for group, (figures, _) in lacking.items()}, Profile)
-    unsourced = [group for group, facts in _groups(found) if not (facts.source and facts.date)]
-    if unsourced:
-        raise msgspec.ValidationError(f"{unsourced[0]} has no source or no date: give both")
-    sources = [text for _, facts in _groups(found) for text in (facts.source, facts.date)]
-    for text in (found.gpu, *found.same_chip, *found.mechanisms, *sources, *found.left_out, *found.left_out.values()):
-        if not text.isprintable():
-            raise msgspec.ValidationError(f"{text!r} has characters that cannot be printed: leave them out")
-    origins = {
-        part: own_gpu if own_gpu and origin == found.gpu else origin
-        for _, of_parts in lacking.values()
-        for part, origin in of_parts.items()
-    }
+    lacking = {} if default is None else _lacking(given, default)
+    whole = dict(given)
+    for part in lacking:
+        group, _, name = part.partition(".")
+        figures = msgspec.to_builtins(getattr(default, group))
+        whole[group] = whole[group] | {name: figures[name]} if name else figures
+    found = msgspec.convert(whole, Profile)
+    _check_texts(found)
+    origins = {part: own_gpu if own_gpu and origin == found.gpu else origin for part, origin in lacking.items()}
     return msgspec.structs.replace(found, measured_on=dict.fromkeys(GROUPS, found.gpu) | origins)
 
 
-def _lacking(given: Mapping[str, Any], default: Profile) -> Iterator[tuple[str, tuple[dict[str, Any], dict[str, str]]]]:
-    """Yield the groups that a file lacks, wholly or in part: completed, and by part the GPU that it was measured on."""
+def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
+    """Return the groups and parts that a file lacks, each with the GPU that the default's figures of it are of."""
+    found = {}
     for group in GROUPS:
-        facts, parts = msgspec.to_builtins(getattr(default, group)), given.get(group)
-        origin = default.measured_on[group]
+        origin, parts = default.measured_on[group], given.get(group)
         if group not in given:
-            yield group, (facts, {group: origin})
+            found[group] = origin
         elif group in _IN_PARTS and isinstance(parts, dict):
-            known = {name: figure for name, figure in facts.items() if name not in (*_ABOUT, *parts)}
-            origins = {f"{group}.{name}": default.measured_on.get(f"{group}.{name}", origin) for name in known}
-            yield group, (known | parts, origins)
+            names = [name for name in msgspec.to_builtins(getattr(default, group)) if name not in (*_ABOUT, *parts)]
+            found |= {f"{group}.{name}": default.measured_on.get(f"{group}.{name}", origin) for name in names}
+    return found
+
+
+def _check_texts(found: Profile) -> None:
+    """Raise ValidationError for a group without source or date, and for text that would harm a terminal."""
+    groups = _groups(found)
+    unsourced = [group for group, facts in groups if not (facts.source and facts.date)]
+    if unsourced:
+        raise msgspec.ValidationError(f"{unsourced[0]} has no source or no date: give both")
+    sources = [text for _, facts in groups for text in (facts.source, facts.date)]
+    for text in (found.gpu, *found.same_chip, *found.mechanisms, *sources, *found.left_out, *found.left_out.values()):
+        if not text.isprintable():
+            raise msgspec.ValidationError(f"{text!r} has characters that cannot be printed: leave them out")
 
 
 def _as_shipped(gpu: str) -> str:

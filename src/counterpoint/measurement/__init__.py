@@ -4,6 +4,6 @@
 process per rank (launch.py, worker.py), and keeps finished results (resume.py). On a rank, session.py joins the others
 and scenarios.py measures one part of the plan: collective.py and open_mechanisms.py prepare it, trial.py times it,
 gpu_usage.py observes what ran, and rows.py computes the result. dependent.py names what depends on communication:
-tensor.py measures such matmuls, expert.py the tokens that travel to their experts and back. costs.py has launches,
-sums and lasting load.
+tensor.py measures such matmuls, expert.py the tokens that travel to their experts and back (sample_tokens.py,
+exchange_mechanisms.py). costs.py has launches, sums and lasting load.
 """

@@ -36,7 +36,7 @@ class StepPair(_Strict, frozen=True, kw_only=True):
 
     operation: Name
     compute: Name
-    bytes_per_rank: Annotated[int, Meta(ge=0, le=1 << 50)]  # of the full array, over the ranks
+    bytes_per_rank: Annotated[int, Meta(ge=0, le=1 << 50)]  # of the full array, over ranks; exchange: a rank's rows
     ranks: Annotated[int, Meta(ge=2, le=1 << 20)]
     dtype: Name = "bfloat16"
     first: Order | None = None  # which side reaches the GPU first; None: not known, all orders count

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -15,13 +14,15 @@ from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.measurement.api import count_ranks, measure_parts
 from counterpoint.measurement.launch import Progress
-from counterpoint.records.measurement import Block, Measurement, Scenario
+from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair
+from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.decide import as_another, decide, left
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs_file import read_pairs
-from counterpoint.tuning.parts import MEASURED_DTYPE, check_pair, part_of, stock_of, times_of
-from counterpoint.tuning.shortlist import MechanismCandidate, shortlist
+from counterpoint.tuning.parts import MEASURED_DTYPE, part_of, stock_of, times_of
+from counterpoint.tuning.planned_parts import TuningPlan, class_of
+from counterpoint.tuning.shortlist import MechanismCandidate
 
 LEAST_BUDGET_S = 1.0
 LONGEST_BUDGET_S = 86400.0
@@ -72,9 +73,10 @@ def tune(
     pairs, said = pairs_of(source)
     ranks = _ranks(pairs, device, world_size)
     known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
-    plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device)
+    plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device, most=math.ceil(budget_s))
+    left_s = max(0.0, budget_s - (time.monotonic() - began))
     measured = measure_parts(
-        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=budget_s,
+        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
         partial=partial, fresh=fresh, progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]
@@ -103,46 +105,6 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
     return tuple(source), ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningPlan:
-    """Holds what is to be measured, in this order, and what the model expects of it."""
-
-    parts: tuple[Scenario | Block, ...] = ()
-    candidates: Mapping[str, tuple[MechanismCandidate, ...]] = field(default_factory=dict)  # by name of a part
-
-    @classmethod
-    def of(cls, pairs: Sequence[StepPair], profile: Profile, device: str) -> TuningPlan:
-        """Return a part for each pair that differs: one of each class first, and the heaviest before the others."""
-        by_name: dict[str, list[StepPair]] = {}
-        for pair in pairs:
-            by_name.setdefault(part_of(pair, ()).name, []).append(pair)
-        candidates = {name: shortlist(same[0], profile, device=device) for name, same in by_name.items()}
-        heaviest = sorted(by_name, key=lambda name: -_weight(by_name[name], candidates[name]))
-        first: dict[object, str] = {}
-        for name in heaviest:
-            key = class_of(by_name[name][0])
-            largest = max(first.get(key, name), name, key=lambda each: by_name[each][0].bytes_per_rank)
-            first[key] = largest
-        order = (*first.values(), *(name for name in heaviest if name not in first.values()))
-        parts = tuple(part_of(by_name[name][0], [each.mechanism for each in candidates[name]]) for name in order)
-        return cls(parts=parts, candidates=candidates)
-
-
-def class_of(pair: StepPair) -> tuple[object, ...]:
-    """Return what pairs share whose best mechanism is taken to be the same, where there is no time to measure all.
-
-    These are operation, ranks, dtype, computation, launch order, and the power of two below `bytes_per_rank`. GEMMs of
-    another shape are of another class: one tile more may take one wave more.
-    """
-    return (pair.operation, pair.ranks, pair.dtype, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
-
-
-def _weight(pairs: Sequence[StepPair], candidates: Sequence[MechanismCandidate]) -> float:
-    """Return the predicted µs of equal pairs in a step; without a prediction their bytes."""
-    each = candidates[0].predicted_us or pairs[0].bytes_per_rank
-    return each * sum(pair.calls for pair in pairs)
-
-
 def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> int:
     """Return how many ranks to start; raise Misconfigured if no pair has so many."""
     asked = sorted({pair.ranks for pair in pairs})
@@ -161,13 +123,13 @@ def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
-    candidates = plan.candidates[part_of(pair, ()).name]
+    candidates = plan.candidates.get(part_of(pair, ()).name, ())
     expected = {each.mechanism: each.predicted_us for each in candidates}
     times = times_of(pair, measured)
     if not times.tried:
         reason = measured.unavailable.get(stock)
         why = f"not measured: {reason}"[:1000] if reason else _out_of_time(candidates, budget_s)
-        return left(pair, stock=stock, why=why, predicted_us=expected[stock])
+        return left(pair, stock=stock, why=why, predicted_us=expected.get(stock))
     tried = [structs.replace(each, predicted_us=expected.get(each.mechanism)) for each in times.tried]
     return decide(pair, tried, stock=stock, compute_us=times.compute_us, comm_us=times.comm_us)
 
@@ -175,6 +137,8 @@ def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str
 def _out_of_time(candidates: Sequence[MechanismCandidate], budget_s: float) -> str:
     """Return why a pair was not measured, and what the model would have tried first."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
+    if not candidates:
+        return why
     stock, best = candidates[0], min(candidates, key=lambda each: each.predicted_us or math.inf)
     if not stock.predicted_us or not best.predicted_us or best is stock:
         return why

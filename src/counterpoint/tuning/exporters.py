@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from counterpoint.controls.parse import VARIABLES
 from counterpoint.errors import Misconfigured, printable
@@ -113,7 +114,8 @@ def _env(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
 
 def _tuner_csv(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     """Yield rows for NCCL's example tuner: a size that several pairs have goes by the setting that saves most."""
-    yield from _comments([title, *_ABOUT_TUNER, *_left_out(pairs, "nothing that a tuner can choose")], _TUNER_LINE)
+    left_out = _left_out(pairs, "nothing that a tuner can choose", tuple(_VARIABLES.keys() - {"max_ctas"}))
+    yield from _comments([title, *_ABOUT_TUNER, *left_out], _TUNER_LINE)
     classes: dict[tuple[str, int], dict[int, list[Numbered]]] = {}
     for one in pairs:
         if one.mechanism is not None:
@@ -187,7 +189,7 @@ def _by_torchtitan(one: Numbered) -> str:
     if one.is_left:
         return "left to torch" if operation not in _OVERRIDES else "left to torch by counterpoint's own rules"
     if operation in _OVERRIDES:
-        return f"the override {_OVERRIDES[operation]}, which follows COUNTERPOINT_TUNED"
+        return f"the override {_OVERRIDES[operation]}, which chooses by its own rules"
     if operation == EXCHANGE:
         return "the override token_dispatcher, one mechanism for all layers"
     return "no override: call counterpoint.overlap(model, tuned=...) after parallelize, or see the form env"
@@ -207,10 +209,12 @@ def _python(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
 def _of_nccl(pairs: Sequence[Numbered]) -> Shared[GroupSettings] | None:
     """Return the settings of NCCL that save most over pairs whose calls it makes; None: it makes none."""
     by_nccl = [one for one in pairs if one.runs_nccl]
-    return share(by_nccl, (), _settings_of) if by_nccl else None
+    return share(by_nccl, (), lambda one, mechanism: _settings_of(mechanism)) if by_nccl else None
 
 
-def _settings_of(one: Numbered, name: str) -> GroupSettings | None:
+@lru_cache(maxsize=4096)  # pairs try the same few mechanisms
+def _settings_of(name: str) -> GroupSettings | None:
+    """Return what a mechanism sets in the options of a process group; None: it is not NCCL's."""
     try:
         mechanism = find_mechanism(name, "cuda")
     except Misconfigured:  # what was tried may have names that this version does not know

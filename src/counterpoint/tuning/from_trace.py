@@ -30,7 +30,7 @@ from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
 from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_matmul
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
-from counterpoint.tuning.parts import check_pair
+from counterpoint.tuning.check_pair import check_pair
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}

@@ -12,6 +12,8 @@ The suite `machine` (measurement/suites.py) measures; a pure function turns its 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,24 +83,45 @@ def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
         known: the profile that the ranks went by when they measured; fits begin there.
 
     Raises:
-        Misconfigured: the rows tell no group.
+        Misconfigured: the rows tell no group, or a time is not above 0.
     """
+    _check_times(measured)
     groups: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for group, fit in FITS.items():
         try:
             groups[group] = _sourced(fit(measured, known), measured.environment)
         except Misconfigured as error:
-            left_out[group] = printable(str(error))[:_TEXT]
+            left_out[group] = _why(error, measured)
     try:
         kept = fit_mechanisms(measured, known)
         groups["mechanisms"] = {name: _sourced(fitted, measured.environment) for name, fitted in kept.items()}
     except Misconfigured as error:
-        left_out["mechanisms"] = printable(str(error))[:_TEXT]
+        left_out["mechanisms"] = _why(error, measured)
     if not groups:
         raise Misconfigured(f"nothing can be fitted: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     content = {"gpu": _gpu(measured.environment), **groups, "left_out": left_out}
     return parse_profile(msgspec.json.encode(content), "the fitted profile")
+
+
+def _check_times(measured: Measurement) -> None:
+    """Raise Misconfigured for a time that cannot be: fits divide by times and take their logarithms."""
+    alone = [(row.what, row.time) for row in measured.blocks]
+    pairs = [
+        (row.scenario, time)
+        for row in measured.rows
+        for time in (row.compute_alone, row.comm_alone, row.together, row.compute_together, row.comm_together)
+    ]
+    for what, time in (*alone, *pairs):
+        if not time.per_rank_us or not all(0.0 < us < math.inf for us in (time.us, *time.per_rank_us)):
+            raise Misconfigured(f"{printable(what)} in {time.us} µs cannot be; measure it again")
+
+
+def _why(error: Misconfigured, measured: Measurement) -> str:
+    """Return why a group is left out, with what the ranks said of the mechanisms that it names."""
+    words = re.split(r"[^\w+=]+", str(error))
+    reasons = [f"{name}: {reason}" for name, reason in measured.unavailable.items() if name in words]
+    return printable("; ".join([str(error), *reasons]))[:_TEXT]
 
 
 def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.read_file import read_text
 from counterpoint.records import Record
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import check_pair
+from counterpoint.tuning.check_pair import check_pair
 
 MAX_BYTES = 1 << 20
 _ADVICE = "give tables [[pair]] with operation, compute, bytes_per_rank and ranks (docs/reference/tune.md)"

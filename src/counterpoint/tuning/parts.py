@@ -17,12 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from counterpoint.collectives.program.operations import measured_by
-from counterpoint.errors import Misconfigured, printable
-from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
-from counterpoint.measurement.workloads import find_workload
+from counterpoint.errors import Misconfigured
+from counterpoint.measurement.dependent import is_dependent, is_exchange
 from counterpoint.pair.choice import ORDERS
-from counterpoint.pair.row_curves import DTYPES
 from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Order, Row, Scenario, Timing
 from counterpoint.records.tuning import StepPair, Tried
 
@@ -41,31 +38,10 @@ def depends(pair: StepPair) -> bool:
     return is_dependent(pair.operation) or is_exchange(pair.operation)
 
 
-def check_pair(pair: StepPair) -> None:
-    """Raise Misconfigured, with what is allowed, if a pair is none that can be measured."""
-    if pair.dtype not in DTYPES:
-        raise Misconfigured(f"dtype {printable(pair.dtype)!r}; choose from: {', '.join(DTYPES)}")
-    if depends(pair) and pair.first is not None:
-        raise Misconfigured(f"{pair.operation}: first = {pair.first!r}, but one side waits for the other; leave it out")
-    if is_exchange(pair.operation):
-        experts = find_exchange(_block_name(pair)).sizes.experts
-        if experts % pair.ranks:
-            raise Misconfigured(f"{pair.ranks} ranks cannot share {experts} experts; give a number that divides them")
-    elif is_dependent(pair.operation):
-        _check_matmul(pair)
-    elif pair.operation in measured_by("torch"):
-        find_workload(pair.compute)
-        if not pair.bytes_per_rank:
-            raise Misconfigured(f"{pair.operation} of 0 bytes; give bytes_per_rank, those of the full array over ranks")
-    else:
-        there = ", ".join((*measured_by("torch"), "all_gather_matmul", "matmul_reduce_scatter", "exchange"))
-        raise Misconfigured(f"there is no operation {printable(pair.operation)!r}; choose from: {there}")
-
-
 def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
     """Return what to measure; pairs that take equally long for the same reasons get parts of the same name."""
     if depends(pair):
-        return Block(name=_block_name(pair), what=_block_name(pair), mechanisms=tuple(mechanisms))
+        return Block(name=block_name(pair), what=block_name(pair), mechanisms=tuple(mechanisms))
     return Scenario(
         name=f"{pair.operation} of {pair.bytes_per_rank} bytes a rank | {pair.compute} | {pair.first or 'all orders'}",
         workload=pair.compute,
@@ -74,6 +50,12 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
         mechanisms=tuple(mechanisms),
         orders=orders_of(pair),
     )
+
+
+def block_name(pair: StepPair) -> str:
+    """Return the name of a building block: the sizes of a matmul are those after `gemm`."""
+    sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
+    return f"{pair.operation} {sizes}"
 
 
 def orders_of(pair: StepPair) -> tuple[Order, ...]:
@@ -151,7 +133,7 @@ def _dependent_times(pair: StepPair, blocks: Sequence[BlockRow], rounds: int) ->
     alone: dict[str, float] = {}
     tried = []
     for row in blocks:
-        if row.what != _block_name(pair):
+        if row.what != block_name(pair):
             continue
         if row.mechanism.endswith(" alone"):  # the matmul, and the collective by torch
             alone["compute" if row.mechanism.startswith("matmul") else "comm"] = row.time.us
@@ -182,24 +164,3 @@ def _sum(rows: Sequence[BlockRow], rounds: int) -> Tried:
 
 def _marked(rows: Sequence[Row] | Sequence[BlockRow]) -> str | None:
     return "; ".join(dict.fromkeys(row.marked for row in rows if row.marked))[:1000] or None
-
-
-def _block_name(pair: StepPair) -> str:
-    """Return the name of a building block: the sizes of a matmul are those after `gemm`."""
-    sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
-    return f"{pair.operation} {sizes}"
-
-
-def _check_matmul(pair: StepPair) -> None:
-    """Raise Misconfigured if ranks cannot share the rows of a matmul, or communicate other bytes than the pair says."""
-    if not pair.compute.startswith("gemm "):
-        raise Misconfigured(f"{pair.operation} of {printable(pair.compute)!r}; write its matmul as gemm MxNxK")
-    call = find_dependent(_block_name(pair))
-    if call.m % pair.ranks:
-        raise Misconfigured(f"{pair.ranks} ranks cannot share {call.m} rows; give a multiple of their number as M")
-    moved = call.moved * DTYPES[pair.dtype][1] // pair.ranks
-    if moved != pair.bytes_per_rank:
-        raise Misconfigured(
-            f"{pair.operation} of {pair.compute} in {pair.dtype} on {pair.ranks} ranks moves {moved} bytes per rank, "
-            f"not {pair.bytes_per_rank}; correct one of them"
-        )

@@ -24,7 +24,7 @@ from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.run_command import RunCommand, parse_command
 from counterpoint.tuning.run_script import TIMEOUT_S, run_script
 from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
-from counterpoint.tuning.steps import LEFT_OUT, StepTimes, confirm
+from counterpoint.tuning.steps import LEFT_OUT, TUNED, StepTimes, confirm
 
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
 _OFF = "off"
@@ -86,8 +86,8 @@ def tune_script(
         steps = ScriptComparison(
             run, folder, recorded, sets_variables=bool(variables_of(tuned)), budget_s=budget_s, timeout_s=timeout_s
         )
-        tuned = replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
-        return confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
+        tuned = confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
+        return replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
@@ -119,10 +119,16 @@ class ScriptComparison:
     ) -> None:
         self._command, self._folder = command, folder
         self._budget_s, self._timeout_s = budget_s, timeout_s
-        self._runs = 0
+        self._runs, self._followed = 0, ""
         self.is_apart = recorded.overlap != "switched" or sets_variables
-        self.notes = (f"steps were compared in processes apart: {_WHY_APART[recorded.overlap]}",) * self.is_apart
+        self._why_apart = _WHY_APART[recorded.overlap]
         self.most_left_out = 0 if self.is_apart else LEFT_OUT
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return how steps were compared, and how many choices they followed."""
+        apart = (f"steps were compared in processes apart: {self._why_apart}",) * self.is_apart
+        return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
     def compare(self, variants: Sequence[ScriptVariant]) -> StepTimes:
         """Return µs of a step by each variant, one for each round."""
@@ -130,7 +136,7 @@ class ScriptComparison:
 
     def _in_turns(self, variants: Sequence[ScriptVariant]) -> StepTimes:
         task = _task(self._folder, self._name(), variants=tuple(variants), budget_s=self._budget_s)
-        result = run_script(self._command, task, variables={TUNED_VARIABLE: _OFF}, timeout_s=self._timeout_s)
+        result = self._run(task, {TUNED_VARIABLE: _OFF})
         return {variant.name: times for variant, times in zip(variants, result.blocks_us, strict=True)}
 
     def _apart(self, variants: Sequence[ScriptVariant]) -> StepTimes:
@@ -141,10 +147,15 @@ class ScriptComparison:
                 task = _task(
                     self._folder, self._name(), variants=(variant,), rounds=_BLOCKS_APART, min_rounds=_BLOCKS_APART
                 )
-                result = run_script(self._command, task, variables=_variables(variant), timeout_s=self._timeout_s)
+                result = self._run(task, _variables(variant))
                 found[variant.name].append(median(result.blocks_us[0]))
             number += 1
         return found
+
+    def _run(self, task: ScriptTask, variables: dict[str, str]) -> ScriptResult:
+        result = run_script(self._command, task, variables=variables, timeout_s=self._timeout_s)
+        self._followed = result.followed.get(TUNED, self._followed)
+        return result
 
     def _name(self) -> str:
         self._runs += 1

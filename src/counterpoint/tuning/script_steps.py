@@ -80,6 +80,11 @@ class SwitchedOverlap:
         """Return what the present variant reports; a sentence where it is torch."""
         return _LEFT if self._real is None else self._real.report()
 
+    def followed(self) -> str:
+        """Return how many choices of the present file calls have followed so far; empty where it is torch."""
+        said = "" if self._real is None else str(getattr(self._real.report(), "tuned", ""))
+        return said.partition(": ")[2]  # without the name of the file
+
     def check(self) -> None:
         """Raise the error that ended communication, if there was one."""
         if self._real is not None:
@@ -112,6 +117,7 @@ class ScriptSteps:
         self._overlaps: list[SwitchedOverlap] = []
         self._variant = task.variants[0] if len(task.variants) == 1 else STOCK
         self._blocks: list[list[float]] = [[] for _ in task.variants]
+        self._followed: dict[str, str] = {}  # by name of a variant
         self._course = self._compared() if task.variants else self._recorded()
         next(self._course)
 
@@ -191,9 +197,15 @@ class ScriptSteps:
     def _use(self, variant: ScriptVariant) -> None:
         if variant == self._variant or len(self.task.variants) == 1:
             return
+        self._note_followed()
         self._variant = variant
         for overlap in self._overlaps:
             overlap.use(variant)
+
+    def _note_followed(self) -> None:
+        said = [text for overlap in self._overlaps if (text := overlap.followed())]
+        if said:
+            self._followed[self._variant.name] = "; ".join(said)
 
     def _agreed(self, number: int, *, go_on: bool) -> bool:
         """Return whether rank 0 goes on; it has put together what all ranks measured in this round."""
@@ -212,6 +224,7 @@ class ScriptSteps:
 
     def _keep(self, number: int, ranks: list[list[float]]) -> None:
         """Keep the slowest rank's times of a round, and once there are enough rounds write them."""
+        self._note_followed()
         for index, each in enumerate(self._blocks):
             each[number] = max(times[index] for times in ranks)
         if number + 1 >= self.task.min_rounds:
@@ -226,6 +239,7 @@ class ScriptSteps:
             device="cuda" if torch.cuda.is_initialized() else "cpu",
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             blocks_us=tuple(map(tuple, self._blocks)),
+            followed=self._followed,
         )
 
 

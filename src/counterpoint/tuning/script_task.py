@@ -32,7 +32,7 @@ class ScriptTask(Record, frozen=True, kw_only=True):
     variants: tuple[ScriptVariant, ...] = ()  # none: record
     recorded_steps: int = 2
     warmup_steps: int = 3  # before all else: memory, compilation
-    dropped_steps: int = 1  # after a change of variant
+    dropped_steps: int = 2  # after a change of variant: the first opens communicators, the second prepares calls
     block_steps: int = 4  # timed as one
     rounds: int = 20  # at most, of one block for each variant
     min_rounds: int = 5
@@ -53,6 +53,7 @@ class ScriptResult(Record, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"]
     world_size: int
     blocks_us: tuple[tuple[float, ...], ...] = ()  # [variants, rounds], µs of a step of the slowest rank
+    followed: dict[str, str] = msgspec.field(default_factory=dict)  # by variant: how many of its choices had effect
 
 
 def task_file(folder: Path) -> Path:

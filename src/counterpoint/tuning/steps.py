@@ -138,6 +138,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
         return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
     if not chosen(tuned):
         after_us = before_us
+        tuned = replace(tuned, notes=(*tuned.notes, "no choice is left: train without counterpoint.overlap"))
     step = StepTuning(before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256]))
     return replace(tuned, step=step)
 

@@ -48,7 +48,7 @@ def run(folder: Path, body: str, *, launcher: str = "python", timeout_s: float =
 
 def test_a_loop_of_one_process_is_timed(tmp_path: Path) -> None:
     """Its arguments and folder are its own; it ends as soon as the rounds are done."""
-    (tmp_path / "beside.py").write_text("LAST = 25")
+    (tmp_path / "beside.py").write_text("LAST = 27")
     body = "from beside import LAST; assert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'] and step <= LAST"
     task = ScriptTask(
         folder=str(tmp_path),
@@ -69,7 +69,7 @@ def test_a_loop_of_one_process_is_timed(tmp_path: Path) -> None:
             PeerTimeout,
             r"rank 0 failed in step 3 of the script: AssertionError: no data; log",
         ),
-        ("if step == 4: break", Misconfigured, "the script ended after 3 optimizer steps, and 28 are needed"),
+        ("if step == 4: break", Misconfigured, "the script ended after 3 optimizer steps, and 33 are needed"),
         ("if step == 3: sys.exit(5)", PeerTimeout, r"rank 0 failed in step 3 of the script: RuntimeError: .*exit\(5\)"),
         ("if step == 3: sys.exit()", Misconfigured, "ended after 2 optimizer steps"),
         ("if step == 3: os.kill(os.getpid(), 9)", PeerTimeout, "rank 0 was killed by SIGKILL .* in the script; log"),
@@ -141,6 +141,7 @@ def test_variants_run_in_turns_in_one_process(tmp_path: Path) -> None:
     found = run_script(parse_command(f"{TRAIN_FSDP} --overlap"), task, variables={})
     assert [len(times) for times in found.blocks_us] == [5, 5]
     assert min(map(min, found.blocks_us)) > 0
+    assert found.followed == {"tuned": "1 of 1 choices followed"}
 
 
 def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

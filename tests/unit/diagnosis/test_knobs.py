@@ -15,11 +15,11 @@ from counterpoint.controls.parse import KEYS
 from counterpoint.diagnosis.tuning_effect import find_tuning_effect
 from counterpoint.errors import BadTrace, Misconfigured
 from counterpoint.records.effect import KnobEffect, TuningEffect
-from counterpoint.records.tuning import LEAVE, TunedPair
+from counterpoint.records.tuning import LEAVE, Tried, TunedPair
 from counterpoint.rendering.effect_terminal import render_tuning_effect
-from counterpoint.trace.timeline import CollectiveInfo, Device, Kind
+from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind
 from tests.support.example_tuned import HOSTILE, example_tuned, tuned_pair
-from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Op, comm, digested, op, rank
+from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, comm, digested, host, op, rank
 
 PER_RANK = 2 << 20  # bytes of the calls of `comm` and `copied`, of two ranks
 PEER = "Memcpy PtoP (Device -> Device)"
@@ -43,7 +43,7 @@ def chosen(mechanism: str, **more: Any) -> TunedPair:
     return tuned_pair(mechanism, **{"bytes_per_rank": PER_RANK} | more)
 
 
-def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op, ...], **more: Any) -> TuningEffect:
+def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op | Host, ...], **more: Any) -> TuningEffect:
     """What is said of ranks that ran these operations; of one set of operations, both ranks did."""
     both = ranks * 2 if len(ranks) == 1 else ranks
     tuned = replace(example_tuned(), pair=pairs)
@@ -187,6 +187,40 @@ def test_flagged_needs_the_kernel_that_polls() -> None:
     pair = chosen("flagged", operation="matmul_reduce_scatter", stock="torch")
     assert knobs(pair, copied(0, 40), op("matmul_reduce_scatter", 0, 90)) == {"flagged": "took_effect"}
     assert knobs(pair, copied(0, 40), gemm(0, 90)) == {"flagged": "no_effect"}
+
+
+def layer(number: int, start: float) -> tuple[Op | Host, ...]:
+    """A gather of NCCL for a layer, which a range around its launch names."""
+    gather = comm("all_gather", start, start + 40, launch=start - 10)
+    return gather, host(f"FSDP::all_gather (layers.{number})", start - 12, start - 2, HostKind.ANNOTATION)
+
+
+def test_pairs_are_told_apart_by_the_modules_that_a_trace_names() -> None:
+    """Two layers have gathers of one size, of which one was to be copied."""
+    pairs = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
+    assert [each.state for each in effect(pairs, layer(0, 100)).knobs] == ["took_effect", "not_seen"]
+    assert [each.state for each in effect(pairs, layer(1, 100)).knobs] == ["not_seen", "no_effect"]
+
+
+def test_pairs_alike_with_one_choice_have_their_calls_in_common() -> None:
+    """A gather runs beside other matmuls in forward than in backward: which call is beside which, nothing says."""
+    pairs = chosen("zero_sm"), chosen("zero_sm", compute="gemm 128x64x64")
+    assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["no_effect", "no_effect"]
+    assert [each.state for each in effect(pairs, (copied(0, 70),)).knobs] == ["took_effect", "took_effect"]
+
+
+def test_a_call_without_a_module_accuses_none_of_them() -> None:
+    pairs = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
+    assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["not_seen", "not_seen"]
+
+
+def test_a_pair_that_another_of_its_size_overrules_is_not_seen() -> None:
+    """Beside another matmul less is saved than the first one loses: programs follow one choice for both."""
+    tried = Tried(mechanism="zero_sm", us=500.0, sigma_us=1.0, runs=5)
+    first, second = chosen(LEAVE, us=100.0, tried=(tried,)), chosen("zero_sm", compute="gemm 128x64x64")
+    found = effect((first, second), (comm("all_gather", 0, 70),))
+    assert [each.state for each in found.knobs] == ["took_effect", "not_seen"]
+    assert the(found, "zero_sm").seen == "calls like these follow leave, by another pair"
 
 
 def test_a_gather_nearer_to_another_pair_is_not_of_the_matmul() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement import expert
+from counterpoint.measurement import exchange_mechanisms, expert
 from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS, ExpertLayer, TokenExchange, find_exchange
-from counterpoint.measurement.expert import _scales, _Tokens, routed
+from counterpoint.measurement.sample_tokens import SampleTokens, expert_scales, routed
 from counterpoint.records.measurement import Launched
 
 QWEN = EXPERT_LAYERS["qwen3-30b-a3b"]
@@ -86,10 +86,10 @@ def test_ranks_want_the_same_experts_most() -> None:
 @pytest.mark.parametrize("way", ROUTINGS)
 def test_a_wrong_result_is_seen(way: str) -> None:
     """Right sums pass; a token at the neighbour of its expert, a choice that is lost, or NaN does not."""
-    tokens = _Tokens.random(cast(Any, OneRank()), TokenExchange(layer="tiny", tokens=32, routing=way), 0)
+    tokens = SampleTokens.random(cast(Any, OneRank()), TokenExchange(layer="tiny", tokens=32, routing=way), 0)
 
     def sums(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(weights[:, k] * _scales(ids[:, k]))[:, None] * tokens.x for k in range(2)]).sum(0)
+        return torch.stack([(weights[:, k] * expert_scales(ids[:, k]))[:, None] * tokens.x for k in range(2)]).sum(0)
 
     right, allowed = tokens.errors(sums(tokens.ids, tokens.weights))
     assert right <= allowed
@@ -144,6 +144,6 @@ def test_nvshmem_is_measured_by_itself_and_without_multicast(
     """A process has symmetric memory of one kind; else the reason is listed."""
     monkeypatch.setattr("torch.distributed._symmetric_memory.is_nvshmem_available", lambda: available)
     monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", multicast_off)
-    reason = expert._no_symm_mem(cast(Any, SeenSession()), others)
+    reason = exchange_mechanisms._no_symm_mem(cast(Any, SeenSession()), others)
     assert (reason is None) == (said is None)
     assert said is None or said in str(reason)

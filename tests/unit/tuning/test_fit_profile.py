@@ -174,6 +174,20 @@ def test_marked_rows_teach_nothing() -> None:
     assert (found.rates, found.measured_on["rates"]) == (SHIPPED.rates, "H200 as shipped")
 
 
+def test_a_mechanism_that_could_not_run_says_why() -> None:
+    """Beside the group that needs it."""
+    quiet = without(lambda row: row.mechanism == "zero_sm", rows=(), unavailable={"zero_sm": "no peer access"})
+    found = fit_profile(quiet, known=SHIPPED)
+    assert found.left_out["rates"].endswith("of several sizes and collectives; zero_sm: no peer access")
+
+
+def test_a_time_that_cannot_be_is_refused() -> None:
+    """A damaged row is named, and nothing is divided by 0."""
+    damaged = replace(measured().rows[0], together=replace(measured().rows[0].together, us=0.0))
+    with pytest.raises(Misconfigured, match=r"gemm 8192x8192x8192 \| all_gather \| 0.5 in 0.0 µs cannot be"):
+        fit_profile(replace(measured(), rows=(damaged,)), known=SHIPPED)
+
+
 def test_a_gpu_without_data_sheet_has_no_figures_of_its_sms() -> None:
     """Contention, sums, and what GEMMs reach of a peak."""
     where = replace(measured().environment, gpu="Unheard-of 9000")

@@ -32,7 +32,7 @@ def test_a_matmul_and_an_exchange_are_read(tmp_path: Path) -> None:
     path.write_text(
         '[[pair]]\noperation = "all_gather_matmul"\ncompute = "gemm 8192x7168x4096"\nbytes_per_rank = 33554432\n'
         'ranks = 2\n[[pair]]\noperation = "exchange"\ncompute = "1024x512x64x4 4096 zipf"\n'
-        "bytes_per_rank = 1\nranks = 2\n"
+        "bytes_per_rank = 33554432\nranks = 2\n"
     )
     assert [pair.operation for pair in read_pairs(path)] == ["all_gather_matmul", "exchange"]
 
@@ -63,7 +63,17 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"operation": "all_gather_matmul", "compute": "gemm 8x8x8"},
         "moves 64 bytes per rank, not 1024; correct one of them",
     ),
+    "bytes of an exchange": (
+        {"operation": "exchange", "compute": "tiny 8 zipf"},
+        "moves 2048 bytes per rank, not 1024",
+    ),
     "a matmul's name": ({"operation": "all_gather_matmul", "compute": "8x8x8"}, "write its matmul as gemm MxNxK"),
+    "a GEMM without end": ({"compute": "gemm 99999999x99999999x8"}, "need 20,000,003 GB on a rank; 275 GB are allowed"),
+    "bytes without end": ({"bytes_per_rank": 1 << 50}, "need 2,251,800 GB on a rank"),
+    "rows without end": (
+        {"operation": "all_gather_matmul", "compute": f"gemm {1 << 47}x8x8", "bytes_per_rank": 1 << 50},
+        "GB on a rank; 275 GB are allowed",
+    ),
     "rows": ({"operation": "all_gather_matmul", "compute": "gemm 9x8x8"}, "2 ranks cannot share 9 rows"),
     "experts": ({"operation": "exchange", "compute": "8x8x3x1 8 zipf"}, "2 ranks cannot share 3 experts"),
     "an exchange's name": ({"operation": "exchange", "compute": "gemm 8x8x8"}, "there is no exchange"),

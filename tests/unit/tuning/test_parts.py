@@ -17,7 +17,7 @@ from tests.support.planted_machine import COMM_US, COMPUTE_US, PlantedMachine
 
 GATHER = StepPair(operation="all_gather", compute="gemm 8192x8192x8192", bytes_per_rank=1 << 20, ranks=4)
 MATMUL = StepPair(operation="all_gather_matmul", compute="gemm 1024x1024x512", bytes_per_rank=1 << 18, ranks=4)
-EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=1, ranks=2)
+EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=32768, ranks=2)
 
 
 def test_an_independent_pair_is_a_scenario_of_the_full_array() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,8 +31,8 @@ class Handle:
     def restore(self) -> None:
         self.log.append("off")
 
-    def report(self) -> str:
-        return "ours"
+    def report(self) -> SimpleNamespace:
+        return SimpleNamespace(tuned="a.toml: 2 of 3 choices followed")
 
 
 @pytest.fixture(name="log")
@@ -73,6 +74,7 @@ def test_variants_take_turns(tmp_path: Path, log: list[str], monkeypatch: pytest
     assert steps.count == steps.task.needed_steps == 13
     result = msgspec.json.decode(result_file(tmp_path).read_bytes(), type=ScriptResult)
     assert (result.overlap, result.blocks_us) == ("switched", ((500.0, 500.0), (500.0, 500.0)))
+    assert result.followed == {"tuned": "2 of 3 choices followed"}
 
 
 def test_the_budget_ends_it_after_the_least_rounds(tmp_path: Path, log: list[str]) -> None:

@@ -18,7 +18,7 @@ from counterpoint.measurement import api as measurement_api
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import LEAVE, StepPair, Tuned
 from counterpoint.tuning import api
-from counterpoint.tuning.api import class_of
+from counterpoint.tuning.planned_parts import class_of
 from counterpoint.tuning.shortlist import shortlist
 from tests.support.planted_machine import NO_EFFECT, PlantedMachine
 
@@ -26,7 +26,7 @@ GEMM = "gemm 8192x8192x8192"
 GATHER = StepPair(operation="all_gather", compute=GEMM, bytes_per_rank=64 << 20, ranks=2)
 REDUCE = StepPair(operation="all_reduce", compute=GEMM, bytes_per_rank=32 << 20, ranks=2)
 MATMUL = StepPair(operation="all_gather_matmul", compute="gemm 1024x1024x512", bytes_per_rank=512 << 10, ranks=2)
-EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=1, ranks=2)
+EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=32768, ranks=2)
 BEST = shortlist(GATHER, default_profile())[1].mechanism  # by the model
 
 
@@ -163,6 +163,15 @@ def test_one_of_each_class_is_measured_before_a_second(tune: Callable[..., Tuned
     found = tune(machine, small, REDUCE, large)
     assert [str(120 << 20) in machine.measured[0], "all_reduce" in machine.measured[1]] == [True, True]
     assert all(pair.tried for pair in found.pair)
+
+
+def test_no_more_pairs_are_looked_at_than_the_budget_has_seconds(tune: Callable[..., Tuned]) -> None:
+    """Those with the most bytes in a step; the others are left, without a prediction."""
+    pairs = [replace(GATHER, bytes_per_rank=1 << power) for power in range(20, 26)]
+    machine = PlantedMachine(together_us=truth())
+    found = tune(machine, *pairs, budget_s=3).pair
+    assert [bool(pair.tried) for pair in found] == [False] * 3 + [True] * 3
+    assert (found[0].why, found[0].us) == ("not measured: the budget of 3 s was used up", 0.0)
 
 
 @pytest.mark.parametrize(

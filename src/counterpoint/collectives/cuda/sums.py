@@ -9,7 +9,7 @@ from typing import Any
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.program.reductions import DTYPES, Reduction
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Misconfigured, needs_triton
 
 VECTOR_BYTES = 16
 THREAD_VECTORS = 2  # 16-byte loads of each source that a thread has in flight
@@ -121,10 +121,8 @@ def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: i
     Raises:
         Unsupported: Triton is not installed.
     """
-    try:
+    with needs_triton("reductions on a GPU"):
         from counterpoint.collectives.cuda.sum_kernel import combine
-    except ImportError as error:
-        raise Unsupported(f"reductions on a GPU need Triton: {error}; install triton") from error
     launch = launch_of(call, reduction, device_sms=device_sms)
     constants, grid = with_types(launch.constants), (launch.num_programs, 1, 1)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}  # a fused premul_sum would round differently

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Misconfigured, needs_triton
 
 ROWS, COLUMNS = 8, 256  # of a tile: each of 128 threads has two loads of 16 bytes of gate and of up in flight
 PROGRAMS = 64  # for each SM, several times what it holds: whoever is done first takes more
@@ -115,9 +115,8 @@ def _num_sms(device: torch.device) -> int:
     return count
 
 
+@cache
 def _kernels() -> Any:
-    try:
+    with needs_triton("activations of experts on a GPU"):
         from counterpoint.parallel.expert import activation_kernels
-    except ImportError as error:
-        raise Unsupported(f"activations of experts on a GPU need Triton: {error}; install triton") from error
     return activation_kernels

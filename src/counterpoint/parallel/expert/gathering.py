@@ -18,8 +18,9 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.parallel.backend.report import RoutedPath
+from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
-from counterpoint.parallel.expert.packing import CallMemory, Overflow
+from counterpoint.parallel.expert.packing import Overflow
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
 from counterpoint.parallel.sums import add_up

@@ -7,14 +7,12 @@ receiver knows on its device which rows come, whatever way they take, and no hos
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.communicator import Communicator
-from counterpoint.errors import Unsupported
+from counterpoint.errors import needs_triton
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
 from counterpoint.parallel.expert.permute import Assignment, assign
 
@@ -22,38 +20,6 @@ HEAD = 4  # numbers at the front of each row of a table
 REST, FIRST, LACKING = 0, 1, 2  # of them: most places beyond `first`, the receiver's first row, choices without room
 CHOICES = 256  # of a program
 _NONE = -1
-
-
-class CallMemory:
-    """Makes symmetric memory for single calls.
-
-    Peers are told at once when it is free. A graph would tell them at every replay: so calls in captures use memory
-    that is kept, which begins with a handshake, and which `give_back` leaves to the next call of that graph.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._kept: list[Tensor] = []
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write."""
-        if not self.is_capturing():
-            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        fitting = [one for one in self._kept if one.nbytes == num_bytes]
-        if fitting:
-            self._kept = [one for one in self._kept if one is not fitting[0]]
-        found = fitting[0] if fitting else self._communicator.empty(num_bytes, dtype=torch.uint8)
-        return found.view(dtype).view(shape)
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Say that the work queued so far is the last that uses a tensor."""
-        if self.is_capturing():
-            self._kept.append(tensor.view(-1).view(torch.uint8))
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is in a graph capture."""
-        return self._communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +138,8 @@ def _triton_pack(
     room: int,
     gaps: bool,
 ) -> Packing:
-    try:
+    with needs_triton("rows of experts on a GPU"):
         from counterpoint.parallel.expert import packing_kernels
-    except ImportError as error:
-        raise Unsupported(f"rows of experts on a GPU need Triton: {error}; install triton") from error
     n, choices = layout.world_size, ids.numel()
     ranks, places, others, own, home = ids.new_empty(5, *ids.shape)
     counts, starts = ids.new_empty(2, n)
@@ -262,7 +226,7 @@ class Overflow:
         if self._options.overflow == "drop":
             return
         self._worst.copy_(choices.max(), non_blocking=True)
-        if self._noted is not None:
+        if self._noted is not None and not torch.cuda.is_current_stream_capturing():  # the host cannot wait for a graph
             self._noted.record()
 
     def check(self) -> None:

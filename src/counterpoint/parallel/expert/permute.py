@@ -15,12 +15,13 @@ bit but for `weight_grads`, which adds in another order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Misconfigured, needs_triton
 
 CHOICES = 128  # whose rows a program finds: it compares each with all before
 SCANNED = 1024  # counts that a program adds up at a time
@@ -268,11 +269,10 @@ def _torch_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out
         out[here, choice] = products.sum(1).to(out.dtype)
 
 
+@cache
 def _kernels() -> Any:
-    try:
+    with needs_triton("rows of experts on a GPU"):
         from counterpoint.parallel.expert import permute_kernels
-    except ImportError as error:
-        raise Unsupported(f"rows of experts on a GPU need Triton: {error}; install triton") from error
     return permute_kernels
 
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import Work
 from counterpoint.parallel.backend.report import RoutedPath
+from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
 from counterpoint.parallel.expert.packing import (
     HEAD,
     LACKING,
     REST,
-    CallMemory,
     Incoming,
     Overflow,
     Packing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoint.errors import Unsupported
+from counterpoint.errors import needs_triton
 
 ELEMENTS = 8192  # of a token that 8 warps have at once; beyond, a program reads its token twice
 
@@ -26,10 +26,8 @@ def _torch_narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _triton_narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    try:
+    with needs_triton("narrow tokens on a GPU"):
         from counterpoint.parallel.expert import wire_kernels
-    except ImportError as error:
-        raise Unsupported(f"narrow tokens on a GPU need Triton: {error}; install triton") from error
     x = x.contiguous()
     tokens, hidden = x.shape
     values, scales = torch.empty_like(x, dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 
@@ -323,13 +323,11 @@ def _bind(
         raise Misconfigured(f"num_sms={num_sms}: give 1 or more, or None for all SMs")
     if others["bias"] is not None and others["bias"].shape != (columns,):
         raise Misconfigured(f"bias of {tuple(others['bias'].shape)}: give {columns} elements")
-    try:
+    with needs_triton("matmuls that poll"):
         from triton import knobs
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from counterpoint.parallel.tensor import flagged_kernels
-    except ImportError as error:
-        raise Unsupported(f"matmuls that poll need Triton 3.6 or newer: {error}; install triton") from error
     runs = tile_runs(layout, operation, tiles.rows)
     row_tiles = runs[-1].end if runs else 0
     programs = row_tiles * -(-columns // tiles.columns)

@@ -28,6 +28,7 @@ from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.backend.group import torch_group
 from counterpoint.parallel.backend.report import BackendReport, CallCounts, RoutedPath
+from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
     GATHER,
@@ -73,7 +74,7 @@ class TensorGroup:
         self._is_told = False  # which tuning to follow
         self._routes: dict[Hashable, _Route] = {}
         self._words = torch.empty(0, dtype=torch.int32)
-        self._kept: dict[str, Tensor] = {}  # symmetric memory of calls in graph captures, by its role
+        self._memory: CallMemory | None = None  # of the communicator
         self._why_not = "one rank" if self.world_size == 1 else None
 
     def report(self) -> BackendReport:
@@ -105,7 +106,7 @@ class TensorGroup:
         """Close the communicator; all ranks call it. Later calls go torch's way."""
         communicator, self._communicator = self._communicator, None
         self._why_not = "the group is closed"
-        self._kept.clear()
+        self._memory = None
         self._routes.clear()
         if communicator is not None:
             communicator.close()
@@ -448,6 +449,7 @@ class TensorGroup:
             options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": 2}))
             try:
                 self._communicator = Communicator(group, device=device, options=options)
+                self._memory = CallMemory(self._communicator)
             except Unsupported as error:
                 self._why_not = str(error)
                 raise
@@ -462,18 +464,9 @@ class TensorGroup:
         return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return symmetric memory for one operation: peers are told at once when it is free.
-
-        A graph would tell them at every replay. So all calls in captures share memory that the group keeps, one tensor
-        for each role; a call begins with a handshake there, behind the last one that used it.
-        """
-        assert self._communicator is not None
-        if not (self._communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
-        num_bytes, kept = math.prod(shape) * dtype.itemsize, self._kept.get(role)
-        if kept is None or kept.numel() < num_bytes:
-            kept = self._kept[role] = self._communicator.empty(num_bytes, dtype=torch.uint8)
-        return kept[:num_bytes].view(dtype).view(shape)
+        """Return symmetric memory for one operation."""
+        assert self._memory is not None
+        return self._memory.shared(role, *shape, dtype=dtype)
 
     def _staging(self, sums: Tensor) -> Tensor:
         """Return where the ranks' parts of this rank's `sums` arrive."""

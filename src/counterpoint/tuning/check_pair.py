@@ -1,0 +1,71 @@
+"""Refuse pairs that cannot be measured, before anything is started."""
+
+from __future__ import annotations
+
+from counterpoint.collectives.program.operations import measured_by
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
+from counterpoint.measurement.workloads import find_workload
+from counterpoint.pair.row_curves import DTYPES
+from counterpoint.records.tuning import StepPair
+from counterpoint.tuning.parts import block_name, depends
+
+MOST_BYTES = 1 << 38  # of both sides on a rank: no GPU has so many
+_ITEMSIZE = 2  # bytes of an element on GPUs
+
+
+def check_pair(pair: StepPair) -> None:
+    """Raise Misconfigured, with what is allowed, if a pair is none that can be measured."""
+    if pair.dtype not in DTYPES:
+        raise Misconfigured(f"dtype {printable(pair.dtype)!r}; choose from: {', '.join(DTYPES)}")
+    if depends(pair) and pair.first is not None:
+        raise Misconfigured(f"{pair.operation}: first = {pair.first!r}, but one side waits for the other; leave it out")
+    if is_exchange(pair.operation):
+        needed = _exchange_bytes(pair)
+    elif is_dependent(pair.operation):
+        needed = _matmul_bytes(pair)
+    elif pair.operation in measured_by("torch"):
+        needed = _independent_bytes(pair)
+    else:
+        there = ", ".join((*measured_by("torch"), "all_gather_matmul", "matmul_reduce_scatter", "exchange"))
+        raise Misconfigured(f"there is no operation {printable(pair.operation)!r}; choose from: {there}")
+    if needed > MOST_BYTES:
+        most = f"{MOST_BYTES / 1e9:,.0f} GB are allowed"
+        raise Misconfigured(f"{pair.operation} and {pair.compute} need {needed / 1e9:,.0f} GB on a rank; {most}")
+
+
+def _exchange_bytes(pair: StepPair) -> int:
+    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the experts or send other bytes."""
+    exchange = find_exchange(block_name(pair))
+    experts = exchange.sizes.experts
+    if experts % pair.ranks:
+        raise Misconfigured(f"{pair.ranks} ranks cannot share {experts} experts; give a number that divides them")
+    _check_bytes(pair, exchange.size_bytes(DTYPES[pair.dtype][1]))
+    return exchange.memory_bytes(_ITEMSIZE, pair.ranks, 1)
+
+
+def _matmul_bytes(pair: StepPair) -> int:
+    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the rows or move other bytes."""
+    if not pair.compute.startswith("gemm "):
+        raise Misconfigured(f"{pair.operation} of {printable(pair.compute)!r}; write its matmul as gemm MxNxK")
+    call = find_dependent(block_name(pair))
+    if call.m % pair.ranks:
+        raise Misconfigured(f"{pair.ranks} ranks cannot share {call.m} rows; give a multiple of their number as M")
+    _check_bytes(pair, call.moved * DTYPES[pair.dtype][1] // pair.ranks)
+    return call.memory_bytes(_ITEMSIZE)
+
+
+def _check_bytes(pair: StepPair, moved: int) -> None:
+    """Raise Misconfigured if the sizes of a pair say that it moves other bytes than its `bytes_per_rank`."""
+    if moved != pair.bytes_per_rank:
+        raise Misconfigured(
+            f"{pair.operation} of {pair.compute} in {pair.dtype} on {pair.ranks} ranks moves {moved} bytes per rank, "
+            f"not {pair.bytes_per_rank}; correct one of them"
+        )
+
+
+def _independent_bytes(pair: StepPair) -> int:
+    """Return the bytes of a rank, without the copies that mechanisms keep; raise Misconfigured for an empty array."""
+    if not pair.bytes_per_rank:
+        raise Misconfigured(f"{pair.operation} of 0 bytes; give bytes_per_rank, those of the full array over ranks")
+    return find_workload(pair.compute).memory_bytes(_ITEMSIZE) + pair.bytes_per_rank * pair.ranks
