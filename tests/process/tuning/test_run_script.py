@@ -185,9 +185,9 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
     [
         ([], "give one of SOURCE"),
         (["--run", "srun train.py"], "starts with 'srun'"),
-        (["--run", "python train.py", "--nproc", "2"], "leave it out"),
-        (["--run", "python train.py", "--fresh"], "leave it out"),
-        (["pairs.toml", "--run", "python train.py"], "give one of SOURCE"),
+        (["--run", "python train.py", "--nproc", "2"], "leave --nproc out"),
+        (["--run", "python train.py", "--fresh"], "leave --fresh out"),
+        (["pairs.toml", "--run", "python train.py"], "leave SOURCE out"),
     ],
 )
 def test_wrong_use_is_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:
