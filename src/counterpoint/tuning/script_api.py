@@ -129,7 +129,7 @@ class ScriptComparison:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return how steps were compared, and how many choices they followed."""
-        apart = (f"steps were compared in processes apart: {self._why_apart}",) * self.is_apart
+        apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
     def compare(self, variants: Sequence[ScriptVariant]) -> StepTimes:
