@@ -69,7 +69,8 @@ def tune_script(
         Unsupported: nothing can be measured here.
         PeerTimeout: ranks died or hung; names them, and their log.
     """
-    run, tell, began = parse_command(command), progress or (lambda done, total, what: None), time.monotonic()
+    began = time.monotonic()
+    run, tell = parse_command(command), progress or (lambda done, total, what: None)
     with run_folder("counterpoint-tune-") as folder:
         tell(0, 3, "recording steps of the script")
         recorded = record_script(run, folder, timeout_s=timeout_s)

@@ -125,6 +125,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
         times = compare(_variants(tuned, without, folder))
         rows += [_row(name if attempt == 1 else f"{name}, run {attempt}", times[name]) for name in times]
         before_us, after_us = median(times[STOCK]), median(times[TUNED])
+        sigma_us = difference(times[STOCK], times[TUNED])[1]
         found = falsified(tuned, times, without)
         if found and attempt == TRIES:
             rest = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
@@ -136,9 +137,15 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
     if not rows:
         return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
     if not chosen(tuned):
-        after_us = before_us
+        after_us, sigma_us = before_us, 0.0
         tuned = replace(tuned, notes=(*tuned.notes, "no choice is left: train without counterpoint.overlap"))
-    step = StepTuning(before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256]))
+    step = StepTuning(
+        before_us=before_us,
+        after_us=after_us,
+        sigma_us=sigma_us,
+        variants=tuple(rows[:256]),
+        falsified=tuple(said[:256]),
+    )
     return replace(tuned, step=step)
 
 
