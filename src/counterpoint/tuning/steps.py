@@ -30,6 +30,7 @@ STOCK, TUNED = "stock", "tuned"
 SIGMAS = 2.0
 LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
 TRIES = 3  # runs of the script, each without what the one before has falsified
+_NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
 
 Choice = tuple[int, ...]
 """Indices of the pairs of a tuning that have one call."""
@@ -118,35 +119,37 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
     """
     rows: list[StepVariant] = []
     said: list[str] = []
+    step: StepTuning | None = None
     for attempt in range(1, TRIES + 1):
         if not chosen(tuned):
             break
         without = _without(tuned, most_left_out)
         times = compare(_variants(tuned, without, folder))
         rows += [_row(name if attempt == 1 else f"{name}, run {attempt}", times[name]) for name in times]
-        before_us, after_us = median(times[STOCK]), median(times[TUNED])
-        sigma_us = difference(times[STOCK], times[TUNED])[1]
         found = falsified(tuned, times, without)
         if found and attempt == TRIES:
-            rest = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
-            found = dict.fromkeys(chosen(tuned), rest) | found
+            found = dict.fromkeys(chosen(tuned), _NEVER) | found
         tuned = take_back(tuned, found)
-        said += [found[index] for index in sorted(found)]
+        said += [found[choice] for choice in sorted(found)]
+        step = _step(times, TUNED if chosen(tuned) else STOCK, rows, said)
         if not found:
             break
-    if not rows:
+    if step is None:
         return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
     if not chosen(tuned):
-        after_us, sigma_us = before_us, 0.0
         tuned = replace(tuned, notes=(*tuned.notes, "no choice is left: train without counterpoint.overlap"))
-    step = StepTuning(
-        before_us=before_us,
-        after_us=after_us,
-        sigma_us=sigma_us,
+    return replace(tuned, step=step)
+
+
+def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Sequence[str]) -> StepTuning:
+    """Return what steps took by stock and by the variant `after`, with all variants so far."""
+    return StepTuning(
+        before_us=median(times[STOCK]),
+        after_us=median(times[after]),
+        sigma_us=difference(times[STOCK], times[after])[1],
         variants=tuple(rows[:256]),
         falsified=tuple(said[:256]),
     )
-    return replace(tuned, step=step)
 
 
 def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
