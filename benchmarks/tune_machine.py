@@ -25,7 +25,7 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Profile, profile_json, profile_of
-from counterpoint.measurement.suites import BURSTS, CAPPED, FEW_SMS, GEMM, MACHINE_LOADS, SUM
+from counterpoint.measurement.suites import BURSTS, GEMM, MACHINE_LOADS, SUM, capped, few_sms
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import predict
 from counterpoint.pair.curves import Curves, curves_from
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 GPU = "NVIDIA H200"
 RANKS = 4
-DIVIDED = (CAPPED, "nccl+max_ctas=8+gemm_sms=124")
+DIVIDED = (capped(), "nccl+max_ctas=8+gemm_sms=124")
 RATIOS = (0.5, 2)
 PLAIN = ("nccl", "nccl_zero_cta", "zero_sm")
 FIGURES = ("figure", "shipped", "fitted", "fitted / shipped")
@@ -96,7 +96,7 @@ def suite() -> Measurement:
 
 def is_summed(row: Row) -> bool:
     """Return whether it is one of the suite's pairs of reductions beside GEMMs on fewer SMs."""
-    is_asked = row.mechanism in FEW_SMS and row.ratio in RATIOS and row.order == "together"
+    is_asked = row.mechanism in few_sms() and row.ratio in RATIOS and row.order == "together"
     return row.workload == GEMM and is_asked
 
 
@@ -148,7 +148,7 @@ def errors(shipped: Profile, fitted: Profile, measured: Measurement) -> Iterator
     yield line("the same of other GEMMs", theirs, False, lambda row, profile: waves_error(row, profile, others))
     summed = [row for row in measured.rows if is_summed(row)]
     yield line("reductions by zero_sm, few SMs", summed, True, sum_error)
-    of_others = [row for row in read("reductions-4xh200").rows if row.mechanism in FEW_SMS and row.workload != GEMM]
+    of_others = [row for row in read("reductions-4xh200").rows if row.mechanism in few_sms() and row.workload != GEMM]
     yield line("the same of other loads", [row for row in of_others if row.order == "together"], False, sum_error)
     for name in PLAIN:
         mine = scenarios(row for row in measured.rows if row.mechanism == name)

@@ -43,14 +43,15 @@ from counterpoint.tuning.api import tune
 from counterpoint.tuning.decide import decide
 from counterpoint.tuning.parts import part_of, standard_error, stock_of, times_of
 from counterpoint.tuning.predictions import predicted_times
-from counterpoint.tuning.shortlist import MOST, best_of, shortlist
+from counterpoint.tuning.shortlist import MOST, MechanismCandidate, best_of, shortlist
 
 ROOT = Path(__file__).resolve().parents[1]
 NEAR = 0.02  # of the best: as good
 FIT = "zero_sm+gemm_sms=fit"  # a number of SMs that the rows do not name
 COLUMNS = (
-    "from", "pairs", "in shortlist", "hit rate", "mean regret", "worst", "worst against stock, sigma", "left",
-    "stock", "best single", "its regret", "of ideal by stock", "as chosen", "gain over stock",
+    "from", "pairs", "in shortlist", "hit rate", "by the model alone", "mean regret", "worst",
+    "worst against stock, sigma", "left", "stock", "best single", "its regret", "of ideal by stock", "as chosen",
+    "gain over stock",
 )  # fmt: skip
 PAPERS = {  # what they report: part of the ideal gain, gain over the stock library
     "conccl": ("42% without, 72% with copy engines", ""),  # arXiv 2412.14335
@@ -69,7 +70,7 @@ class Case:
     group: str
     pair: StepPair
     times: dict[str, Tried]  # that can be believed
-    listed: tuple[str, ...]  # the mechanisms of the shortlist
+    listed: Sequence[MechanismCandidate]  # the shortlist
     chosen: TunedPair
     stock: str
     of_ideal: dict[str, float] = field(default_factory=dict)  # by mechanism
@@ -78,6 +79,11 @@ class Case:
     def picked(self) -> str:
         """The mechanism that runs."""
         return self.stock if self.chosen.mechanism == LEAVE else self.chosen.mechanism
+
+    @property
+    def predicted(self) -> str:
+        """The mechanism that the model would take without a measurement."""
+        return min(self.listed, key=lambda each: each.predicted_us or 0.0).mechanism
 
     def regret(self, mechanism: str) -> float:
         """What a mechanism takes more than the best; one that was not measured here is taken for stock."""
@@ -103,8 +109,8 @@ def stored_cases(path: Path) -> Iterator[Case]:
             first=first.order,
         )  # fmt: skip
         times = {row.mechanism: tried(row, rounds) for row in rows if row.marked is None}
-        listed = tuple(each.mechanism for each in best_of(known_times(pair, profile, times), "nccl"))
-        chosen = decide(pair, [times[name] for name in listed], stock="nccl")
+        listed = best_of(known_times(pair, profile, times), "nccl")
+        chosen = decide(pair, [times[each.mechanism] for each in listed], stock="nccl")
         yield Case(
             group=path.name.partition(".")[0],
             pair=pair,
@@ -153,15 +159,15 @@ def measured_cases(pairs: Sequence[StepPair], asked: argparse.Namespace) -> Iter
         times = {each.mechanism: each for each in times_of(pair, truth).tried if each.marked is None}
         stock = stock_of(pair, asked.device)
         if stock in times and chosen.tried:
-            listed = tuple(each.mechanism for each in shortlist(pair, profile, device=asked.device))
+            listed = shortlist(pair, profile, device=asked.device)
             yield Case(group=pair.operation, pair=pair, times=times, listed=listed, chosen=chosen, stock=stock)
 
 
 def suite_cases(suite: str, asked: argparse.Namespace) -> Iterator[Case]:
-    """Measure a suite by its own mechanisms, have its pairs tuned, and yield a case for each order of each pair."""
+    """Measure a suite by its own mechanisms, have its pairs tuned as launched together, and yield a case for each."""
     truth = measure(suite, device=asked.device, world_size=asked.ranks, rounds=asked.rounds)
     ranks = truth.environment.world_size
-    rows = rows_of(truth)
+    rows = {key: mine for key, mine in rows_of(truth).items() if key[1] == "together"}
     pairs = [
         StepPair(
             operation=mine[0].collective, compute=mine[0].workload, bytes_per_rank=mine[0].size_bytes // ranks,
@@ -179,7 +185,7 @@ def suite_cases(suite: str, asked: argparse.Namespace) -> Iterator[Case]:
         times |= {each.mechanism: each for each in chosen.tried if each.mechanism not in times and not each.marked}
         serial_us, ideal_us = mine[0].serial_us, max(mine[0].compute_alone.us, mine[0].best_comm_alone_us)
         of_ideal = {name: (serial_us / each.us - 1) / (serial_us / ideal_us - 1) for name, each in times.items()}
-        listed = tuple(each.mechanism for each in shortlist(pair, profile, device=asked.device))
+        listed = shortlist(pair, profile, device=asked.device)
         yield Case(
             group=suite, pair=pair, times=times, listed=listed, chosen=chosen, stock=stock, of_ideal=of_ideal
         )  # fmt: skip
@@ -228,7 +234,10 @@ def random_pair(draw: random.Random, operation: str, asked: argparse.Namespace) 
 
 def line(group: str, cases: Sequence[Case]) -> tuple[str, ...]:
     """One line of the table."""
-    listed = [min(case.regret(name) for name in case.listed if name in case.times) for case in cases]
+    listed = [
+        min(case.regret(each.mechanism) for each in case.listed if each.mechanism in case.times) for case in cases
+    ]
+    by_model = [case.regret(case.predicted) for case in cases]
     regrets = [case.regret(case.picked) for case in cases]
     names = dict.fromkeys(name for case in cases for name in case.times)
     single = {name: fmean(case.regret(name) for case in cases) for name in names}
@@ -237,7 +246,7 @@ def line(group: str, cases: Sequence[Case]) -> tuple[str, ...]:
     as_chosen = [case.of_ideal[case.picked] for case in cases if case.picked in case.of_ideal]
     gains = [case.times[case.stock].us / case.times.get(case.picked, case.times[case.stock]).us - 1 for case in cases]
     return (
-        group, str(len(cases)), near(listed), near(regrets), f"{fmean(regrets):.2%}",
+        group, str(len(cases)), near(listed), near(regrets), near(by_model), f"{fmean(regrets):.2%}",
         f"{max(regrets):.1%}", f"{max(case.against_stock for case in cases):+.1f}",
         str(sum(case.chosen.mechanism == LEAVE for case in cases)),
         f"{fmean(case.regret(case.stock) for case in cases):.1%}", best, f"{single[best]:.1%}",
@@ -299,8 +308,12 @@ def main() -> None:
     origin = gpu_provenance(packages, world_size=asked.ranks) if on_gpus else provenance(packages)
     choices = [
         {
-            "group": case.group, "pair": msgspec.to_builtins(case.pair), "listed": case.listed, "picked": case.picked,
-            "regret": round(case.regret(case.picked), 4), "best": min(case.times, key=lambda name: case.times[name].us),
+            "group": case.group,
+            "pair": msgspec.to_builtins(case.pair),
+            "listed": [each.mechanism for each in case.listed],
+            "picked": case.picked,
+            "regret": round(case.regret(case.picked), 4),
+            "best": min(case.times, key=lambda name: case.times[name].us),
         }
         for case in cases
     ]  # fmt: skip

@@ -8,6 +8,7 @@ Each is tuned as by `counterpoint tune --run`. Then these run in turns: `stock`;
 measured with it, of which the fastest is shown; `tuned`; and for --oracle every combination of the mechanisms of its
 choices. The fastest three of these run once more, since the least of many noisy times is too small.
 
+`tuned again`, with --again, is a second file, made by a second run; `same` counts its pairs with an equal mechanism.
 `times` is stock / ms; sigma is the standard error of a median over rounds. The file of each model is kept beside --out.
 """
 
@@ -27,6 +28,7 @@ from tables import print_table
 
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.run_command import parse_command
 from counterpoint.tuning.script_api import ScriptComparison, record_script, tune_script
 from counterpoint.tuning.script_task import ScriptVariant
@@ -38,8 +40,9 @@ MODELS = {  # script, and its arguments on GPUs
     "ddp": ("train_ddp.py", "--tokens 2048"),
     "tp": ("train_tp.py", "--tokens 8192"),
 }
-STOCK, TUNED = "stock", "tuned"
-COLUMNS = ("model", "variant", "ms", "sigma", "times", "rounds", "over tuned, ms", "2 sigma")
+STOCK, TUNED, AGAIN = "stock", "tuned", "tuned again"
+STAYS = ("nccl", "nccl_zero_cta", "gloo", "torch")  # torch runs these; their settings are made with process groups
+COLUMNS = ("model", "variant", "ms", "sigma", "times", "rounds", "over tuned, ms", "2 sigma", "same")
 FINAL = 3  # combinations whose times are taken once more
 
 
@@ -53,10 +56,10 @@ def set_all(tuned: Tuned, picks: Mapping[Choice, str]) -> Tuned:
 
 
 def offered(tuned: Tuned, choice: Choice) -> list[str]:
-    """Return the mechanisms that were measured for a choice and are believed, but for stock."""
+    """Return the mechanisms that were measured for a choice, are believed, and can be set in a process that runs."""
     pairs: list[TunedPair] = [tuned.pair[index] for index in choice]
     names = (each.mechanism for pair in pairs for each in pair.tried if each.marked is None)
-    return [name for name in dict.fromkeys(names) if name != pairs[0].stock]
+    return [name for name in dict.fromkeys(names) if name.partition("+")[0] not in STAYS or "gemm_sms" in name]
 
 
 def singles(tuned: Tuned) -> dict[str, Tuned]:
@@ -87,6 +90,15 @@ def combinations(tuned: Tuned, most: int) -> dict[str, Tuned]:
     return made
 
 
+def same(first: Tuned, second: Tuned) -> str:
+    """Return how many pairs of both have an equal mechanism, of how many that both have."""
+    mechanisms = [
+        {(p.operation, p.bytes_per_rank, p.compute): p.mechanism for p in one.pair} for one in (first, second)
+    ]
+    both = mechanisms[0].keys() & mechanisms[1].keys()
+    return f"{sum(mechanisms[0][key] == mechanisms[1][key] for key in both)} of {len(both)}"
+
+
 class Bench:
     """One model: its script, what was chosen for it, and its variants."""
 
@@ -100,16 +112,20 @@ class Bench:
         self.tuned = tune_script(self.command, rounds=args.rounds, budget_s=args.budget)
         run = parse_command(self.command)
         recorded = record_script(run, folder)
-        self.steps = ScriptComparison(run, folder, recorded, sets_variables=False, budget_s=args.budget)
+        self.steps = ScriptComparison(
+            run, folder, recorded, sets_variables=bool(variables_of(self.tuned)), budget_s=args.budget
+        )
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield stock, the best single mechanism, what was tuned, and the oracle where it is asked for."""
-        sets = {TUNED: self.tuned, **singles(self.tuned)}
+        alone = singles(self.tuned)
+        sets = {TUNED: self.tuned, **alone}
+        if self.args.again:
+            sets[AGAIN] = tune_script(self.command, rounds=self.args.rounds, budget_s=self.args.budget)
         times = self.compare(sets)
-        single = min((name for name in sets if name != TUNED), key=lambda name: median(times[name]), default=None)
-        for name in (STOCK, single, TUNED):
-            if name is not None:
-                yield self.row(name, times, name)
+        single = sorted(alone, key=lambda name: median(times[name]))[:1]
+        for name in (STOCK, *single, TUNED, *([AGAIN] if self.args.again else [])):
+            yield self.row(name, times, name) | ({"same": same(self.tuned, sets[AGAIN])} if name == AGAIN else {})
         if self.args.oracle == self.model:
             every = combinations(self.tuned, self.args.combinations)
             first = self.compare(every)
@@ -147,7 +163,8 @@ class Bench:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a row as printed, in the order of `COLUMNS`."""
     figures = (f"{row['ms']:.2f}", f"{row['sigma_ms']:.2f}", f"{row['times']:.3f}", str(row["rounds"]))
-    return [row["model"], row["variant"], *figures, f"{row['over_tuned_ms']:+.2f}", f"{row['two_sigma_ms']:.2f}"]
+    over = (f"{row['over_tuned_ms']:+.2f}", f"{row['two_sigma_ms']:.2f}", row.get("same", ""))
+    return [row["model"], row["variant"], *figures, *over]
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -155,6 +172,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--oracle", choices=tuple(MODELS), default="fsdp", help="which model is searched in full")
     parser.add_argument("--combinations", type=int, default=27, help="at most, of the oracle")
+    parser.add_argument("--again", action="store_true", help="tune twice, and run both files")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12, help="of pairs")

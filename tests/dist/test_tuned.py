@@ -178,6 +178,14 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("factor", "found"), [(0.5, True), (2.0, True), (0.4, False), (2.1, False)])
+def test_layers_of_experts_are_found_by_size(two_ranks: Ranks, factor: float, found: bool, tmp_path: Path) -> None:
+    """That of a rank's tokens, once for each choice of an expert."""
+    expected = ["gather by tuning: exchange says so" if found else ""] * 2
+    assert two_ranks.run(programs.experts_by_size, factor, str(tmp_path)) == [expected] * 2
+
+
+@pytest.mark.needs("transformers")
 def test_experts_that_are_left_on_gpus_are_taken_for_a_choice(two_ranks: Ranks, tmp_path: Path) -> None:
     """It was measured; all others stay, with the reason that they have without a file."""
     expected = [("push by tuning: exchange says so", ""), ("", "not measured")]

@@ -276,6 +276,22 @@ def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelRepor
     return programs.largest_difference(found, expected), report
 
 
+def experts_by_size(_: Session, factor: float, folder: str) -> list[str]:
+    """The choices of layers of experts by a pair of so many times their size, which has no names."""
+    programs = expert_parallel_programs
+    spread = programs.Spread()
+    size = dist.get_world_size() * 2 * programs.LENGTH * 2 * 32 * 8  # ranks, tokens, choices of each, elements, bytes
+    pair = choice("exchange", "gather", int(size * factor), dtype="float64", stock="torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        model = programs.transformers_model(spread, folder)
+        with overlap(model, tuned=tuning(pair)) as handle:
+            programs._trained(model, spread)
+            report = handle.report().expert_parallel
+    assert report is not None
+    return [module.choice for module in report.modules]
+
+
 def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
     """What is said of each layer of experts that is left but for a choice, where only the first has one."""
     programs = expert_parallel_programs

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.pair.tuned_file import read_tuned
+from counterpoint.pair.tuned_file import read_tuned, tuned_toml
+from counterpoint.tuning.exporters import export
+from tests.support.example_tuned import example_tuned
 
 PAIRS = """
 [[pair]]
@@ -72,6 +74,9 @@ def test_a_budget_that_is_used_up_leaves_what_was_not_measured(pairs: Path) -> N
         (["pairs.toml", "--device", "cpu", "--nproc", "3"], "no pair is one of 3 ranks; the pairs have 2"),
         (["pairs.toml", "--device", "cpu", "--budget", "0"], "budget 0 s"),
         (["pairs.toml", "--device", "cpu", "--rounds", "4"], "rounds 4; at least 5"),
+        (["pairs.toml", "--machine"], "SOURCE with --machine: it measures all of a machine; leave SOURCE out"),
+        (["pairs.toml", "--to", "env", "--rounds", "9"], "--rounds with --to"),
+        (["pairs.toml", "--to", "env"], "pairs.toml is no tuning: schema = None"),
     ],
 )
 def test_a_wrong_use_ends_with_2_and_writes_nothing(pairs: Path, arguments: list[str], text: str) -> None:
@@ -79,3 +84,15 @@ def test_a_wrong_use_ends_with_2_and_writes_nothing(pairs: Path, arguments: list
     assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr
     assert [path.name for path in pairs.parent.iterdir()] == ["pairs.toml"]
+
+
+def test_a_tuning_is_written_for_others(tmp_path: Path) -> None:
+    """To standard output or a file, with the page where that is asked for; the tuning stays as it is."""
+    before = tuned_toml(example_tuned())
+    (tmp_path / "counterpoint.toml").write_text(before)
+    printed = tune(tmp_path, "counterpoint.toml", "--to", "env")
+    written = tune(tmp_path, "counterpoint.toml", "--to", "env", "--out", "tuned.sh", "--html", "tuned.html")
+    assert (printed.returncode, written.returncode, written.stdout) == (0, 0, "")
+    assert (tmp_path / "tuned.sh").read_text() == printed.stdout == export(example_tuned(), "env")
+    assert "<title>" in (tmp_path / "tuned.html").read_text()
+    assert (tmp_path / "counterpoint.toml").read_text() == before

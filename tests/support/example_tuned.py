@@ -36,6 +36,7 @@ def example_tuned() -> Tuned:
         step=StepTuning(
             before_us=150_100.0,
             after_us=138_900.0,
+            sigma_us=260.0,
             variants=(
                 StepVariant(name="stock", us=150_100.0, sigma_us=200.0, runs=10),
                 StepVariant(name="tuned", us=138_900.0, sigma_us=180.0, runs=10),

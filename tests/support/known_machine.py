@@ -19,7 +19,7 @@ from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.measurement.suites import FEW_SMS, GEMM, LASTING, STREAM, SUM, blocks_of, scenarios_of
+from counterpoint.measurement.suites import GEMM, LASTING, STREAM, SUM, blocks_of, capped, few_sms, scenarios_of
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import predict
 from counterpoint.pair.curves import Curves, curves_from
@@ -28,7 +28,7 @@ from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, steps_of
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
 from counterpoint.tuning.fit_compute import predicted_us as gemm_us
-from counterpoint.tuning.fit_pairs import MECHANISMS, summed_us
+from counterpoint.tuning.fit_pairs import summed_us
 from counterpoint.tuning.fitted import pair_of
 from counterpoint.tuning.rates import TimedCall
 from counterpoint.tuning.rates import predicted_us as clock_us
@@ -134,7 +134,7 @@ class KnownMachine:
 
     def _row(self, scenario: Scenario, size: int, mechanism: str, order: Order) -> Row:
         compute, comm = self.compute_us(scenario.workload), self.alone_us(scenario.collective, size, mechanism)
-        kept = self.profile.mechanisms[MECHANISMS.get(mechanism, mechanism.partition("+")[0])]
+        kept = self.profile.mechanisms["nccl_capped" if mechanism == capped() else mechanism.partition("+")[0]]
         g, c, both = play(compute, comm, kept.compute_kept, kept.comm_kept, order)
         head_us = 0.0 if order == "together" else HEAD_US
         ratios = overlap(compute_us=compute, comm_us=comm, both_us=both, order=order, head_us=head_us)
@@ -149,7 +149,7 @@ class KnownMachine:
             "pair_class": pair_class(compute, comm),
         }  # fmt: skip
         row = Row(**fields)
-        if mechanism in FEW_SMS and scenario.collective in REDUCTIONS:
+        if mechanism in few_sms() and scenario.collective in REDUCTIONS:
             pair = pair_of(row, RANKS, SmLayout.even(132))
             return Row(**fields | {"together": self._told(summed_us(pair, row, self.profile))})
         split = SmSplit.of(mechanism)

@@ -18,9 +18,10 @@ import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.driver import visible_gpus
+from counterpoint.machine.gpus import find_gpu
 from counterpoint.measurement.launch import STARTUP_S, VARIABLES, Progress, launch
 from counterpoint.measurement.resume import finished, resumable
-from counterpoint.measurement.suites import blocks_of, scenarios_of
+from counterpoint.measurement.suites import SMS, blocks_of, scenarios_of
 from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
 from counterpoint.version import VERSION
 
@@ -63,8 +64,9 @@ def measure(
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
     ranks = count_ranks(device, world_size)
-    scenarios = scenarios_of(suite, device=device, mechanisms=mechanisms)
-    blocks = blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms)
+    num_sms = _num_sms() if device == "cuda" else SMS
+    scenarios = scenarios_of(suite, device=device, mechanisms=mechanisms, num_sms=num_sms)
+    blocks = blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms, num_sms=num_sms)
     return measure_parts(
         suite, (*scenarios, *blocks), device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
         partial=partial, fresh=fresh, progress=progress,
@@ -176,6 +178,12 @@ def _gpus(verb: str = "measure") -> tuple[str, ...]:
     if reason is not None:
         raise Unsupported(f"{reason}; {verb} needs at least 2, or to try it on CPUs: --device cpu")
     return gpus
+
+
+def _num_sms() -> int:
+    """Return the SMs of this machine's GPUs by their data sheet."""
+    sheet = find_gpu(_gpus()[0])
+    return SMS if sheet is None else sheet.sm.num_sms
 
 
 def _world_size(device: str, asked: int | None, gpus: int) -> int:

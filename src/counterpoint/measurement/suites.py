@@ -219,13 +219,12 @@ def _chosen(suite: str, mechanisms: Sequence[str] | None, there: Sequence[str]) 
     return chosen
 
 
-CAPPED = "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116"  # `nccl_capped` of a profile
+SMS = 132  # of H100, H200 and where the GPU is not known
 LASTING = f"lasting {GEMM}"
 BURSTS = ("gemm 4096x4096x4096", "gemm 2048x2816x8192")  # too short for the power limit
 STREAM = "elementwise 536870912"
 SUM = f"sum {1 << 30}"
 MACHINE_LOADS = (GEMM, "llama-8b layer 4096")
-FEW_SMS = ("zero_sm+gemm_sms=124", "zero_sm+gemm_sms=116")  # beside which few SMs add up
 _CPU_GEMM = "gemm 512x512x512*8"
 _MACHINE_SIZES = {
     "cuda": tuple(1 << power for power in range(16, 31, 2)),  # 64 KiB to 1 GiB
@@ -235,18 +234,26 @@ _CTA_SIZES = (32 << 20, 256 << 20, 1 << 30)
 _CTA_LIMITS = ("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (4, 8, 16)), "nccl+max_ctas=16+cga_cluster=2")
 
 
-def _machine_pairs(device: str) -> tuple[Scenario, ...]:
+def capped(num_sms: int = SMS) -> str:
+    """Return the mechanism that a profile calls `nccl_capped`: 16 CTAs beside a GEMM that leaves them their SMs."""
+    return f"nccl+max_ctas=16+cga_cluster=2+gemm_sms={num_sms - 16}"
+
+
+def few_sms(num_sms: int = SMS) -> tuple[str, ...]:
+    """Return zero_sm beside GEMMs that leave few SMs, which add up."""
+    return tuple(f"zero_sm+gemm_sms={num_sms - free}" for free in (8, 16))
+
+
+def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
     """Return pairs that tell what both sides lose; on GPUs also how SMs are divided, and how fast few of them sum.
 
     A collective that waits for one GEMM slips in between several: a layer counts as much as a GEMM.
     """
     if device == "cpu":
         return tuple(_sized(_CPU_GEMM, name, 4, ("gloo", "zero_sm")) for name in ("all_gather", "all_reduce"))
-    divided = {
-        "all_gather": (CAPPED, "nccl+max_ctas=8+gemm_sms=124"),
-        "all_reduce": (CAPPED, "nccl+max_ctas=8+gemm_sms=124", *FEW_SMS),
-        "reduce_scatter": FEW_SMS,
-    }
+    by_nccl = (capped(num_sms), f"nccl+max_ctas=8+gemm_sms={num_sms - 8}")
+    summed = few_sms(num_sms)
+    divided = {"all_gather": by_nccl, "all_reduce": (*by_nccl, *summed), "reduce_scatter": summed}
     return tuple(
         scenario
         for workload, collective in product(MACHINE_LOADS, ("all_gather", "all_to_all", *REDUCTIONS))
@@ -259,14 +266,8 @@ def _machine_pairs(device: str) -> tuple[Scenario, ...]:
     )
 
 
-def _machine_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
-    """Return collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum and launches.
-
-    Raises:
-        Misconfigured: mechanisms are given; a profile needs all.
-    """
-    if mechanisms:
-        raise Misconfigured("suite 'machine' measures all that a profile holds: it takes no --mechanism")
+def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
+    """Return collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum and launches."""
     stock_and_own = BASES[device][0], "zero_sm"
     both = [name for name in OPERATIONS if {"torch", "programs"} <= OPERATIONS[name].measured_by]
     alone = tuple(
@@ -281,7 +282,7 @@ def _machine_blocks(device: str, world_size: int, mechanisms: Sequence[str] | No
         Block(name=f"{name} by CTAs", what=name, mechanisms=_CTA_LIMITS, sizes_bytes=_CTA_SIZES)
         for name in ("all_gather", "all_reduce")
     )
-    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in (124, 116, 108)))
+    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in (num_sms - 8, num_sms - 16, num_sms - 24)))
     return (
         *alone,
         *ctas,
@@ -303,7 +304,7 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
     "forum": lambda: _pairs((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
     "budget": _budget,
     "blocks": lambda: (),
-    "machine": lambda: _machine_pairs("cuda"),
+    "machine": lambda: (),
     "tensor": lambda: (),
     "expert": lambda: (),
     "full": lambda: _pairs(
@@ -314,23 +315,38 @@ SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
 }
 
 BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, "blocks": _blocks}
-# with mechanisms of their own, on CPUs, too
-_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks, "machine": _machine_blocks}
+_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks}  # with mechanisms of their own, on CPUs, too
 
 
-def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = None) -> tuple[Scenario, ...]:
-    """Return the pairs of a suite, by `mechanisms` or by its own; raise Misconfigured for a wrong name."""
+def scenarios_of(
+    suite: str, *, device: str, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
+) -> tuple[Scenario, ...]:
+    """Return the pairs of a suite.
+
+    Args:
+        suite: its name.
+        device: cuda or cpu.
+        mechanisms: those to measure; None: those of the suite.
+        num_sms: SMs of the GPU, which `machine` divides.
+
+    Raises:
+        Misconfigured: there is no such suite or mechanism, or the suite takes none.
+    """
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
     if suite == "machine":
-        return _machine_pairs(device)
+        if mechanisms:
+            raise Misconfigured("suite 'machine' measures all that a profile holds: it takes no --mechanism")
+        return _machine_pairs(device, num_sms)
     if suite in _OWN_BLOCKS:
         return ()
     for name in mechanisms or ():
         find_mechanism(name, device)
     if device == "cpu":
         if suite != "quick":
-            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick, {', '.join(_OWN_BLOCKS)}")
+            raise Misconfigured(
+                f"suite {suite!r} is about GPUs; on a CPU there are quick, {', '.join(_OWN_BLOCKS)}, machine"
+            )
         return _pairs((_CPU_GEMM,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
     scenarios = SUITES[suite]()
     if mechanisms:
@@ -342,7 +358,7 @@ def scenarios_of(suite: str, *, device: str, mechanisms: Sequence[str] | None = 
 
 
 def blocks_of(
-    suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None
+    suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
 ) -> tuple[Block, ...]:
     """Return the building blocks of a suite; some have none.
 
@@ -351,10 +367,13 @@ def blocks_of(
         device: cuda or cpu.
         world_size: ranks, among which the layers of `tensor` and `expert` are divided.
         mechanisms: those of `tensor` and `expert` to measure; None: all.
+        num_sms: SMs of the GPU, which `machine` divides.
 
     Raises:
-        Misconfigured: the suite has no such mechanism, or takes none.
+        Misconfigured: the suite has no such mechanism.
     """
+    if suite == "machine":
+        return _machine_blocks(device, num_sms)
     if suite in _OWN_BLOCKS:
         return _OWN_BLOCKS[suite](device, world_size, mechanisms)
     return BLOCKS[suite]() if suite in BLOCKS else ()

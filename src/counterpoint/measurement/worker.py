@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,12 +94,12 @@ class Worker:
         done = set(session.gather(here)[0])
         calibration = Calibration()
         environment = _environment(session) if session.rank == 0 else None
-        longest_s = 0.0  # of the parts so far
+        took_s: list[float] = []
         for part in self.plan.parts:
             if part.name in done:
                 continue
             began = time.monotonic()
-            if longest_s and session.gather(began + longest_s > (self.plan.until_s or math.inf))[0]:
+            if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
                 break
             self.scenario = part.name
             if isinstance(part, Block):
@@ -109,7 +110,7 @@ class Worker:
                 with results.open("ab") as file:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
                 environment = None
-            longest_s = max(longest_s, time.monotonic() - began)
+            took_s.append(time.monotonic() - began)
 
     def leave(self, error: Exception) -> None:
         """Write a `RankFailure` that says why this rank ends, whole or not at all."""

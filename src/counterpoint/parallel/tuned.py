@@ -116,18 +116,24 @@ class FollowedTuning:
 
     def _knob_text(self, knob: str) -> str:
         """Return why a knob of a choice is not applied; empty if it is."""
-        key, _, value = knob.partition("=")
-        if key == _GEMM_SMS:
-            return self._gemm_sms and f"{knob} not applied: {self._gemm_sms}"
-        variable = VARIABLES.get(key)
-        if knob == "priority=high":
-            variable, value = "TORCH_NCCL_HIGH_PRIORITY", "1"
-        if variable is None:
-            return f"{printable(knob)} not applied: give it to process groups when they are made"
-        if os.environ.get(variable) == value:
-            return ""
-        advice = f"set {variable}={value} before the groups are made (counterpoint tune {self.name} --to env)"
-        return f"{knob} not applied: {advice}"
+        if knob.startswith(f"{_GEMM_SMS}="):
+            why_not = self._gemm_sms
+        elif (setting := _setting(knob)) is None:
+            why_not = "give it to process groups when they are made"
+        elif os.environ.get(setting[0]) == setting[1]:
+            why_not = ""
+        else:
+            command = f"counterpoint tune {self.name} --to env"
+            why_not = f"set {'='.join(setting)} before the groups are made ({command})"
+        return why_not and f"{printable(knob)} not applied: {why_not}"
+
+
+def _setting(knob: str) -> tuple[str, str] | None:
+    """Return the variable by which later process groups have a knob, and its value; None: there is none."""
+    if knob == "priority=high":
+        return "TORCH_NCCL_HIGH_PRIORITY", "1"
+    key, _, value = knob.partition("=")
+    return (VARIABLES[key], value) if key in VARIABLES else None
 
 
 def follow_together(

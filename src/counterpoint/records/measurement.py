@@ -91,7 +91,8 @@ class Plan(Record, frozen=True, kw_only=True):
     results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
     errors: str  # folder: a rank that fails writes rank<N>.json here
     order: tuple[str, ...] = ()  # names of parts, to be measured in this order; those without a place come last
-    until_s: float | None = None  # of CLOCK_MONOTONIC: no part but the first is begun that would end after it
+    # of CLOCK_MONOTONIC: no part but the first is begun that would, by their mean time so far, end after it
+    until_s: float | None = None
 
     @property
     def parts(self) -> tuple[Scenario | Block, ...]:

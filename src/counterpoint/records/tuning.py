@@ -86,6 +86,7 @@ class StepTuning(_Strict, frozen=True, kw_only=True):
 
     before_us: Micros
     after_us: Micros
+    sigma_us: Micros  # of the difference of both, round by round
     variants: Annotated[tuple[StepVariant, ...], Meta(max_length=256)]
     falsified: Annotated[tuple[Sentence, ...], Meta(max_length=256)] = ()  # choices taken back, with the figures
 

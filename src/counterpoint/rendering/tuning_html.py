@@ -75,6 +75,9 @@ def headline(tuned: Tuned) -> str:
     """Return what tuning brought: to whole steps if they were measured, else to pairs."""
     if tuned.step is not None:
         before, after = tuned.step.before_us, tuned.step.after_us
+        if abs(after - before) <= 2 * tuned.step.sigma_us:
+            noise = say.duration(2 * tuned.step.sigma_us)
+            return f"A step takes as long as before: {say.duration(before)}, to within 2 sigma of {noise}"
         change = say.percent(after / before - 1 if before else None, digits=1, sign=True)
         return f"A step takes {say.duration(after)} instead of {say.duration(before)}: {change}"
     return verdict(tuned)

@@ -213,7 +213,7 @@ def _timeline(
         order = np.lexsort((-host["end"], host["start"]))
         described, shaped = host["info"][order], host["shape"][order]
         host_ops = sorted_host(host)
-        gpu_ops = _device_ops_of_host(host_ops, names, tuple(columns.infos), described, shaped)
+        gpu_ops = _device_ops_of_host(host_ops, names, columns.infos, described, shaped)
     stated = header.get("distributedInfo")  # rank, world_size, backend, nccl_version, ... as c10d states them
     info = stated if isinstance(stated, dict) else {}
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
@@ -362,7 +362,7 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
 
 
 def _device_ops_of_host(
-    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, shape_of_row: Any
+    host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, shape_of_row: Any
 ) -> GpuOps:
     """Return compute and communication of a rank that has no GPU.
 
@@ -405,22 +405,28 @@ def _outermost(host: HostOps, rows: Any) -> Any:
 
 
 def _nearest_info(
-    host: HostOps, names: tuple[str, ...], infos: tuple[CollectiveInfo, ...], info_of_row: Any, rows: Any, is_comm: Any
+    host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, rows: Any, is_comm: Any
 ) -> Any:
     """Return the index in `infos` for each row: its own, else that of the next unused one of its operation; or -1.
 
-    Gloo runs a reduce_scatter as an all_reduce, so that these two are one operation here.
+    Gloo runs a reduce_scatter as an all_reduce, so that these two are one operation here. An info of a row that names
+    no operation adds its dtype, where that of the operation is not known.
     """
     info = np.full(len(rows), -1, np.int32)
     info[is_comm] = info_of_row[rows[is_comm]]
     queues: dict[str, list[int]] = {}
     for row in np.flatnonzero(info_of_row >= 0).tolist():
         at = int(info_of_row[row])
-        queues.setdefault(_run_as(infos[at].op or ""), []).append(at)
-    for position in np.flatnonzero(is_comm & (info < 0)).tolist():
+        if (op := infos[at].op) is not None:
+            queues.setdefault(_run_as(op), []).append(at)
+    for position in np.flatnonzero(is_comm).tolist():
+        own = infos[info[position]] if info[position] >= 0 else None
+        if own is not None and own.op is not None:
+            continue
         waiting = queues.get(_run_as(classify.normal_op(names[host.name[rows[position]]])))
-        if waiting:
-            info[position] = waiting.pop(0)
+        info[position] = at = waiting.pop(0) if waiting else -1
+        if at >= 0 and own is not None and classify.dtype_bytes(infos[at].dtype) is None:
+            infos[at] = replace(infos[at], dtype=own.dtype)
     return info
 
 

@@ -32,9 +32,10 @@ _HOST = {
 }
 _CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
 _REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # what other events say, too
+_DIMS = 8  # most of a tensor
 _RAW = msgspec.Raw(b"")
 PARAM_COMMS = "record_param_comms"
-_C10D = "c10d::"
+_C10D, _GLOO = "c10d::", "gloo:"
 _LAST_US = 9.2e15  # the year 2261, the most that 63 bits of ns hold
 _EXACT_US = 1 << 43  # a float64 of fewer µs is exact to the ns
 
@@ -358,11 +359,11 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
     """Return the index in `infos` of what is known of the collective that each event calls; -1 for other events.
 
     c10d describes them in `record_param_comms`. Where the backend leaves that out, as gloo does, the inputs of the
-    operation (`c10d::_allgather_base_`) say as much.
+    operation (`c10d::_allgather_base_`) say as much, but for the dtype of lists of tensors; `gloo:all_gather` has it.
     """
     infos = np.full(len(events), -1, np.int32)
     ids, first = np.unique(name, return_index=True)
-    called = [(events[i].name or "").startswith((PARAM_COMMS, _C10D)) for i in first.tolist()]
+    called = [(events[i].name or "").startswith((PARAM_COMMS, _C10D, _GLOO)) for i in first.tolist()]
     for row in np.flatnonzero(np.isin(name, ids[called])).tolist():
         args = events[row].args
         if args is None:
@@ -385,21 +386,30 @@ def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
         return None
     if op is None or not shapes or not types:
         return None
+    dtype = types[0] if isinstance(types[0], str) else None
+    if name.startswith(_GLOO):
+        return CollectiveInfo(dtype=dtype)
     out = _numel(shapes[0])
     return CollectiveInfo(
         op=op,
         out_nelems=out,
         in_nelems=(_numel(shapes[1]) or out) if len(shapes) > 1 else out,
-        dtype=types[0] if isinstance(types[0], str) else None,
+        dtype=dtype,
     )
 
 
 def _numel(shape: Any) -> int | None:
-    """Return the elements of a tensor of this shape; None if it is no shape, or that of a list of tensors."""
-    if not isinstance(shape, list) or not all(type(length) is int and 0 <= length < 1 << 40 for length in shape):
+    """Return the elements of a tensor of this shape, or of a list of tensors; None if it is neither."""
+    if not isinstance(shape, list) or not shape:
         return None
-    numel = math.prod(shape)
-    return numel if shape and numel < 1 << 50 else None
+    tensors = shape if isinstance(shape[0], list) else [shape]
+    if not all(isinstance(one, list) and len(one) <= _DIMS and all(map(_is_length, one)) for one in tensors):
+        return None
+    return sum(map(math.prod, tensors))
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 40
 
 
 def _threads(threads: Intern[tuple[Any, ...]], events: list[KinetoEvent]) -> Any:

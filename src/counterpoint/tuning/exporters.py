@@ -30,6 +30,7 @@ from counterpoint.tuning.shared import (
 )
 
 FILE = "counterpoint.toml"  # what the other formats call the file itself
+_FOLLOW = f'export COUNTERPOINT_TUNED="${{COUNTERPOINT_TUNED:-{FILE}}}"'
 _VARIABLES = {  # of NCCL and torch, by the field of `ProcessGroupNCCL.Options`
     "max_ctas": VARIABLES["max_ctas"],
     "min_ctas": VARIABLES["min_ctas"],
@@ -103,7 +104,7 @@ def _env(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     shared = _of_nccl(pairs)
     yield f"# {title}"
     yield "# counterpoint.overlap and backend counterpoint follow the file itself, pair by pair:"
-    yield f'export COUNTERPOINT_TUNED="${{COUNTERPOINT_TUNED:-{FILE}}}"'
+    yield _FOLLOW
     yield from _comments(_left_out(pairs, "no variable"))
     if shared is None:
         return
@@ -177,6 +178,7 @@ def _torchtitan(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     yield '# Source this file in Bash, then: ./run_train.sh "${overrides[@]}"'
     yield from _comments(one.says(_by_torchtitan(one)) for one in pairs)
     yield from _comments(_reasons(shared) if exchanges else [])
+    yield _FOLLOW
     yield "overrides=("
     if names:
         yield "  --override.imports"
@@ -187,9 +189,9 @@ def _torchtitan(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
 def _by_torchtitan(one: Numbered) -> str:
     operation = one.pair.operation
     if one.is_left:
-        return "left to torch" if operation not in _OVERRIDES else "left to torch by counterpoint's own rules"
+        return "left to torch"
     if operation in _OVERRIDES:
-        return f"the override {_OVERRIDES[operation]}, which chooses by its own rules"
+        return f"the override {_OVERRIDES[operation]}, which follows COUNTERPOINT_TUNED"
     if operation == EXCHANGE:
         return "the override token_dispatcher, one mechanism for all layers"
     return "no override: call counterpoint.overlap(model, tuned=...) after parallelize, or see the form env"

@@ -9,8 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.profile import Profile
-from counterpoint.measurement.suites import CAPPED, FEW_SMS, SUM
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.machine.profile import Disturbance, Profile
+from counterpoint.measurement.suites import SMS, SUM, capped, few_sms
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
@@ -19,7 +20,6 @@ from counterpoint.records.measurement import Measurement, Row
 from counterpoint.tuning import contention
 from counterpoint.tuning.fitted import Fitted, beside, comm_kept, compute_kept, pair_of, sheet_of, stock_rows, within
 
-MECHANISMS = {CAPPED: "nccl_capped"}  # names in a profile, where they are others than in a suite
 _SM_RATES = tuple(10.0 * 1.02**step for step in range(200))  # GB/s: 10 to 515
 
 
@@ -31,16 +31,17 @@ def fit_sums(measured: Measurement, known: Profile) -> Fitted:
     Raises:
         Misconfigured: the sum alone, such a pair, or a GEMM beside an all_gather was not measured.
     """
-    layout = SmLayout.even(sheet_of(measured).sm.num_sms, known.chip)
+    num_sms = sheet_of(measured).sm.num_sms
+    layout, summed = SmLayout.even(num_sms, known.chip), few_sms(num_sms)
     alone = stock_rows(measured).get(SUM)
     copied = [row for row in beside(measured, "zero_sm") if row.collective not in REDUCTIONS]
     rows = [
         row
         for row in measured.rows
-        if row.mechanism in FEW_SMS and row.collective in REDUCTIONS and row.order == "together" and row.marked is None
+        if row.mechanism in summed and row.collective in REDUCTIONS and row.order == "together" and row.marked is None
     ]
     if alone is None or alone.gb_per_s is None or not copied or not rows:
-        raise Misconfigured(f"{SUM} alone, a GEMM beside an all_gather by zero_sm, or {FEW_SMS[0]} was not measured")
+        raise Misconfigured(f"{SUM} alone, a GEMM beside an all_gather by zero_sm, or {summed[0]} was not measured")
     lost = within(1.0 - median(map(compute_kept, copied)), 0.0, 0.99)
     pairs = [(pair_of(row, measured.environment.world_size, layout), row) for row in rows]
     found = {}
@@ -88,18 +89,20 @@ def fit_mechanisms(measured: Measurement, known: Profile) -> dict[str, Fitted]:
     Raises:
         Misconfigured: no pair was measured in which the collective came first and both sides ran for a while.
     """
-    suited = (row.mechanism for row in measured.rows if "+" not in MECHANISMS.get(row.mechanism, row.mechanism))
+    sheet = find_gpu(measured.environment.gpu)
+    names = {row.mechanism: row.mechanism for row in measured.rows if "+" not in row.mechanism}
+    names["nccl_capped"] = capped(SMS if sheet is None else sheet.sm.num_sms)
     found = {
-        MECHANISMS.get(name, name): _kept(measured, name, known)
-        for name in dict.fromkeys(suited)
-        if beside(measured, name)
+        name: _kept(measured, mechanism, known.mechanisms.get(name))
+        for name, mechanism in names.items()
+        if beside(measured, mechanism)
     }
     if not found:
         raise Misconfigured("no pair was measured in which the collective came first and both sides ran for a while")
     return found
 
 
-def _kept(measured: Measurement, name: str, known: Profile) -> Fitted:
+def _kept(measured: Measurement, name: str, shipped: Disturbance | None) -> Fitted:
     """Return the figures of one mechanism: speeds where the collective came first, `hidden` over all orders."""
     rows = [row for row in measured.rows if row.mechanism == name and row.marked is None]
     first = beside(measured, name)
@@ -109,7 +112,6 @@ def _kept(measured: Measurement, name: str, known: Profile) -> Fitted:
         collective: within(fmean(row.hidden for row in rows if row.collective == collective), -10.0, 1.0)
         for collective in dict.fromkeys(row.collective for row in rows)
     }
-    shipped = known.mechanisms.get(MECHANISMS.get(name, name))
     return Fitted(
         figures={
             "compute_kept": within(median(map(compute_kept, first)), 0.0, 1.0),

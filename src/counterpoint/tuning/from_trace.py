@@ -5,7 +5,7 @@ what computes from when it was ready (held up by a kernel that took every SM: di
 end; if no matmul does, what computes until the next one of its kind is ready: beside that it would run if it
 were asked for earlier. The class's longest matmul stands for all, as often as they take its time.
 
-A gather whose very next matmul multiplies the gathered rows is one pair with it, `all_gather_matmul`; so is a matmul
+A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a matmul
 and the scatter of its product, `matmul_reduce_scatter`.
 """
 
@@ -39,6 +39,7 @@ _LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of
 _REPEATS = 99  # most that a workload's name can say
 _AGREE = 0.75  # share of a class's calls in which the same side came first
 _MODULES = 64
+_SHARE = 4  # most matmuls that share one gather: query, key and value, or gate and up
 _SHORTEST_US = 1.0
 _SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
 
@@ -166,21 +167,24 @@ class _Rank:
         of_compute = np.flatnonzero(gpu.kind == Kind.COMPUTE)
         self.matmuls = of_compute[is_matmul_name[gpu.name[of_compute]]] if len(of_compute) else of_compute
         self.products, self.which = self._products()
+        self.next_ready = self._next_ready()
+        self.dependent, self.waiting = self._dependents()
 
     def add_to(self, found: defaultdict[_Kind, _Class], left_out: Counter[str]) -> None:
         """Add this rank's calls to their classes, and those that are no pair to `left_out`, by why."""
         comm, rows = self.digest.comm, self.rows
         beside, unknown = self._beside(self.ready[rows], self.done[rows])
-        later_end = self._until_next()
-        later, later_unknown = self._beside(self.done[rows], later_end)
+        until = np.where(np.isfinite(self.next_ready[rows]), self.next_ready[rows], self.done[rows])
+        later, later_unknown = self._beside(self.done[rows], until)
         ahead = self.busy.within(self.ready[rows] - _SHORTEST_US, self.ready[rows]) > 0.5 * _SHORTEST_US
         mean_us = self._mean_us()
         for at, row in enumerate(rows.tolist()):
             if (why := self._no_pair(row)) is not None:
                 left_out[why] += 1
                 continue
-            matmul = self._dependent(row)
-            us = beside[:, at] if beside[:, at].any() or unknown[at] > 0 else later[:, at]
+            matmul = self.dependent.get(row)
+            waits = (comm.op[row], int(comm.bytes[row])) in self.waiting
+            us = beside[:, at] if beside[:, at].any() or unknown[at] > 0 or waits else later[:, at]
             if matmul is None and not us.any():
                 left_out["shapes" if unknown[at] > 0 or later_unknown[at] > 0 else "alone"] += 1
                 continue
@@ -248,37 +252,56 @@ class _Rank:
         rows = self.matmuls[chosen]
         return Intervals.union(self.start[rows], self.end[rows]).within(start, end)
 
-    def _until_next(self) -> F64:
-        """Return when the next collective of the same operation and group is ready, for each of `rows`."""
-        comm, rows = self.digest.comm, self.rows
-        until = self.done[rows].copy()
+    def _next_ready(self) -> F64:
+        """Return when the next collective of the same operation and group is ready, for each; infinity: none is."""
+        comm = self.digest.comm
+        found = np.full(len(comm), np.inf)
         last: dict[tuple[str, str], float] = {}
-        for at in range(len(rows) - 1, -1, -1):
-            key = comm.op[rows[at]], comm.group[rows[at]]
-            until[at] = max(last.get(key, until[at]), until[at])
-            last[key] = float(self.ready[rows[at]])
-        return until
+        for row in self.rows[::-1].tolist():
+            key = comm.op[row], comm.group[row]
+            found[row] = max(last.get(key, np.inf), float(self.done[row]))
+            last[key] = float(self.ready[row])
+        return found
 
-    def _dependent(self, row: int) -> Product | None:
+    def _dependents(self) -> tuple[dict[int, Product], set[tuple[str, int]]]:
+        """Return the matmuls that depend on a collective, or it on them, by row; and operation and bytes of all such.
+
+        A matmul for the gradient of a weight has a left factor of as many bytes, but sums over the gathered rows: its M
+        is not that of most, and it can only wait.
+        """
+        comm = self.digest.comm
+        found = {row: product for row in self.rows.tolist() if (product := self._next_to(row)) is not None}
+        commonest = Counter(product[0] for product in found.values()).most_common(1)
+        waiting = {(comm.op[row], int(comm.bytes[row])) for row in found}
+        return {row: product for row, product in found.items() if product[0] == commonest[0][0]}, waiting
+
+    def _next_to(self, row: int) -> Product | None:
         """Return the matmul of the rows that this collective gathers, or that makes the rows that it scatters, if any.
 
         It is the one that starts next after a gather, or ended last before a scatter, with a left factor or a product
-        of exactly as many bytes, while none ran beside the collective.
+        of exactly as many bytes, while little ran beside the collective. Matmuls of the same rows that follow a gather
+        at once, as of query, key and value, are one with as many columns.
         """
         comm = self.digest.comm
         item, op = dtype_bytes(comm.dtype[row]), comm.op[row]
-        if item is None or op not in DEPENDENT or not len(self.matmuls):
+        if self._no_pair(row) is not None or item is None or op not in DEPENDENT:
             return None
-        starts = self.start[self.matmuls]
-        at = int(np.searchsorted(starts, self.done[row] if op == "all_gather" else self.ready[row]))
-        at -= op == "reduce_scatter"
+        gathers = op == "all_gather"
+        at = int(np.searchsorted(self.start[self.matmuls], self.done[row] if gathers else self.ready[row])) - (
+            not gathers
+        )
         if not 0 <= at < len(self.matmuls) or self.which[at] < 0:
             return None
         m, n, k = self.products[self.which[at]]
-        window = np.array([self.ready[row]]), np.array([self.done[row]])
-        if self.busy.within(*window)[0] > 0.5 * float(window[1][0] - window[0][0]):
+        beside_us = self.busy.within(self.ready[[row]], self.done[[row]])[0]
+        if m * (k if gathers else n) * item != comm.bytes[row] or beside_us > 0.5 * (self.done[row] - self.ready[row]):
             return None
-        return (m, n, k) if m * (k if op == "all_gather" else n) * item == comm.bytes[row] else None
+        for other in range(at + 1, min(at + _SHARE, len(self.matmuls)) if gathers else 0):
+            which, start = self.which[other], self.start[self.matmuls[other]]
+            if which < 0 or self.products[which][::2] != (m, k) or start >= self.next_ready[row]:
+                break
+            n += self.products[which][1]
+        return m, n, k
 
 
 def _product(shapes: str) -> Product | None:

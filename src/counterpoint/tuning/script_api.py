@@ -69,6 +69,7 @@ def tune_script(
         Unsupported: nothing can be measured here.
         PeerTimeout: ranks died or hung; names them, and their log.
     """
+    began = time.monotonic()
     run, tell = parse_command(command), progress or (lambda done, total, what: None)
     with run_folder("counterpoint-tune-") as folder:
         tell(0, 3, "recording steps of the script")
@@ -87,7 +88,8 @@ def tune_script(
             run, folder, recorded, sets_variables=bool(variables_of(tuned)), budget_s=budget_s, timeout_s=timeout_s
         )
         tuned = confirm(tuned, steps.compare, folder=folder, most_left_out=steps.most_left_out)
-        return replace(tuned, notes=(*notes, *tuned.notes, *steps.notes)[:256])
+        seconds = round(time.monotonic() - began, 1)
+        return replace(tuned, seconds=seconds, notes=(*notes, *tuned.notes, *steps.notes)[:256])
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
@@ -127,7 +129,7 @@ class ScriptComparison:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return how steps were compared, and how many choices they followed."""
-        apart = (f"steps were compared in processes apart: {self._why_apart}",) * self.is_apart
+        apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
     def compare(self, variants: Sequence[ScriptVariant]) -> StepTimes:

@@ -121,11 +121,11 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
     for attempt in range(1, TRIES + 1):
         if not chosen(tuned):
             break
-        left_out = chosen(tuned)[:most_left_out] if len(chosen(tuned)) > 1 else []
-        without = {choice: f"{TUNED} without {name_of(tuned, choice)}" for choice in left_out}
+        without = _without(tuned, most_left_out)
         times = compare(_variants(tuned, without, folder))
         rows += [_row(name if attempt == 1 else f"{name}, run {attempt}", times[name]) for name in times]
         before_us, after_us = median(times[STOCK]), median(times[TUNED])
+        sigma_us = difference(times[STOCK], times[TUNED])[1]
         found = falsified(tuned, times, without)
         if found and attempt == TRIES:
             rest = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
@@ -137,20 +137,35 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
     if not rows:
         return replace(tuned, notes=(*tuned.notes, "all pairs stay with torch: there was nothing to confirm by steps"))
     if not chosen(tuned):
-        after_us = before_us
+        after_us, sigma_us = before_us, 0.0
         tuned = replace(tuned, notes=(*tuned.notes, "no choice is left: train without counterpoint.overlap"))
-    step = StepTuning(before_us=before_us, after_us=after_us, variants=tuple(rows[:256]), falsified=tuple(said[:256]))
+    step = StepTuning(
+        before_us=before_us,
+        after_us=after_us,
+        sigma_us=sigma_us,
+        variants=tuple(rows[:256]),
+        falsified=tuple(said[:256]),
+    )
     return replace(tuned, step=step)
+
+
+def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
+    """Return the variants that leave out one choice each; without the only one there is, steps are those of stock."""
+    first, *others = chosen(tuned)
+    if not others:
+        return {first: STOCK}
+    return {choice: f"{TUNED} without {name_of(tuned, choice)}" for choice in (first, *others)[:most]}
 
 
 def _variants(tuned: Tuned, without: Mapping[Choice, str], folder: Path) -> list[ScriptVariant]:
     """Return stock, all choices, and all but one; their files are written to a new folder."""
     files = Path(mkdtemp(prefix="choices-", dir=folder))
     sets = {TUNED: tuned} | {name: take_back(tuned, {choice: "left out"}) for choice, name in without.items()}
+    sets.pop(STOCK, None)
     made = [ScriptVariant(name=STOCK, file=None)]
-    for number, (name, choices) in enumerate(sets.items()):
+    for number, (name, kept) in enumerate(sets.items()):
         path = files / f"{number}.toml"
-        path.write_text(tuned_toml(choices))
+        path.write_text(tuned_toml(kept))
         made.append(ScriptVariant(name=name, file=str(path)))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from counterpoint.tuning import run_script as running
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.run_command import parse_command
 from counterpoint.tuning.run_script import run_script
-from counterpoint.tuning.script_task import ScriptTask, ScriptVariant
+from counterpoint.tuning.script_api import ScriptComparison
+from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
 from tests.support.example_tuned import example_tuned
 from tests.support.kineto_trace import annotation, header, launched, metadata, op, write
 
@@ -144,6 +146,23 @@ def test_variants_run_in_turns_in_one_process(tmp_path: Path) -> None:
     assert found.followed == {"tuned": "1 of 1 choices followed"}
 
 
+def test_a_script_without_overlap_runs_each_variant_in_processes_of_its_own(tmp_path: Path) -> None:
+    """Stock, tuned, tuned, stock, stock, tuned: its environment names the file, or says that there is none."""
+    file = planted(tmp_path)
+    run = parse_command(
+        command(tmp_path, "step > 1 or print(os.environ['COUNTERPOINT_TUNED'], file=open('seen', 'a'))")
+    )
+    recorded = ScriptResult(overlap="never", device="cpu", world_size=1)
+    compared = ScriptComparison(run, tmp_path, recorded, sets_variables=False, budget_s=0.0)
+    with contextlib.chdir(tmp_path):
+        variants = (ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file=str(file)))
+        times = compared.compare(variants)
+    assert {name: len(each) for name, each in times.items()} == {"stock": 3, "tuned": 3}
+    expected = ["off", str(file), str(file), "off", "off", str(file)]
+    assert (tmp_path / "seen").read_text().split() == expected
+    assert "the script never calls counterpoint.overlap" in compared.notes[0]
+
+
 def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-c", "from counterpoint.cli import main; main()", "tune", *arguments]
     return subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=500)
@@ -185,9 +204,9 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
     [
         ([], "give one of SOURCE"),
         (["--run", "srun train.py"], "starts with 'srun'"),
-        (["--run", "python train.py", "--nproc", "2"], "leave it out"),
-        (["--run", "python train.py", "--fresh"], "leave it out"),
-        (["pairs.toml", "--run", "python train.py"], "give one of SOURCE"),
+        (["--run", "python train.py", "--nproc", "2"], "leave --nproc out"),
+        (["--run", "python train.py", "--fresh"], "leave --fresh out"),
+        (["pairs.toml", "--run", "python train.py"], "leave SOURCE out"),
     ],
 )
 def test_wrong_use_is_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -10,7 +10,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
 from counterpoint.measurement.dependent import DependentMatmul, find_dependent, find_exchange
 from counterpoint.measurement.mechanisms import find_mechanism
-from counterpoint.measurement.suites import SUITES, blocks_of, scenarios_of
+from counterpoint.measurement.suites import SUITES, blocks_of, capped, few_sms, scenarios_of
 from counterpoint.measurement.workloads import find_workload
 
 
@@ -83,7 +83,16 @@ def test_a_machine_is_measured_with_all_that_a_profile_needs(device: str) -> Non
 def test_a_machine_is_measured_whole() -> None:
     """A profile without some of the mechanisms would be another's."""
     with pytest.raises(Misconfigured, match="takes no --mechanism"):
-        blocks_of("machine", device="cuda", world_size=4, mechanisms=["nccl"])
+        scenarios_of("machine", device="cuda", mechanisms=["nccl"])
+
+
+def test_a_machine_is_measured_by_its_own_sms() -> None:
+    """GEMMs leave 8, 16 and 24 SMs of as many as the GPU has."""
+    blocks = {block.name: block for block in blocks_of("machine", device="cuda", world_size=4, num_sms=108)}
+    by_sms = blocks["gemm 8192x8192x8192 by SMs"].mechanisms
+    assert by_sms == ("stock", "gemm_sms=100", "gemm_sms=92", "gemm_sms=84")
+    mechanisms = {name for each in scenarios_of("machine", device="cuda", num_sms=108) for name in each.mechanisms}
+    assert mechanisms > {capped(108), *few_sms(108), "nccl+max_ctas=8+gemm_sms=100"}
 
 
 def test_mechanisms_replace_the_suites_own() -> None:

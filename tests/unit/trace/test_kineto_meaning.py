@@ -338,6 +338,13 @@ def c10d(name: str, at: float, dims: Any, types: Any = ("float",)) -> kt.Event:
     return made
 
 
+def gloo(op: str, at: float) -> kt.Event:
+    """A range of gloo's thread, which says the type of what it moves."""
+    made = kt.annotation(f"gloo:{op}", at, 5.0, tid=99)
+    made["args"] |= {"Input Dims": [[50]], "Input type": ["double"]}
+    return made
+
+
 def test_gloo_without_metadata_is_told_by_the_inputs_of_c10d(read: Any) -> None:
     """Output, then input; a reduce_scatter runs as an all_reduce. An aten operation keeps its shapes."""
     timeline = read([
@@ -345,15 +352,14 @@ def test_gloo_without_metadata_is_told_by_the_inputs_of_c10d(read: Any) -> None:
         c10d("_reduce_scatter_base_", 10.0, [[50], [100], [], []]),
         c10d("_allgather_base_", 20.0, [[100], [50], []]),
         c10d("allreduce_", 30.0, [[[7], [8]], [], []], types=["TensorList", "", ""]),
-        *(kt.annotation(f"gloo:{op}", at + 2, 5.0, tid=99)
-          for op, at in (("all_reduce", 10.0), ("all_gather", 20.0), ("all_reduce", 30.0))),
+        *(gloo(op, at + 2) for op, at in (("all_reduce", 10.0), ("all_gather", 20.0), ("all_reduce", 30.0))),
     ])  # fmt: skip
     infos = [info_of(timeline, row) for row in range(4)]
     assert [info and (info.op, info.in_nelems, info.out_nelems, info.dtype) for info in infos] == [
         None,
         ("reduce_scatter", 100, 50, "float"),
         ("all_gather", 50, 100, "float"),
-        ("all_reduce", None, None, "TensorList"),
+        ("all_reduce", 15, 15, "double"),  # a list of two tensors, whose type gloo says
     ]
     assert timeline.shapes[timeline.gpu.shape[0]] == "[[4,8],[8,2]]"
     assert timeline.gpu.shape[1:].tolist() == [-1, -1, -1]

@@ -123,6 +123,27 @@ def test_a_gather_whose_rows_the_next_matmul_multiplies(tmp_path: Path, rows: in
     assert all((pair.compute, pair.first) == ("gemm 8192x512x1024", None) for pair in found)
 
 
+def test_matmuls_that_share_gathered_rows_are_one(tmp_path: Path) -> None:
+    """Query, key and value: the columns of three matmuls, not of the one after them."""
+    found, _ = pairs(
+        tmp_path,
+        gather(100, 300.0, 1, elements=4096 * 1024),
+        *(matmul(410 + 100 * i, 90.0, 8192, n, 1024, 2 + i) for i, n in enumerate((512, 128, 128))),
+        matmul(800, 90.0, 8192, 64, 512, 9),
+    )
+    assert [(p.operation, p.compute) for p in found] == [("all_gather_matmul", "gemm 8192x768x1024")]
+
+
+def test_a_matmul_for_the_gradient_of_a_weight_is_no_pair(tmp_path: Path) -> None:
+    """Its left factor has as many bytes, but it sums over the gathered rows; nor does it run beside its gather."""
+    forward = [(gather(t, 100.0, i, elements=4096 * 1024), matmul(t + 110, 80.0, 8192, 512, 1024, i + 1))
+               for t, i in ((100.0, 1), (400.0, 3))]  # fmt: skip
+    backward = (gather(700.0, 100.0, 5, elements=4096 * 1024), matmul(810.0, 80.0, 1024, 512, 8192, 6))
+    found, notes = pairs(tmp_path, *(part for call in (*forward, backward) for part in call))
+    assert [(p.operation, p.compute, p.calls) for p in found] == [("all_gather_matmul", "gemm 8192x512x1024", 2)]
+    assert "1 collectives of a step have no matmul beside them" in notes[0]
+
+
 def test_a_matmul_whose_product_is_scattered(tmp_path: Path) -> None:
     """The matmul that ended last before the scatter, of a product of as many bytes."""
     found, _ = pairs(

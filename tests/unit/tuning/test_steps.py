@@ -102,6 +102,34 @@ def test_all_are_taken_back_if_none_is_to_blame() -> None:
     assert all("no single choice is to blame" in why for why in found.values())
 
 
+def test_the_only_choice_is_compared_with_stock(tmp_path: Path) -> None:
+    """Without it steps are those of stock: two variants say it, and it is named."""
+    script = PlantedScript({"all_gather": 80.0})
+    found = confirm(replace(tuned(), pair=tuned().pair[:1]), script.compare, folder=tmp_path)
+    assert script.runs == [["stock", "tuned"]]
+    assert found.step is not None
+    assert "than a step without it" in found.step.falsified[0]
+    assert "train without counterpoint.overlap" in found.notes[0]
+
+
+def test_what_is_never_confirmed_is_left(tmp_path: Path) -> None:
+    """Each run blames another one of five choices: after three all are left."""
+    first = tuned().pair[0]
+    pairs = tuple(replace(first, bytes_per_rank=1 << 20 + i) for i in range(5))
+    blamed = iter(range(5))
+
+    def compare(variants: Sequence[ScriptVariant]) -> dict[str, list[float]]:
+        times = {variant.name: [100.0, 101.0, 99.0] for variant in variants}
+        left_out = [name for name in times if "without" in name]
+        times[left_out[next(blamed) % len(left_out)]] = [80.0, 81.0, 79.0]
+        return times
+
+    found = confirm(replace(tuned(), pair=pairs), compare, folder=tmp_path)
+    assert chosen(found) == []
+    assert found.step is not None
+    assert sum("have confirmed no choices" in why for why in found.step.falsified) == 2
+
+
 def test_what_is_within_two_sigma_is_kept() -> None:
     """A variant that is slower by less than the noise is no proof."""
     times = {"stock": [100.0, 90.0, 112.0], "tuned": [101.0, 99.0, 103.0], "w": [100.0, 101.0, 99.0]}

@@ -120,6 +120,29 @@ def test_regret_against_the_planted_oracle_is_within_the_noise(times: list[float
     assert taken <= (1 + 1.3 * noise) * planted["nccl"]
 
 
+def test_what_is_fast_in_one_order_counts_in_that_order(tune: Callable[..., Tuned]) -> None:
+    """A mechanism that wins only where the collective comes first is left where the order is not known."""
+
+    def together_us(operation: str, mechanism: str, order: Order) -> float:
+        behind = {BEST: 2200.0, "nccl": 1600.0}.get(mechanism, 2500.0)
+        return 1000.0 if (mechanism, order) == (BEST, "comm_first") else behind
+
+    known = replace(GATHER, first="comm_first")
+    best = shortlist(known, default_profile())
+    assert BEST in [each.mechanism for each in best]
+    found = tune(PlantedMachine(together_us=together_us, noise=0.002), GATHER, known)
+    assert [pair.mechanism for pair in found.pair] == [LEAVE, BEST]
+
+
+def test_a_second_run_chooses_alike(tune: Callable[..., Tuned]) -> None:
+    """Whatever noise does, as long as the choices are further apart."""
+    times = truth(**{BEST: 1500.0, "cuts": 1200.0})
+    runs = [
+        tune(PlantedMachine(together_us=times, noise=0.01, seed=seed), GATHER, MATMUL, EXCHANGE) for seed in range(5)
+    ]
+    assert {tuple(pair.mechanism for pair in run.pair) for run in runs} == {(BEST, "cuts", LEAVE)}
+
+
 def test_dependent_pairs_and_exchanges_are_decided_too(tune: Callable[..., Tuned]) -> None:
     """Each against torch, its stock."""
     machine = PlantedMachine(together_us=truth(cuts=1200.0, push=1300.0), noise=0.002)

@@ -146,13 +146,13 @@ class OverlappedExperts:
 
         A tuning knows the largest call of all ranks, so that they choose alike.
         """
-        asked, choice = self.dispatchers.options.mechanism, None
+        asked, choice, ranks = self.dispatchers.options.mechanism, None, self.style.mesh.size()
         if self._tuning is not None and asked == "auto":
             most = self.dispatchers.most_tokens(self.style, x, top_k)
             choice = self._tuning.find(
                 EXCHANGE,
-                ranks=self.style.mesh.size(),
-                num_bytes=most * top_k * x.shape[1] * x.element_size() * self.style.mesh.size(),
+                ranks=ranks,
+                num_bytes=ranks * most * top_k * x.shape[1] * x.element_size(),
                 dtype=str(x.dtype).removeprefix("torch."),
                 where=(self.name,),
             )
