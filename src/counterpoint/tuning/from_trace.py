@@ -34,6 +34,8 @@ from counterpoint.tuning.check_pair import check_pair
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+_MOST = 200  # classes of pairs, and notes
+_LONGEST = 1000  # letters of a note
 _SHAPES = 32  # of matmuls that are told apart on a rank: the longest
 _LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of a training
 _REPEATS = 99  # most that a workload's name can say
@@ -87,8 +89,10 @@ def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepP
         except Misconfigured as error:
             said.append(f"a pair of the trace is left out: {error}"[:1000])
     said += [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
-    made = [msgspec.structs.replace(pair, calls=_calls(count * per_step)) for pair, count in pairs.items()]
-    return tuple(made), (*notes, *said)
+    if len(pairs) > _MOST:
+        said.append(f"{len(pairs) - _MOST} of {len(pairs)} classes of pairs are left out: those that communicate least")
+    made = [msgspec.structs.replace(pair, calls=_calls(count * per_step)) for pair, count in [*pairs.items()][:_MOST]]
+    return tuple(made), tuple(note[:_LONGEST] for note in (*notes, *said[-_MOST:]))
 
 
 _NOTES = {  # why a collective is no pair, and what would help
@@ -163,6 +167,7 @@ class _Rank:
         steps = job.steps_of(column)
         self.rows = np.flatnonzero(steps.covers(self.start[comm.first]))
         self.busy = job.busy(column, Kind.COMPUTE)
+        self.is_beside = self.busy.within(self.ready, self.done) > 0.5 * (self.done - self.ready)
         is_matmul_name = np.array([is_gemm_kernel(n) or is_host_matmul(n) for n in self.digest.names], bool)
         of_compute = np.flatnonzero(gpu.kind == Kind.COMPUTE)
         self.matmuls = of_compute[is_matmul_name[gpu.name[of_compute]]] if len(of_compute) else of_compute
@@ -293,8 +298,7 @@ class _Rank:
         if not 0 <= at < len(self.matmuls) or self.which[at] < 0:
             return None
         m, n, k = self.products[self.which[at]]
-        beside_us = self.busy.within(self.ready[[row]], self.done[[row]])[0]
-        if m * (k if gathers else n) * item != comm.bytes[row] or beside_us > 0.5 * (self.done[row] - self.ready[row]):
+        if m * (k if gathers else n) * item != comm.bytes[row] or self.is_beside[row]:
             return None
         for other in range(at + 1, min(at + _SHARE, len(self.matmuls)) if gathers else 0):
             which, start = self.which[other], self.start[self.matmuls[other]]

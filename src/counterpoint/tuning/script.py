@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
+from counterpoint.measurement.worker import die_with_parent
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.records.measurement import RankFailure
 from counterpoint.tuning.script_steps import ScriptFinished, ScriptSteps
@@ -25,6 +26,7 @@ def main() -> None:
     """Run the script of the command line until the task is done."""
     if TASK_VARIABLE not in os.environ:
         sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint tune --run 'torchrun ... train.py'")
+    die_with_parent()  # torchrun gives each rank a session of its own
     task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=ScriptTask)
     steps = ScriptSteps(task, int(os.environ.get("RANK", "0")))
     counted = OptimizerSteps(steps.advance)

@@ -80,8 +80,8 @@ def tune_script(
         if not pairs:
             raise Misconfigured(f"no collective and matmul of a step can run together; {'; '.join(notes)}")
         tuned = tune(
-            pairs, device=recorded.device, world_size=recorded.world_size, profile=profile, budget_s=budget_s,
-            rounds=rounds, timeout_s=timeout_s, progress=progress,
+            pairs, device=recorded.device, profile=profile, budget_s=budget_s, rounds=rounds, timeout_s=timeout_s,
+            progress=progress,
         )  # fmt: skip
         tell(2, 3, "comparing whole steps")
         steps = ScriptComparison(

@@ -173,6 +173,15 @@ def test_what_a_trace_does_not_say_is_counted(tmp_path: Path, beside: list[list[
     assert said in notes[0]
 
 
+def test_a_trace_of_very_many_sizes_is_cut(tmp_path: Path) -> None:
+    """The classes that communicate longest stay; a note counts the others."""
+    calls = [gather(100.0 + 30 * i, 20.0 - 0.01 * i, i + 1, elements=4 * MIB + 64 * i) for i in range(205)]
+    found, notes = pairs(tmp_path, matmul(50.0, 9000.0, 512, 512, 512, 999), *calls)
+    assert len(found) == 200
+    assert found[0].bytes_per_rank == 4 * MIB * 2
+    assert "5 of 205 classes of pairs are left out" in notes[-1]
+
+
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
     """As by `diagnose`."""
     with pytest.raises(BadTrace):
