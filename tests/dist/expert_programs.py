@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, dispatcher
 from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.wire import narrowed
@@ -214,19 +213,11 @@ def case_of(layout: ExpertLayout, kind: str = "random", dtype: torch.dtype = tor
     return Case(layout=layout, tokens=tokens, kinds=(kind,) * n, dtype=dtype, seed=seed)
 
 
-def in_halves(session: Session, name: str, count: int, gpu: bool = False, captured: bool = False) -> None:
-    """Several dispatches under way at once, then several combines: the same as one after the other.
-
-    `captured`: with the memory of calls in a graph capture, which is kept and used again.
-    """
+def in_halves(session: Session, name: str, count: int, gpu: bool = False) -> None:
+    """Several dispatches under way at once, then several combines: the same as one after the other."""
     layout = layout_of(session)
     cases = [case_of(layout, "distinct", seed=number) for number in range(count)]
-    with ExitStack() as stack:
-        if gpu:
-            stack.enter_context(on_software_gpu(session.rank, dispatcher))
-        if captured:
-            stack.enter_context(patch.object(CallMemory, "is_capturing", lambda _: True))
-        made = stack.enter_context(opened(layout, mechanism=name))
+    with on_software_gpu(session.rank, dispatcher) if gpu else nullcontext(), opened(layout, mechanism=name) as made:
         apart = [run(made, case) for case in cases]
         inputs = [[one.requires_grad_() for one in case.part(layout.rank)[:2]] for case in cases]
         handles = [

@@ -48,12 +48,6 @@ def test_several_under_way_on_software_gpus(three_ranks: Ranks) -> None:
     three_ranks.run(programs.in_halves, "gather", 3, True)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_several_under_way_in_a_capture(three_ranks: Ranks, gpu: bool) -> None:
-    """With the memory of a graph, whose peers ask before they write there; on software GPUs, too."""
-    three_ranks.run(programs.in_halves, "gather", 3, gpu, True)
-
-
 @MECHANISMS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(two_ranks: Ranks, name: str, reentrant: bool) -> None:

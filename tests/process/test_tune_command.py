@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.pair.tuned_file import read_tuned, tuned_toml
+from counterpoint.records.tuning import LEAVE
 from counterpoint.tuning.exporters import export
 from tests.support.example_tuned import example_tuned
 
@@ -63,6 +64,18 @@ def test_a_budget_that_is_used_up_leaves_what_was_not_measured(pairs: Path) -> N
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     measured, other = read_tuned(pairs.parent / "counterpoint.toml").pair
     assert (bool(measured.tried), other.why) == (True, "not measured: the budget of 1 s was used up")
+
+
+def test_a_pair_that_needs_too_much_memory_is_left(pairs: Path) -> None:
+    """With how much it needs; the others are measured all the same."""
+    large = PAIRS.split("[[pair]]")[1].replace("64x64x64*2", "300000x300000x1000")
+    pairs.write_text(f"[[pair]]{large}{PAIRS}")
+    done = tune(pairs.parent, pairs, "--device", "cpu", "--rounds", "5", "-q")
+    assert done.returncode == 0, done.stderr
+    left, *others = read_tuned(pairs.parent / "counterpoint.toml").pair
+    assert (left.mechanism, left.tried) == (LEAVE, ())
+    assert left.why.startswith("not measured: gemm 300000x300000x1000 needs 362.4 GB on each rank and ")
+    assert all(pair.tried for pair in others)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,11 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
         dropped_rounds=plan.dropped_rounds,
         rows=tuple(row for outcome in ordered for row in outcome.rows),
         unavailable=_unavailable(plan, ordered),
+        unmeasured={
+            each.scenario: next(iter(each.unavailable.values()))
+            for each in ordered
+            if each.unavailable and not (each.rows or each.blocks)
+        },
         blocks=tuple(block for outcome in ordered for block in outcome.blocks),
     )
 

@@ -14,10 +14,14 @@ import torch.distributed as dist
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, gather_values, raise_together
 from counterpoint.controls.control import Control, Lanes
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Unsupported
 from counterpoint.measurement.trial import CpuStage, CudaStage
 
 T = TypeVar("T")
+
+
+class NotEnoughMemory(Unsupported):
+    """Is raised on all ranks together by what needs more memory than is free on one of them."""
 
 
 class Session:
@@ -79,17 +83,13 @@ class Session:
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Raise Misconfigured where fewer than `needed` bytes are free, and PeerFailed on the other ranks."""
-
-        def check() -> None:
-            free = self.free_bytes()
-            if needed > 0.95 * free:
-                raise Misconfigured(
-                    f"{what} needs {needed / 1e9:.1f} GB on each rank and {free / 1e9:.1f} GB are free; "
-                    "choose a smaller size"
-                )
-
-        self.raise_together(check)
+        """Raise NotEnoughMemory on all ranks where fewer than `needed` bytes are free on one; all call it together."""
+        free = min(self.gather(self.free_bytes()))
+        if needed > 0.95 * free:
+            raise NotEnoughMemory(
+                f"{what} needs {needed / 1e9:.1f} GB on each rank and {free / 1e9:.1f} GB are free; "
+                "choose a smaller size"
+            )
 
     def free_bytes(self) -> int:
         """Return the bytes of memory that this rank may still take."""

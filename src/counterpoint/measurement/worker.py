@@ -26,7 +26,7 @@ import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measurement.launch import PARENT_VARIABLE, VARIABLES
 from counterpoint.measurement.resume import finished
-from counterpoint.records.measurement import Block, Environment, Plan, RankFailure
+from counterpoint.records.measurement import Block, Environment, Outcome, Plan, RankFailure
 
 if TYPE_CHECKING:
     from counterpoint.measurement.session import Session
@@ -88,6 +88,7 @@ class Worker:
     def _measure(self, session: Session) -> None:
         """Measure what the plan asks for and its results do not hold yet."""
         from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+        from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
         here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
@@ -102,10 +103,13 @@ class Worker:
             if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
                 break
             self.scenario = part.name
-            if isinstance(part, Block):
-                outcome = measure_block(session, part, self.plan)
-            else:
-                outcome = measure_scenario(session, part, self.plan, calibration)
+            try:
+                if isinstance(part, Block):
+                    outcome = measure_block(session, part, self.plan)
+                else:
+                    outcome = measure_scenario(session, part, self.plan, calibration)
+            except NotEnoughMemory as error:
+                outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
             if session.rank == 0:
                 with results.open("ab") as file:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")

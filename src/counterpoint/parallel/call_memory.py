@@ -8,36 +8,63 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.device import raw_stream
+
+_MOST_WASTE = 2  # memory that is kept may be at most this many times as large as what is asked for
 
 
 class CallMemory:
     """Makes symmetric memory for single calls.
 
-    Peers are told at once when it is free. A graph would tell them at every replay: so calls in captures use memory
-    that is kept, and begin with a handshake there, behind the last call that used it. `empty` hands out what
-    `give_back` has returned, for calls of which several are under way; `shared` the same memory for each call.
+    What `empty` has made is kept and handed out again once it was given back: a call begins with a handshake there,
+    behind the last one that used it, and eager calls and those in graph captures use the same memory. To make and free
+    memory for each call would save the handshake, and cost the host a quarter of its calls in a layer of experts.
+    `shared` makes new memory for each call instead, and tells peers at once when it is free, but for calls in captures,
+    which all share what is kept: a graph would tell peers at every replay.
+
+    Args:
+        communicator: whose calls they are.
+        keeps: False: `empty` makes new memory, too, as `all_to_all_vdev` wants it.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._kept: list[Tensor] = []
+    def __init__(self, communicator: Communicator, *, keeps: bool = True) -> None:
+        self._communicator, self._keeps = communicator, keeps
+        self._free: list[tuple[Tensor, int]] = []  # with the stream that used it last
+        self._lent: dict[int, Tensor] = {}  # by address
         self._shared: dict[str, Tensor] = {}  # by role
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write."""
-        if not self.is_capturing():
-            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
+        """Return an uninitialised tensor that peers may write; all ranks ask for the same sizes in the same order."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        fitting = [one for one in self._kept if one.nbytes == num_bytes]
+        if not self._keeps or not num_bytes:
+            return self._communicator.empty(*shape, dtype=dtype, early_release=True)
+        fitting = [one for one in self._free if num_bytes <= one[0].nbytes <= _MOST_WASTE * num_bytes]
         if fitting:
-            self._kept = [one for one in self._kept if one is not fitting[0]]
-        found = fitting[0] if fitting else self._communicator.empty(num_bytes, dtype=torch.uint8)
-        return found.view(dtype).view(shape)
+            chosen = min(fitting, key=lambda one: one[0].nbytes)
+            self._free = [one for one in self._free if one is not chosen]
+            found = self._after(*chosen)
+        else:
+            found = self._communicator.empty(num_bytes, dtype=torch.uint8)
+        self._lent[found.data_ptr()] = found
+        return found[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, tensor: Tensor) -> None:
         """Say that the work queued so far is the last that uses a tensor of `empty`."""
-        if self.is_capturing():
-            self._kept.append(tensor.view(-1).view(torch.uint8))
+        found = self._lent.pop(tensor.data_ptr(), None)
+        if found is not None:
+            self._free.append((found, self._stream()))
+
+    def _after(self, tensor: Tensor, stream: int) -> Tensor:
+        """Return a tensor that the current stream may use after this one; a capture waits for nothing outside of it."""
+        if stream != self._stream() and not self.is_capturing():
+            device = self._communicator.device
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
+        return tensor
+
+    def _stream(self) -> int:
+        """Return the handle of the current stream; 0 on a CPU."""
+        device = self._communicator.device
+        return int(raw_stream()(device.index)) if device.type == "cuda" else 0
 
     def shared(self, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that peers may write; in captures, one for all calls in the same role."""

@@ -217,6 +217,7 @@ class Measurement(Record, frozen=True, kw_only=True):
     dropped_rounds: int
     rows: tuple[Row, ...]
     unavailable: dict[str, str] = msgspec.field(default_factory=dict)  # mechanism: why it was not measured
+    unmeasured: dict[str, str] = msgspec.field(default_factory=dict)  # scenario or block: why it has no row at all
     blocks: tuple[BlockRow, ...] = ()
 
 

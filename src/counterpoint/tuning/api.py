@@ -123,11 +123,12 @@ def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
-    candidates = plan.candidates.get(part_of(pair, ()).name, ())
+    name = part_of(pair, ()).name
+    candidates = plan.candidates.get(name, ())
     expected = {each.mechanism: each.predicted_us for each in candidates}
     times = times_of(pair, measured)
     if not times.tried:
-        reason = measured.unavailable.get(stock)
+        reason = measured.unmeasured.get(name)
         why = f"not measured: {reason}"[:1000] if reason else _out_of_time(candidates, budget_s)
         return left(pair, stock=stock, why=why, predicted_us=expected.get(stock))
     tried = [structs.replace(each, predicted_us=expected.get(each.mechanism)) for each in times.tried]

@@ -110,7 +110,7 @@ class Slabs:
 
     def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
         self._communicator, self._layout, self._options = communicator, layout, options
-        self._memory = CallMemory(communicator)
+        self._memory = CallMemory(communicator, keeps=self.gaps)
         self._side = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None
         self._overflow = Overflow(communicator.device, options)
 
