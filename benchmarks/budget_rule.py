@@ -32,7 +32,7 @@ from counterpoint.pair.curves import Curves, GemmCurve, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import Product
 from counterpoint.records.measurement import BlockRow, Measurement, Order, Row
-from counterpoint.tuning.contention import error_of, fit
+from counterpoint.tuning.fit.contention import error_of, fit
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not

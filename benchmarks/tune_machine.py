@@ -32,11 +32,11 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import kept_us
 from counterpoint.records.measurement import BlockRow, Measurement, Row, Timing
-from counterpoint.tuning.fit_compute import predicted_us as gemm_us
-from counterpoint.tuning.fit_pairs import summed_us
-from counterpoint.tuning.fitted import alone, mean_us, pair_of, sheet_of
+from counterpoint.tuning.fit.compute import predicted_us as gemm_us
+from counterpoint.tuning.fit.fitted import alone, mean_us, pair_of, sheet_of
+from counterpoint.tuning.fit.pairs import summed_us
+from counterpoint.tuning.fit.rates import TimedCall, predicted_us
 from counterpoint.tuning.machine import fit_profile
-from counterpoint.tuning.rates import TimedCall, predicted_us
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"

@@ -29,10 +29,10 @@ from tables import print_table
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuning.exporters import variables_of
-from counterpoint.tuning.run_command import parse_command
-from counterpoint.tuning.script_api import ScriptComparison, record_script, tune_script
-from counterpoint.tuning.script_task import ScriptVariant
-from counterpoint.tuning.steps import Choice, StepTimes, choices, difference, sigma_of_median
+from counterpoint.tuning.script.api import ScriptComparison, record_script, tune_script
+from counterpoint.tuning.script.command import parse_command
+from counterpoint.tuning.script.confirm import Choice, StepTimes, choices, difference, sigma_of_median
+from counterpoint.tuning.script.task import ScriptVariant
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODELS = {  # script, and its arguments on GPUs

@@ -10,10 +10,10 @@ import pytest
 
 from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.run_command import parse_command
-from counterpoint.tuning.run_script import run_script
-from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
-from counterpoint.tuning.steps import difference
+from counterpoint.tuning.script.command import parse_command
+from counterpoint.tuning.script.confirm import difference
+from counterpoint.tuning.script.launch import launch_script
+from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = "torchrun --standalone --nproc-per-node 2 {} --overlap --steps 100000 --tokens 1024"
@@ -27,7 +27,7 @@ def example(name: str) -> str:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptResult]:
     """Two steps of FSDP2 by NCCL."""
     folder = tmp_path_factory.mktemp("recorded")
-    return folder, run_script(parse_command(example("fsdp")), ScriptTask(folder=str(folder)), variables={})
+    return folder, launch_script(parse_command(example("fsdp")), ScriptTask(folder=str(folder)), variables={})
 
 
 @pytest.mark.gpu(2)
@@ -72,6 +72,6 @@ def test_stock_against_stock_is_no_difference(tmp_path: Path) -> None:
     """Two variants that are both torch's collectives differ by less than 2 sigma, or by less than 1 %."""
     variants = tuple(ScriptVariant(name=name, file=None) for name in ("stock", "stock again"))
     task = ScriptTask(folder=str(tmp_path), variants=variants, budget_s=20.0)
-    found = run_script(parse_command(example("fsdp")), task, variables={})
+    found = launch_script(parse_command(example("fsdp")), task, variables={})
     us, sigma_us = difference(*found.blocks_us)
     assert abs(us) <= max(2 * sigma_us, 0.01 * min(found.blocks_us[0]))

@@ -27,11 +27,11 @@ from counterpoint.pair.hidden import overlap, pair_class
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, steps_of
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
-from counterpoint.tuning.fit_compute import predicted_us as gemm_us
-from counterpoint.tuning.fit_pairs import summed_us
-from counterpoint.tuning.fitted import pair_of
-from counterpoint.tuning.rates import TimedCall
-from counterpoint.tuning.rates import predicted_us as clock_us
+from counterpoint.tuning.fit.compute import predicted_us as gemm_us
+from counterpoint.tuning.fit.fitted import pair_of
+from counterpoint.tuning.fit.pairs import summed_us
+from counterpoint.tuning.fit.rates import TimedCall
+from counterpoint.tuning.fit.rates import predicted_us as clock_us
 
 RANKS = 4
 HEAD_US = 100.0

@@ -114,7 +114,7 @@ def tune(
                 timeout_s=timeout, partial=partial, fresh=fresh, progress=tell,
             )  # fmt: skip
         else:
-            from counterpoint.tuning.script_api import tune_script
+            from counterpoint.tuning.script.api import tune_script
 
             tuned = tune_script(
                 run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,

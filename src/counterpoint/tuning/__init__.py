@@ -1,7 +1,5 @@
 """Measure a machine, choose a mechanism for each pair of a step, and prove that it helped: `counterpoint tune`.
 
-machine.py        measures a machine, and fits a profile to it: what `tune` predicts from
-fitted.py         what its fits share: fit_collectives.py, rates.py, fit_pairs.py, contention.py, fit_compute.py
 api.py            `counterpoint.tune`
 pairs_file.py     the pairs of a step, from a file
 check_pair.py     which pairs are refused
@@ -13,10 +11,8 @@ planned_parts.py  which pairs are measured first
 decide.py         which one is chosen
 exporters.py      the choices as files of other programs
 shared.py         one value for a setting that several pairs share
-script_api.py     a training script as it is: recorded, tuned, confirmed by whole steps
-run_command.py    where the script is in a command; run_script.py starts it, by a task of script_task.py
-script.py         what its ranks run, and script_steps.py what they do between its steps
-steps.py          what whole steps confirm and take back
+machine.py        measures a machine, and has a profile fitted to it by fit/
+script/           a training script as it is: recorded, tuned, confirmed by whole steps
 
 The records are in `records/tuning.py`; `pair/tuned_file.py` reads and writes `counterpoint.toml`.
 """

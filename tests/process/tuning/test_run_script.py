@@ -15,10 +15,10 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 from counterpoint.pair.tuned_file import read_tuned, tuned_toml
 from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.run_command import parse_command
-from counterpoint.tuning.run_script import run_script
-from counterpoint.tuning.script_api import ScriptComparison
-from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script.api import ScriptComparison
+from counterpoint.tuning.script.command import parse_command
+from counterpoint.tuning.script.launch import launch_script
+from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
 from tests.support.example_tuned import example_tuned
 from tests.support.kineto_trace import annotation, header, launched, metadata, op, write
 
@@ -45,7 +45,7 @@ def command(folder: Path, body: str, launcher: str = "python") -> str:
 
 def run(folder: Path, body: str, *, launcher: str = "python", timeout_s: float = 60.0, **asked: object) -> None:
     task = replace(ScriptTask(folder=str(folder), variants=(ScriptVariant(name="stock", file=None),)), **asked)
-    run_script(parse_command(command(folder, body, launcher)), task, variables={}, timeout_s=timeout_s)
+    launch_script(parse_command(command(folder, body, launcher)), task, variables={}, timeout_s=timeout_s)
 
 
 def test_a_loop_of_one_process_is_timed(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_loop_of_one_process_is_timed(tmp_path: Path) -> None:
         block_steps=3,
         warmup_steps=2,
     )
-    found = run_script(parse_command(f"{command(tmp_path, body)} --lr 1"), task, variables={})
+    found = launch_script(parse_command(f"{command(tmp_path, body)} --lr 1"), task, variables={})
     assert (found.overlap, found.device, found.world_size, len(found.blocks_us[0])) == ("never", "cpu", 1, 5)
 
 
@@ -116,12 +116,12 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     """The command's first word is named."""
     task = ScriptTask(folder=str(tmp_path))
     with pytest.raises(Misconfigured, match="/nowhere/torchrun cannot be started"):
-        run_script(parse_command("/nowhere/torchrun train.py"), task, variables={})
+        launch_script(parse_command("/nowhere/torchrun train.py"), task, variables={})
 
 
 def test_recorded_steps_have_pairs(tmp_path: Path) -> None:
     """Two ranks of FSDP2 with gloo: sizes from c10d's operations, matmuls from their inputs."""
-    found = run_script(parse_command(f"{TRAIN_FSDP} --overlap"), ScriptTask(folder=str(tmp_path)), variables={})
+    found = launch_script(parse_command(f"{TRAIN_FSDP} --overlap"), ScriptTask(folder=str(tmp_path)), variables={})
     assert (found.overlap, found.world_size) == ("switched", 2)
     pairs, _ = pairs_of_traces(tmp_path)
     assert {"all_gather", "reduce_scatter"} <= {pair.operation for pair in pairs}
@@ -151,7 +151,7 @@ def test_variants_run_in_turns_in_one_process(tmp_path: Path) -> None:
     """FSDP2 is switched between torch and the choices of a file, on both ranks at the same steps."""
     variants = (ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file=str(planted(tmp_path))))
     task = ScriptTask(folder=str(tmp_path), variants=variants, block_steps=2, rounds=5)
-    found = run_script(parse_command(f"{TRAIN_FSDP} --overlap"), task, variables={})
+    found = launch_script(parse_command(f"{TRAIN_FSDP} --overlap"), task, variables={})
     assert [len(times) for times in found.blocks_us] == [5, 5]
     assert min(map(min, found.blocks_us)) > 0
     assert found.followed == {"tuned": "1 of 1 choices followed"}

@@ -16,7 +16,7 @@ from counterpoint.pair.choice import ORDERS, predict
 from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.records.measurement import Row
-from counterpoint.tuning.contention import error_of, fit
+from counterpoint.tuning.fit.contention import error_of, fit
 
 SHAPE = (8192, 8192, 8192)
 MACHINE = SyntheticMachine()

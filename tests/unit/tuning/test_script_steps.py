@@ -14,9 +14,9 @@ from torch import nn
 import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
-from counterpoint.tuning import script_steps
-from counterpoint.tuning.script_steps import ScriptFinished, ScriptSteps, SwitchedOverlap
-from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant, result_file
+from counterpoint.tuning.script import steps as script_steps
+from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps, SwitchedOverlap
+from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant, result_file
 
 STOCK, TUNED = ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file="a.toml")
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import LEAVE, Tuned
-from counterpoint.tuning.script_task import ScriptVariant
-from counterpoint.tuning.steps import Choice, chosen, confirm, difference, falsified, name_of
+from counterpoint.tuning.script.confirm import Choice, chosen, confirm, difference, falsified, name_of
+from counterpoint.tuning.script.task import ScriptVariant
 from tests.support.example_tuned import example_tuned
 
 ROUNDS = 7

@@ -21,10 +21,10 @@ from counterpoint.records.tuning import Tuned
 from counterpoint.tuning.api import tune
 from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.run_command import RunCommand, parse_command
-from counterpoint.tuning.run_script import TIMEOUT_S, run_script
-from counterpoint.tuning.script_task import ScriptResult, ScriptTask, ScriptVariant
-from counterpoint.tuning.steps import LEFT_OUT, TUNED, StepTimes, confirm
+from counterpoint.tuning.script.command import RunCommand, parse_command
+from counterpoint.tuning.script.confirm import LEFT_OUT, TUNED, StepTimes, confirm
+from counterpoint.tuning.script.launch import TIMEOUT_S, launch_script
+from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
 
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
 _OFF = "off"
@@ -93,8 +93,8 @@ def tune_script(
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
-    """Record steps of a script by torch's collectives into `folder / RECORDED`; raises as `run_script`."""
-    return run_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
+    """Record steps of a script by torch's collectives into `folder / RECORDED`; raises as `launch_script`."""
+    return launch_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
 
 
 class ScriptComparison:
@@ -155,7 +155,7 @@ class ScriptComparison:
         return found
 
     def _run(self, task: ScriptTask, variables: dict[str, str]) -> ScriptResult:
-        result = run_script(self._command, task, variables=variables, timeout_s=self._timeout_s)
+        result = launch_script(self._command, task, variables=variables, timeout_s=self._timeout_s)
         self._followed = result.followed.get(TUNED, self._followed)
         return result
 

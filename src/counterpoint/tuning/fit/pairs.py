@@ -17,8 +17,17 @@ from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, reduced_us
 from counterpoint.records.measurement import Measurement, Row
-from counterpoint.tuning import contention
-from counterpoint.tuning.fitted import Fitted, beside, comm_kept, compute_kept, pair_of, sheet_of, stock_rows, within
+from counterpoint.tuning.fit import contention
+from counterpoint.tuning.fit.fitted import (
+    Fitted,
+    beside,
+    comm_kept,
+    compute_kept,
+    pair_of,
+    sheet_of,
+    stock_rows,
+    within,
+)
 
 _SM_RATES = tuple(10.0 * 1.02**step for step in range(200))  # GB/s: 10 to 515
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned
 from counterpoint.tuning.parts import depends
-from counterpoint.tuning.script_task import ScriptVariant
+from counterpoint.tuning.script.task import ScriptVariant
 
 STOCK, TUNED = "stock", "tuned"
 SIGMAS = 2.0

@@ -17,8 +17,8 @@ from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import BlockRow, Measurement
-from counterpoint.tuning import rates
-from counterpoint.tuning.fitted import Fitted, alone, stock_of
+from counterpoint.tuning.fit import rates
+from counterpoint.tuning.fit.fitted import Fitted, alone, stock_of
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
 FULL_SPEED = 0.85  # of the bandwidth with all CTAs

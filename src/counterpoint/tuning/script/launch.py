@@ -17,8 +17,8 @@ import msgspec
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
 from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, Remains, died
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.run_command import RunCommand
-from counterpoint.tuning.script_task import (
+from counterpoint.tuning.script.command import RunCommand
+from counterpoint.tuning.script.task import (
     TASK_VARIABLE,
     ScriptResult,
     ScriptTask,
@@ -34,7 +34,7 @@ LOG = "script.log"
 _TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
 
-def run_script(
+def launch_script(
     command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> ScriptResult:
     """Run the script until the task is done.

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.recording import Recording
-from counterpoint.tuning.script_task import (
+from counterpoint.tuning.script.task import (
     OverlapCalls,
     ScriptResult,
     ScriptTask,

@@ -1,7 +1,7 @@
 """Put counterpoint's program between a launcher and the training script that it starts. No torch.
 
 torchrun --nproc-per-node 2 train.py --lr 1
-torchrun --nproc-per-node 2 -m counterpoint.tuning.script train.py --lr 1
+torchrun --nproc-per-node 2 -m counterpoint.tuning.script.rank train.py --lr 1
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from counterpoint.errors import Misconfigured, printable
 
-SCRIPT = "counterpoint.tuning.script"
+SCRIPT = "counterpoint.tuning.script.rank"
 _ALLOWED = (
     "write 'torchrun [options] train.py [arguments]', 'python -m torch.distributed.run [options] train.py ...' or "
     "'python train.py ...', where a script may be a module (-m train), with variables before it (NAME=value torchrun)"

@@ -15,7 +15,7 @@ from counterpoint.machine.profile import Efficiency, Profile
 from counterpoint.measurement.suites import BURSTS, LASTING, STREAM
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.records.measurement import BlockRow, Measurement
-from counterpoint.tuning.fitted import Fitted, mean_us, stock_rows
+from counterpoint.tuning.fit.fitted import Fitted, mean_us, stock_rows
 
 _HOST = {"launch kernel": "host_us", "launch collective": "host_collective_us"}
 _ITEM_BYTES = 2  # of bfloat16, in which GPUs are measured

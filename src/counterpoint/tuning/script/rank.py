@@ -1,6 +1,6 @@
-"""Run a training script unchanged, on one rank: `torchrun ... -m counterpoint.tuning.script train.py arguments`.
+"""Run a training script unchanged, on one rank: `torchrun ... -m counterpoint.tuning.script.rank train.py arguments`.
 
-The variable COUNTERPOINT_TUNING_TASK names what to do meanwhile (`script_steps.py`). A rank that fails says why in a
+The variable COUNTERPOINT_TUNING_TASK names what to do meanwhile (`steps.py`). A rank that fails says why in a
 `RankFailure` of the task's folder, and ends with exit code 1.
 """
 
@@ -18,8 +18,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.measurement.worker import die_with_parent
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script_steps import ScriptFinished, ScriptSteps
-from counterpoint.tuning.script_task import TASK_VARIABLE, ScriptTask, failure_file, write_whole
+from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps
+from counterpoint.tuning.script.task import TASK_VARIABLE, ScriptTask, failure_file, write_whole
 
 
 def main() -> None:
