@@ -30,7 +30,7 @@ check: $(DEV) ## format, lint and types
 unit: $(DEV) ## tests that start no process and need no GPU: a minute
 	$(PYTEST) -n 2 --hypothesis-profile=quick tests/unit $(SELECTED)
 
-test: check docs unit ## check, docs, and the tests but the proofs: nine minutes; PYTEST_ARGS="..." goes to pytest
+test: check docs unit ## check, docs, and the tests but the proofs: twelve minutes; PYTEST_ARGS="..." goes to pytest
 	$(PYTEST) -n 2 --dist loadfile -m "not long" tests/process tests/golden tests/dist $(SELECTED)
 
 prove: $(DEV) ## state spaces, mutants, sweeps, soaks, damaged input; and the random tests of unit with more examples

@@ -288,6 +288,7 @@ def test_tune_pairs_runs(tmp_path: Path) -> None:
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
 
 
+@pytest.mark.long
 def test_tune_step_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
     out = tmp_path / "step.json"
