@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_rig import formatted, show, start, synchronize, write
+from step_rig import finish, formatted, start
 from tensor_host import host_us
 from torch import Tensor
 
@@ -115,13 +115,7 @@ def main() -> None:
         rows += [{"what": what, "variant": name, "us": us, "times": us / found[PLAIN]} for name, us in found.items()]
     for dispatcher in bench.dispatchers:
         dispatcher.close()
-    if dist.get_rank() == 0:
-        table = [list(COLUMNS), *(formatted(row, FORMATS) for row in rows)]
-        show(table)
-        if args.out is not None:
-            write(args.out, args, rows, table, [])
-    synchronize(device)
-    dist.destroy_process_group()
+    finish(args, device, rows, [list(COLUMNS), *(formatted(row, FORMATS) for row in rows)])
 
 
 if __name__ == "__main__":

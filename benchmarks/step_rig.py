@@ -91,6 +91,16 @@ def show(table: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
 
 
+def finish(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], table: list[list[str]]) -> None:
+    """Print the table on rank 0, write it with its rows where `--out` says, and leave the group."""
+    if dist.get_rank() == 0:
+        show(table)
+        if args.out is not None:
+            write(args.out, args, rows, table, [])
+    synchronize(device)
+    dist.destroy_process_group()
+
+
 def write(
     path: Path,
     args: argparse.Namespace,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_rig import formatted, show, start, synchronize, write
+from step_rig import finish, formatted, start, synchronize
 
 from counterpoint.collectives.host.group import gather_values
 from counterpoint.parallel.tensor import operations  # noqa: F401 - registers them
@@ -87,13 +87,7 @@ def main() -> None:
             {"call": call, "mechanism": mechanism, "us": us, "launches": us / found["mm"]} for call, us in found.items()
         ]
     tensor_group(name).close()
-    if dist.get_rank() == 0:
-        table = [list(COLUMNS), *(formatted(row, FORMATS) for row in rows)]
-        show(table)
-        if args.out is not None:
-            write(args.out, args, rows, table, [])
-    synchronize(device)
-    dist.destroy_process_group()
+    finish(args, device, rows, [list(COLUMNS), *(formatted(row, FORMATS) for row in rows)])
 
 
 if __name__ == "__main__":

@@ -18,8 +18,14 @@ LEAVE = "leave"
 """The choice of a pair that stays as torch and NCCL run it."""
 
 Name = Annotated[str, Meta(max_length=200)]
-Sentence = Annotated[str, Meta(max_length=1000)]
+_LONGEST = 1000
+Sentence = Annotated[str, Meta(max_length=_LONGEST)]
 Micros = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+def as_sentence(text: str) -> str:
+    """Return a text, cut to what a sentence of a tuning may have."""
+    return text[:_LONGEST]
 
 
 class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -15,7 +15,7 @@ from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.measurement.api import count_ranks, measure_parts
 from counterpoint.measurement.launch import Progress
 from counterpoint.records.measurement import Measurement
-from counterpoint.records.tuning import StepPair, Tuned, TunedPair
+from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
 from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.decide import as_another, decide, left
 from counterpoint.tuning.from_trace import pairs_of_traces
@@ -129,7 +129,7 @@ def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str
     times = times_of(pair, measured)
     if not times.tried:
         reason = measured.unmeasured.get(name)
-        why = f"not measured: {reason}"[:1000] if reason else _out_of_time(candidates, budget_s)
+        why = as_sentence(f"not measured: {reason}") if reason else _out_of_time(candidates, budget_s)
         return left(pair, stock=stock, why=why, predicted_us=expected.get(stock))
     tried = [structs.replace(each, predicted_us=expected.get(each.mechanism)) for each in times.tried]
     return decide(pair, tried, stock=stock, compute_us=times.compute_us, comm_us=times.comm_us)
@@ -160,9 +160,9 @@ def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
 def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
     """Yield what a reader of the choices should know: what was measured otherwise, or not, and what was assumed."""
     if device == "cuda" and (assumed := profile.note()):
-        yield assumed[:1000]
+        yield as_sentence(assumed)
     dtype = MEASURED_DTYPE[device]
     if others := sorted({pair.dtype for pair in pairs} - {dtype}):
         yield f"pairs of {', '.join(others)} were measured in {dtype} with as many bytes, by which their times go"
     for mechanism, reason in measured.unavailable.items():
-        yield f"{mechanism} was not measured: {reason}"[:1000]
+        yield as_sentence(f"{mechanism} was not measured: {reason}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import structs
 
-from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair
+from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair, as_sentence
 
 SIGMAS = 2.0
 
@@ -74,7 +74,7 @@ def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = N
 def as_another(pair: StepPair, measured: TunedPair) -> TunedPair:
     """Return a pair with the choice for another one of its class, which was measured."""
     why = f"not measured; as {measured.operation} of {measured.bytes_per_rank} bytes a rank: {measured.why}"
-    return structs.replace(measured, **_fields(pair), why=why[:1000])
+    return structs.replace(measured, **_fields(pair), why=as_sentence(why))
 
 
 def _fields(pair: StepPair) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _gain(best: Tried, base: Tried) -> str:
 
 def _why_left(base: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> str:
     if base.marked is not None:
-        return f"the time of {base.mechanism} must not be believed: {base.marked}"[:1000]
+        return as_sentence(f"the time of {base.mechanism} must not be believed: {base.marked}")
     if others:
         first = others[0]
         closest = f"{first.mechanism} takes {first.us:,.1f} µs, {base.mechanism} {base.us:,.1f}"
@@ -102,4 +102,4 @@ def _why_left(base: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> s
     marked = next((each for each in tried if each.marked is not None), None)
     if marked is None:
         return f"nothing but {base.mechanism} can run here"
-    return f"no time of another mechanism can be believed; {marked.mechanism}: {marked.marked}"[:1000]
+    return as_sentence(f"no time of another mechanism can be believed; {marked.mechanism}: {marked.marked}")

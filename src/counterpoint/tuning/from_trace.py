@@ -27,7 +27,7 @@ from counterpoint.diagnosis.job import TracedJob, assemble
 from counterpoint.diagnosis.launch_order import find_blocked
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import Order
-from counterpoint.records.tuning import StepPair
+from counterpoint.records.tuning import StepPair, as_sentence
 from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_matmul
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 from counterpoint.tuning.check_pair import check_pair
@@ -87,7 +87,7 @@ def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepP
             check_pair(pair)
             pairs[pair] += members.calls
         except Misconfigured as error:
-            said.append(f"a pair of the trace is left out: {error}"[:1000])
+            said.append(as_sentence(f"a pair of the trace is left out: {error}"))
     said += [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
     if len(pairs) > _MOST:
         said.append(f"{len(pairs) - _MOST} of {len(pairs)} classes of pairs are left out: those that communicate least")

@@ -21,7 +21,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.measurement.dependent import is_dependent, is_exchange
 from counterpoint.pair.choice import ORDERS
 from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Order, Row, Scenario, Timing
-from counterpoint.records.tuning import StepPair, Tried
+from counterpoint.records.tuning import StepPair, Tried, as_sentence
 
 STOCK = {"cuda": "nccl", "cpu": "gloo"}  # of independent pairs
 TORCH = "torch"  # the stock of what depends on communication
@@ -163,4 +163,4 @@ def _sum(rows: Sequence[BlockRow], rounds: int) -> Tried:
 
 
 def _marked(rows: Sequence[Row] | Sequence[BlockRow]) -> str | None:
-    return "; ".join(dict.fromkeys(row.marked for row in rows if row.marked))[:1000] or None
+    return as_sentence("; ".join(dict.fromkeys(row.marked for row in rows if row.marked))) or None

@@ -22,7 +22,7 @@ from tempfile import mkdtemp
 from msgspec.structs import replace
 
 from counterpoint.pair.tuned_file import tuned_toml
-from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned
+from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, as_sentence
 from counterpoint.tuning.parts import depends
 from counterpoint.tuning.script.task import ScriptVariant
 
@@ -103,7 +103,11 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
         if pair.mechanism == LEAVE:
             continue
         pairs[index] = replace(
-            pair, mechanism=LEAVE, us=pair.stock_us, sigma_us=pair.stock_sigma_us, why=f"whole steps: {sentence}"[:1000]
+            pair,
+            mechanism=LEAVE,
+            us=pair.stock_us,
+            sigma_us=pair.stock_sigma_us,
+            why=as_sentence(f"whole steps: {sentence}"),
         )
     return replace(tuned, pair=tuple(pairs))
 
