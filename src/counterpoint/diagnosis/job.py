@@ -23,6 +23,7 @@ _RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
+_LATE_THREAD_US = 50_000.0  # by which threads that wait for a core can end a collective late, and look like a drift
 _HARDLY = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
 _TORCH = re.compile(r"\b(at|c10|c10d|aten|torch|autograd)::|^triton_|^nvjet|\.py\(|^nn\.Module|ProfilerStep|torch")
 _FEW = 4  # with fewer collectives the checks do not judge
@@ -145,14 +146,13 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     world = world_size_of(digests)
     missing = missing_ranks(digests, world)
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
-    ranks = tuple(d.rank for d in digests)
-    joined = join(ranks, [d.comm for d in digests], base)
+    joined = join(tuple(d.rank for d in digests), [d.comm for d in digests], base)
     if missing:
         late = "it is late" if len(missing) == 1 else "one of them is late"
         late = f": where {late}, waiting for it cannot be told from moving bytes" if len(joined) else ""
         notes.append(f"no trace of {ranks_in_words(missing)} (of {world} ranks){late}")
     _check_collectives(digests, joined)
-    clocks = _clocks(joined, ranks, notes)
+    clocks = _clocks(joined, digests, notes)
     zero, names, start, end = _steps(digests, clocks, base, notes)
 
     def clocked(column: int, at: F64) -> F64:
@@ -229,13 +229,18 @@ def world_size_of(digests: list[RankDigest]) -> int:
     return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
 
 
-def _clocks(joined: Joined, ranks: tuple[int, ...], notes: list[str]) -> Clocks:
+def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Clocks:
+    ranks = tuple(d.rank for d in digests)
     tight = np.array([op not in LOOSE_ENDS for op in joined.op], bool)
     use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
     use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
     clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
     if tight.sum() < 3:  # ends that are apart by what ranks wait for tell no drift
         clocks = replace(clocks, drift=np.zeros(len(ranks)))
+    elif digests[0].device.from_host:
+        moved_us = np.abs(clocks.drift) * np.ptp(joined.end[np.isfinite(joined.end)])
+        late = (np.abs(clocks.drift) * 1e6 > _DRIFT_PPM) & (moved_us < _LATE_THREAD_US)
+        clocks = replace(clocks, drift=np.where(late, 0.0, clocks.drift))
     unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
     if unknown and len(ranks) > 1:
         notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
