@@ -16,7 +16,7 @@ from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagno
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.engine import Engine, digest_all
 from counterpoint.diagnosis.findings import find_findings, verdict
-from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.gap_categories import CATEGORIES
 from counterpoint.diagnosis.gpus import notes_on_gpus
 from counterpoint.diagnosis.idle import hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.imbalance import blame_experts, expert_waits

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.advice import advise_idle
-from counterpoint.diagnosis.gaps import CATEGORIES, NOT_RECORDED, STALL_US
+from counterpoint.diagnosis.gap_categories import CATEGORIES, NOT_RECORDED
+from counterpoint.diagnosis.gaps import STALL_US
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob
 from counterpoint.diagnosis.places import PHASES, module_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.accounts import Activity, Waits
-from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.gap_categories import CATEGORIES
 from counterpoint.diagnosis.idle import time_in
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.diagnosis.job import TracedJob

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from counterpoint.diagnosis.advice import advise_operation
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.gaps import CATEGORIES
+from counterpoint.diagnosis.gap_categories import CATEGORIES
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
