@@ -83,6 +83,7 @@ def test_a_plain_function_is_called_and_keeps_inductor_from_caching() -> None:
     assert seen == [graph]
 
 
+@pytest.mark.needs("torch-2.13")
 def test_a_pass_that_asks_whether_it_is_inference_is_told() -> None:
     class Aware(custom_graph_pass.CustomInferenceAwareGraphPass):
         seen: list[bool] = []  # noqa: RUF012

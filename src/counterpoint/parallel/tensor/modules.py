@@ -436,7 +436,7 @@ def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> 
         return f"its input lies on a mesh of {len(x.placements)} dimensions"
     if isinstance(layout, Replicate):
         return ""
-    if type(layout) is not Shard:
+    if not isinstance(layout, Shard):
         return f"its input comes as {layout}"
     return _uncut(x, layout, layers[0].style.mesh.size() if isinstance(x, DTensor) else 1)
 

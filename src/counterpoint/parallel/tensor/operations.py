@@ -55,7 +55,7 @@ def all_gather_matmul(
 
     Args:
         a_shard: this rank's `[..., k]`, equal in shape and dtype on all ranks.
-        weights: matrices `[k, n]`, which may differ in `n`; a view `weight.t()` costs nothing.
+        weights: matrices `[k, n]`, which may differ in `n`, but not between ranks; a view `weight.t()` costs nothing.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
         return_gathered: return the gathered rows, too; without them this rank's own are never copied.

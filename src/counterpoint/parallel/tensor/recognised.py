@@ -116,7 +116,7 @@ def prepared_input(module: nn.Module) -> PreparedInput | str | None:
 
 def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
     """Return whether a tensor has to be gathered."""
-    return type(layout) is Shard and isinstance(desired, Replicate)
+    return isinstance(layout, Shard) and isinstance(desired, Replicate)
 
 
 def _style_of_torch(module: nn.Module) -> LinearStyle | str | None:
@@ -176,7 +176,7 @@ def _unfit(module: nn.Module, style: LinearStyle) -> str:
     if weight.shape[style.weight_dim] % style.mesh.size():
         return f"{weight.shape[style.weight_dim]} features do not divide by {style.mesh.size()} ranks"
     layout = style.output_layout
-    if not style.is_column and not isinstance(layout, Replicate) and (type(layout) is not Shard or layout.dim < 0):
+    if not style.is_column and not isinstance(layout, Replicate) and (not isinstance(layout, Shard) or layout.dim < 0):
         return f"its output is {layout}"
     return ""
 

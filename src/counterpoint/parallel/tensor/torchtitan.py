@@ -17,49 +17,42 @@ from counterpoint.parallel.tensor.linear import (
 )
 
 
-class ColumnLinear:
-    """Replaces the forward of a column-parallel layer: its gather, or the sum of its derivative, comes with matmuls."""
+class _DividedLinear:
+    """Replaces the forward of a layer whose weight is divided among ranks: communication comes with its matmuls."""
 
     _flatten_weight_and_bias: Any
     _unflatten_output: Any
+    _product: Any  # of input, weight and bias, given the group and whether its ranks divide the rows
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's columns for all rows; with sequence parallelism `input` has this rank's rows."""
+        """Return what the layer does; with sequence parallelism ranks have their own rows outside of it."""
         from torchtitan.distributed.spmd_types import spmd_dense_sp_enabled, spmd_mesh_group
 
         group = spmd_mesh_group("tp")
         out: Tensor
         if group is None:
             out = super().forward(input)  # type: ignore[misc]  # torchtitan's class comes after this one
-            return out
-        weight, bias = self._flatten_weight_and_bias()
-        if spmd_dense_sp_enabled():
-            _, (out,) = all_gather_linear(input, [weight], [bias], 0, group.group_name)
         else:
-            (out,) = replicated_linear(input, [weight], [bias], group.group_name)
-        out = self._unflatten_output(out)
+            product = self._product(input, *self._flatten_weight_and_bias(), group.group_name, spmd_dense_sp_enabled())
+            out = self._unflatten_output(product)
         return out
 
 
-class RowLinear:
-    """Replaces the forward of a row-parallel layer, whose products of all ranks are added up as they are made."""
+class ColumnLinear(_DividedLinear):
+    """Returns this rank's columns for all rows: its gather, or the sum of its derivative, comes with matmuls."""
 
-    _flatten_weight_and_bias: Any
-    _unflatten_output: Any
+    @staticmethod
+    def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:
+        if has_own_rows:
+            return all_gather_linear(x, [weight], [bias], 0, group)[1][0]
+        return replicated_linear(x, [weight], [bias], group)[0]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the sums of all ranks: with sequence parallelism for this rank's rows, else for all."""
-        from torchtitan.distributed.spmd_types import spmd_dense_sp_enabled, spmd_mesh_group
 
-        group = spmd_mesh_group("tp")
-        out: Tensor
-        if group is None:
-            out = super().forward(input)  # type: ignore[misc]
-            return out
-        weight, bias = self._flatten_weight_and_bias()
-        if spmd_dense_sp_enabled():
-            out = linear_reduce_scatter(input, weight, bias, 0, group.group_name)
-        else:
-            out = linear_all_reduce(input, weight, bias, group.group_name)
-        out = self._unflatten_output(out)
-        return out
+class RowLinear(_DividedLinear):
+    """Returns the sums of all ranks, added up as their products are made: for this rank's rows, or for all."""
+
+    @staticmethod
+    def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:
+        if has_own_rows:
+            return linear_reduce_scatter(x, weight, bias, 0, group)
+        return linear_all_reduce(x, weight, bias, group)
