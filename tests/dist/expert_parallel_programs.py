@@ -34,6 +34,9 @@ STEPS = 3
 VOCABULARY = 128
 
 
+BY_GATHER = ExpertLayerOptions(mechanism="gather")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """How `transformers` spreads a model of experts.
@@ -49,7 +52,7 @@ class Spread:
 
     kind: str = "Qwen3Moe"
     sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))
-    options: ExpertLayerOptions | None = ExpertLayerOptions(mechanism="gather")
+    options: ExpertLayerOptions | None = BY_GATHER
     checkpoint: bool = False
     compiled: bool = False
     lengths: tuple[int, ...] = (LENGTH,) * STEPS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import random
 import signal
@@ -16,13 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.lower import ReduceLaunch
+from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.expert import Dispatcher, ExpertOptions, dispatcher
+from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, dispatcher, overlapped_moe
 from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.wire import narrowed
+from tests.dist.communicator_cuda_programs import delays
 from tests.dist.tensor_programs import on_software_gpu
 from tests.support.routing import ROUTINGS, routing
+from tests.support.software_gpu import Action, SoftwareDriver, SoftwareGpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,6 +399,7 @@ def misused(session: Session) -> list[str]:
             said_by(lambda: made.dispatch(x, ids[1:], weights)),
             said_by(lambda: made.dispatch(x, ids.short(), weights)),
             said_by(lambda: made.dispatch(x, ids.to("meta"), weights)),
+            said_by(lambda: made.dispatch(x.int(), ids, weights)),
         ]
         rows, _, handle = made.dispatch(x, ids, weights)
         said += [
@@ -407,6 +416,7 @@ def misused(session: Session) -> list[str]:
         said_by(lambda: ExpertOptions(mechanism="fast")),  # type: ignore[arg-type]
         said_by(lambda: ExpertOptions(overflow="wait")),  # type: ignore[arg-type]
         said_by(lambda: ExpertOptions(capacity_factor=0)),
+        said_by(lambda: ExpertOptions(capacity_factor=math.inf)),
         said_by(lambda: ExpertOptions(wire_dtype=torch.int8)),
         said_by(lambda: ExpertOptions(pad_multiple=0)),
         said_by(lambda: ExpertOptions(beside_us=-1)),
@@ -416,9 +426,105 @@ def misused(session: Session) -> list[str]:
     ]
 
 
+def compiled(session: Session) -> list[tuple[bool, bool]]:
+    """Whether sums and derivatives of a compiled function are those of the function, for two numbers of tokens."""
+    layout = layout_of(session)
+    found = []
+    with opened(layout, mechanism="gather") as made:
+
+        def doubled(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            rows, _, handle = made.dispatch(x * 2, ids, weights)
+            return made.combine(rows * 2, handle).relu()
+
+        function = torch.compile(doubled, backend="eager")
+        for tokens in (6, 3):
+            case = case_of(layout)
+            x, weights, _ = (part[:tokens].requires_grad_() for part in case.part(session.rank))
+            ids = case.ids(session.rank)[:tokens]
+            whole, parts = function(x, ids, weights), doubled(x, ids, weights)
+            grads, wanted = (torch.autograd.grad(one.sum(), (x, weights)) for one in (whole, parts))
+            found.append((torch.equal(whole, parts), all(map(torch.equal, grads, wanted))))
+    return found
+
+
+def after_close(session: Session, name: str) -> str:
+    """What a backward pass says whose dispatcher was closed."""
+    layout = layout_of(session)
+    x, weights, _ = case_of(layout).part(session.rank)
+    with opened(layout, mechanism=name) as made:
+        rows, _, handle = made.dispatch(x.requires_grad_(), case_of(layout).ids(session.rank), weights)
+        total = made.combine(rows, handle).sum()
+    return said_by(total.backward)
+
+
 def said_by(call: Callable[[], Any]) -> str:
     try:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+class OnlyFlags(SoftwareDriver):
+    """Copies nothing: torch's memory on CPUs is not kept for a graph."""
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[int]:
+        self.enqueue(stream, "copy", lambda: None)
+        return (0,)
+
+
+class FlagGpu(SoftwareGpu):
+    """Adds up nothing, either."""
+
+    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Action:
+        return lambda: self.driver.enqueue(stream, "reduce", lambda: None)
+
+
+def replayed(session: Session) -> list[int]:
+    """How many flags are not at rest after each replay of two layers in two parts, forward and backward, in a graph.
+
+    Here a graph does all in the order in which it was captured, as if a GPU had one queue.
+    """
+    gpu, layout, opened = FlagGpu(delays(7, session.rank), OnlyFlags), layout_of(session), list[Communicator]()
+
+    def open_one(group: Any, device: Any, options: Any) -> Communicator:
+        opened.append(Communicator(group, device=gpu, options=options))
+        return opened[0]
+
+    made = Dispatcher(
+        experts=layout.experts, top_k=layout.top_k, max_tokens=layout.max_tokens, hidden=layout.hidden,
+        options=ExpertOptions(mechanism="gather", equal_tokens=True, timeout_s=60),
+    )  # fmt: skip
+    experts = [LocalExperts(layout.local_experts, layout.hidden, 8) for _ in range(2)]
+
+    def step() -> None:
+        y = torch.randn(layout.max_tokens, layout.hidden, requires_grad=True)
+        for layer in experts:
+            weights, ids = y[:, : layout.experts].softmax(-1).topk(layout.top_k)
+            y = y + overlapped_moe(y, ids, weights, layer, made, parts=2)
+        y.sum().backward()
+
+    def not_at_rest() -> int:
+        transport: Any = opened[0]._transport
+        context = transport.context
+        at, count = Location(context.flags.region, 0), context.flags.captured_bytes // 4
+        words = torch.tensor((ctypes.c_int32 * count).from_address(context.memory.address(session.rank, at, 4 * count)))
+        words = words.view(2 * opened[0].channels, -1)
+        words[1::2, : layout.world_size] -= 1  # staging is free
+        return int(words.count_nonzero())
+
+    found, stream = [], gpu.current_stream()
+    with patch.object(dispatcher, "Communicator", open_one):
+        step()
+    gpu.synchronize()
+    gpu.driver.cuStreamBeginCapture(stream, 2)
+    step()
+    graph = gpu.driver.cuStreamEndCapture(stream)[1]
+    for _ in range(3):
+        gpu.driver.cuGraphLaunch(graph, stream)
+        gpu.synchronize()
+        session.gather(None)
+        found.append(not_at_rest())
+        session.gather(None)
+    made.close()
+    return found

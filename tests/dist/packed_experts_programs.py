@@ -1,4 +1,4 @@
-"""What ranks do with the mechanisms that pack rows by rank: random routings beside those of torch's all_to_all_single."""
+"""What ranks do with the mechanisms that pack rows by rank: random routings, beside torch's all_to_all_single."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def opened(session: Session, experts: int, top_k: int, options: ExpertOptions) -
 
 
 def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: bool = False) -> list[str]:
-    """Return what differs from mechanism `torch`, in any bit; `captured`: as in a capture, with its memory and rounds."""
+    """Return what differs from mechanism `torch`, in any bit; `captured`: with the memory and rounds of a capture."""
     draw, different = random.Random(seed), list[str]()
     n, me = session.world_size, session.rank
     while calls > 0:

@@ -48,6 +48,11 @@ def test_several_under_way_on_software_gpus(three_ranks: Ranks) -> None:
     three_ranks.run(programs.in_halves, "gather", 3, True)
 
 
+def test_flags_of_a_graph_are_at_rest_after_each_replay(two_ranks: Ranks) -> None:
+    """No replay of layers in parts hangs where all of it runs in one queue, nor leaves anything to the next."""
+    assert two_ranks.run(programs.replayed) == [[0, 0, 0]] * 2
+
+
 @MECHANISMS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(two_ranks: Ranks, name: str, reentrant: bool) -> None:
@@ -123,14 +128,29 @@ def test_the_report_is_a_table(two_ranks: Ranks) -> None:
     assert "combine    below 1 MiB  gather  1      asked for gather" in found
 
 
+def test_compiled_functions_leave_dispatches_out(two_ranks: Ranks) -> None:
+    """Their graphs end there, and what they compute is equal."""
+    assert two_ranks.run(programs.compiled) == [[(True, True)] * 2] * 2
+
+
+@MECHANISMS
+def test_a_backward_pass_after_the_end_says_so(two_ranks: Ranks, name: str) -> None:
+    """But for torch's calls, which go on."""
+    said = "nothing" if name == "torch" else "Misconfigured: this communicator was closed; make a new one"
+    assert two_ranks.run(programs.after_close, name) == [said] * 2
+
+
 def test_wrong_calls_raise(two_ranks: Ranks) -> None:
     """Each says what is allowed."""
     found = two_ranks.run(programs.misused)[0]
     said = (
         "give [tokens, 16], of at most 6 tokens", "give [tokens, 16], of at most 6 tokens", "ids (5, 2): give (6, 2)",
-        "give int32 or int64", "ids on meta", "call it once, after start_dispatch", "one for each row that was dispatched",
+        "give int32 or int64", "ids on meta",
+        "x of torch.int32: give one of torch.bfloat16", "call it once, after start_dispatch",
+        "one for each row that was dispatched",
         "of torch.float32", "call it once, after finish_dispatch", "allowed are auto, torch",
-        "allowed are raise, drop", "give a number above 0", "allowed are None, torch.float8_e4m3fn", "give 1 or more",
+        "allowed are raise, drop", "give a number above 0", "give a number above 0",
+        "allowed are None, torch.float8_e4m3fn", "give 1 or more",
         "give 0 µs or more", "top_k=3 of 2 experts: give at most as many",
         "3 experts on 2 ranks: give a multiple", "top_k=0: give 1 or more",
     )  # fmt: skip

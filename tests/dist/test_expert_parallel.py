@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.dist import expert_parallel_programs as programs
 from tests.support.ranks import Ranks
 

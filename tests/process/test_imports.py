@@ -29,6 +29,7 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the report as a page": ("import counterpoint.rendering.diagnosis_html", ("polars",)),
     "the report for Perfetto": ("import counterpoint.rendering.diagnosis_perfetto", ("polars",)),
     "the process beside a training": ("import counterpoint.monitoring.beside", ("torch", "polars", "plotly")),
+    "a rank that is to die with its launcher": ("import counterpoint.tuning.script.rank", ("torch",)),
     "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }
 
@@ -51,10 +52,10 @@ def test_heavy_packages_stay_out(statement: str, absent: tuple[str, ...]) -> Non
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["LOADED []"]), done.stderr
 
 
-@pytest.mark.parametrize("verb", ["diagnose", "measure"])
+@pytest.mark.parametrize("verb", ["diagnose", "measure", "tune"])
 def test_a_verb_stays_a_function_when_its_package_is_imported(verb: str) -> None:
     """Imports of the verb's own modules and of its command leave `counterpoint.<verb>` the function."""
-    package = {"diagnose": "diagnosis", "measure": "measurement"}[verb]
+    package = {"diagnose": "diagnosis", "measure": "measurement", "tune": "tuning"}[verb]
     done = run(
         f"import counterpoint, counterpoint.{package}.api, counterpoint.commands.{verb}, types\n"
         f"assert isinstance(counterpoint.{verb}, types.FunctionType), counterpoint.{verb}\n"

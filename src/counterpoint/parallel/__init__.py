@@ -7,6 +7,6 @@
 - `backend/`: a backend of torch.distributed, for everything else.
 - `background.py`: the thread that launches reductions of gradient buckets.
 - `arguments.py`: the arguments that torch gives to both.
-- `call_memory.py`: symmetric memory of single calls; `sums.py`: adds up what the ranks sent; `tables.py`: aligns the
-  rows of reports.
+- `call_memory.py`: symmetric memory of single calls; `uncompiled.py`: functions that torch.compile leaves out;
+  `sums.py`: adds up what the ranks sent; `tables.py`: aligns the rows of reports.
 """

@@ -54,11 +54,17 @@ class CallMemory:
         if found is not None:
             self._free.append((found, self._stream()))
 
+    def forget(self) -> None:
+        """Keep nothing of what was given back: the communicator ends, and says so where more is asked for."""
+        self._free.clear()
+
     def _after(self, tensor: Tensor, stream: int) -> Tensor:
         """Return a tensor that the current stream may use after this one; a capture waits for nothing outside of it."""
         if stream != self._stream() and not self.is_capturing():
             device = self._communicator.device
-            torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
+            # torch takes the handle 0, which is the default stream's, for none, and would make a new stream
+            last = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+            torch.cuda.current_stream(device).wait_stream(last)
         return tensor
 
     def _stream(self) -> int:

@@ -1,4 +1,4 @@
-"""Calls the kernels for rows of experts without a GPU: compiled for Hopper, not run; says what their code is like.
+"""Calls the kernels for rows of experts without a GPU: compiled for one, not run; says what their code is like.
 
 Started by path with the cases as JSON on standard input; writes for each, by kernel, the kinds of loads and stores,
 spilled bytes, the instructions of memory in the order of the text, and how many kernels other numbers of tokens need.
@@ -22,7 +22,7 @@ from counterpoint.parallel.expert import permute as module
 from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.permute import assign, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
-from tests.process.parallel.hopper_compiler import Hopper, spilled_bytes
+from tests.process.parallel.offline_compiler import OfflineDriver, spilled_bytes
 
 TOKENS = (16384, 16384, 5120)  # all multiples of 16, as Triton has kernels of their own for others
 ACCESS = r"(?:ld|st)\.global[\w.]*"
@@ -49,11 +49,12 @@ def calls(case: dict[str, Any], tokens: int) -> None:
     gate_up = torch.empty(capacity, 2 * case["ffn"], dtype=x.dtype, requires_grad=True)
     out = swiglu(gate_up, known.offsets)
     out.backward(out.detach())
-    narrowed(x, torch.float8_e4m3fn)
+    narrowed(x, getattr(torch, case["wire"]))
 
 
 def described(case: dict[str, Any]) -> dict[str, Any]:
     """What the code of each kernel is like."""
+    driver.set_active(OfflineDriver(case["capability"]))
     found.clear()
     for tokens in TOKENS:
         calls(case, tokens)
@@ -69,7 +70,6 @@ def described(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    driver.set_active(Hopper())
     everywhere: dict[str, Any] = {"_on_gpu": lambda tensor: True}
     with (
         patch.object(JITFunction, "run", compiled_only),

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_all_gather_matmul, bind_matmul_reduce_scatter, warm
-from tests.process.parallel.hopper_compiler import Hopper, spilled_bytes
+from tests.process.parallel.offline_compiler import OfflineDriver, spilled_bytes
 
 SEEN = {
     "poll": r"(?:ld|atom)\.global\.sys\.acquire",
@@ -94,6 +94,6 @@ def loaded(kernel: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., 
 
 
 if __name__ == "__main__":
-    driver.set_active(Hopper())
+    driver.set_active(OfflineDriver())
     with patch.object(CompiledKernel, "__getitem__", loaded):
         json.dump([compiled(case) if case else warmed() for case in json.load(sys.stdin)], sys.stdout)

@@ -1,4 +1,4 @@
-"""Kernels for rows of experts give the bits of torch in Triton's interpreter, and are compiled well for Hopper.
+"""Kernels for rows of experts give the bits of torch in Triton's interpreter, and are compiled well for many GPUs.
 
 Interpreter and compiler run in one process each for all cases.
 """
@@ -44,13 +44,15 @@ INTERPRETED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 QWEN3: dict[str, Any] = {"hidden": 2048, "ffn": 768, "top_k": 8, "experts": 64, "weighted": True, "pad": 1}
-QWEN3 |= {"dtype": "bfloat16"}
+QWEN3 |= {"dtype": "bfloat16", "capability": 90, "wire": "float8_e4m3fn"}
 COMPILED: list[dict[str, Any]] = [
     QWEN3,
     QWEN3 | {"weighted": False, "pad": 16},
     QWEN3 | {"hidden": 4096, "ffn": 14336, "top_k": 2, "experts": 4},
     QWEN3 | {"hidden": 7168, "experts": 256},
     QWEN3 | {"dtype": "float32"},
+    QWEN3 | {"capability": 80, "wire": "float8_e5m2"},
+    *(QWEN3 | {"capability": capability} for capability in (89, 100, 120)),
 ]
 
 pytestmark = pytest.mark.needs("triton")
@@ -73,7 +75,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
-def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None:
+def test_compiled_well(compiled: list[dict[str, Any]], index: int) -> None:
     """No register is spilled, rows move 16 bytes at a time, and other numbers of tokens need no other kernel."""
     code = compiled[index]
     names = {"count", "scan", "place", "permute", "combine", "weight_grads", "forward", "backward", "narrow"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from counterpoint.parallel import call_memory
 from counterpoint.parallel.call_memory import CallMemory
 
 
@@ -59,3 +61,22 @@ def test_memory_that_is_not_kept_is_new_each_time(communicator: Any) -> None:
         memory.give_back(memory.empty(64, dtype=torch.uint8))
     memory.shared("gathered", 64, dtype=torch.uint8)
     assert communicator.made == [True, True, True]
+
+
+@pytest.mark.parametrize(("last", "waited_for"), [(0, "the default stream"), (7, "stream 7")])
+def test_another_stream_waits_for_the_last_user(
+    communicator: Any, monkeypatch: pytest.MonkeyPatch, last: int, waited_for: str
+) -> None:
+    """Also for the default stream, whose handle is 0; torch makes a new stream of an external one with that handle."""
+    communicator.device, handles, waited = torch.device("cuda", 0), [last, last, last, 5], list[str]()
+    monkeypatch.setattr(call_memory, "raw_stream", lambda: lambda index: handles.pop(0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default stream")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"stream {handle}")
+    memory = CallMemory(communicator)
+    memory.give_back(memory.empty(64, dtype=torch.uint8))
+    memory.give_back(memory.empty(64, dtype=torch.uint8))
+    assert waited == []
+    memory.empty(64, dtype=torch.uint8)
+    assert waited == [waited_for]

@@ -23,9 +23,11 @@ from counterpoint.parallel.expert.mechanism import TokenMechanism
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
 from counterpoint.parallel.expert.push import Push
 from counterpoint.parallel.expert.slabs import Slabs
+from counterpoint.parallel.uncompiled import uncompiled
 
 _MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "push": Push, "slabs": Slabs}
 _AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # others are to be measured before
+_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: sums are made in floats
 _ALIGNMENT = 16  # bytes of a token: a chunk of whole tokens is then one that copies and sums take
 
 
@@ -94,7 +96,8 @@ class Dispatcher:
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
-            ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1 is none.
+            ids: experts of each token, `[tokens, top_k]` of int32, or int64 within its range; -1 and others that there
+                are not are none.
             weights: of each choice, `[tokens, top_k]`, by which `combine` multiplies what the expert made.
 
         Returns:
@@ -111,6 +114,7 @@ class Dispatcher:
         """Return the sum over each token's choices of weight times row, `[tokens, hidden]`, made in float32."""
         return self.finish_combine(self.start_combine(rows, handle))
 
+    @uncompiled
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Handle:
         """Begin a `dispatch`: what is called between its halves runs beside it."""
         self._check_tokens(x, ids, weights)
@@ -120,6 +124,7 @@ class Dispatcher:
         handle._under_way = halves.start_dispatch(handle._trip, x, ids, weights)
         return handle
 
+    @uncompiled
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return rows and offsets, as `dispatch` does."""
         under_way = handle._turn("start_dispatch", "finish_dispatch")
@@ -127,6 +132,7 @@ class Dispatcher:
         handle._rows = len(rows)
         return rows, offsets
 
+    @uncompiled
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
         """Begin a `combine`: what is called between its halves runs beside it."""
         under_way = handle._turn("finish_dispatch", "start_combine")
@@ -140,6 +146,7 @@ class Dispatcher:
         handle._under_way = halves.start_combine(handle._trip, rows, under_way)
         return handle
 
+    @uncompiled
     def finish_combine(self, handle: Handle) -> Tensor:
         """Return the sums, as `combine` does."""
         under_way = handle._turn("start_combine", "finish_combine")
@@ -181,6 +188,8 @@ class Dispatcher:
                 )
         if ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
             raise Misconfigured(f"ids of {ids.dtype}, weights of {weights.dtype}: give int32 or int64, and floats")
+        if x.dtype not in _DTYPES:
+            raise Misconfigured(f"dispatch of x of {x.dtype}: give one of {', '.join(map(str, _DTYPES))}")
         if not x.device == ids.device == weights.device:
             raise Misconfigured(f"x on {x.device}, ids on {ids.device}, weights on {weights.device}: give one device")
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.parallel.backend.report import RoutedPath
-from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.expert.mechanism import OwnCommunication
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
-from counterpoint.parallel.expert.packing import Overflow
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
 from counterpoint.parallel.sums import add_up
@@ -74,17 +73,15 @@ class _Scattering:
     work: Any
 
 
-class GatherAll:
+class GatherAll(OwnCommunication):
     """Moves tokens by all_gathers, and sums by all_to_alls of even blocks. See `TokenMechanism`."""
 
     name: RoutedPath = "gather"
 
     def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        self._communicator, self._layout, self._options = communicator, layout, options
+        super().__init__(communicator, layout, options)
         self._open: dict[int, PartitionedWork] = {}  # by channel, the call under way
         self._latest: dict[tuple[int, int], int] = {}  # by pair of channels, which one had the last call
-        self._memory = CallMemory(communicator)
-        self._overflow = Overflow(communicator.device, options)
         self._may_lack_room = options.capacity_factor is not None and options.overflow != "second_round"
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
@@ -184,19 +181,6 @@ class GatherAll:
         """Wait for the products, of which each choice has one on one rank."""
         pending.work.wait()
         return pending.out
-
-    def dropped(self) -> int:
-        """Return how many rows had no room so far; this waits for the device."""
-        return self._overflow.total()
-
-    def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one."""
-        self._communicator.check()
-
-    def close(self) -> None:
-        """Close the communicator; raise if the last call had no room and that was not allowed."""
-        self._communicator.close()
-        self._overflow.check()
 
     def _gather(self, tokens: Tensor, block: int) -> _Gathering:
         """Begin to gather a block of tokens of each rank; what lies past a rank's own nobody reads."""

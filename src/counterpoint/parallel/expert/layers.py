@@ -21,6 +21,7 @@ from torch.nn import functional
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher
@@ -183,6 +184,7 @@ class LocalExperts(nn.Module):
         return self.weights()(rows, offsets)
 
 
+@uncompiled
 def overlapped_moe(
     x: Tensor,
     ids: Tensor,

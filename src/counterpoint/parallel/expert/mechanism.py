@@ -1,12 +1,16 @@
-"""Define what a mechanism does that carries tokens to their experts, and what they make of them back."""
+"""Define what a mechanism does that carries tokens to their experts, and what those that bring a communicator share."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.parallel.backend.report import RoutedPath
+from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
 
 
 class TokenMechanism(Protocol):
@@ -69,3 +73,69 @@ class TokenMechanism(Protocol):
 
     def close(self) -> None:
         """Give back what it holds; all ranks call it."""
+
+
+class OwnCommunication:
+    """Holds the communicator of a mechanism, memory for its calls, and the count of choices without room.
+
+    Args:
+        communicator: closed with the mechanism.
+        layout: which experts are where.
+        options: of the dispatcher.
+        keeps: as of `CallMemory`.
+    """
+
+    def __init__(
+        self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions, *, keeps: bool = True
+    ) -> None:
+        self._communicator, self._layout, self._options = communicator, layout, options
+        self._memory = CallMemory(communicator, keeps=keeps)
+        self._overflow = Overflow(communicator.device, options)
+
+    def dropped(self) -> int:
+        """Return how many choices had no room so far; this waits for the device."""
+        return self._overflow.total()
+
+    def check(self) -> None:
+        """Raise the error that ended the communicator, if there was one."""
+        self._communicator.check()
+
+    def close(self) -> None:
+        """Close the communicator; raise if the last call had no room and that was not allowed."""
+        self._memory.forget()
+        self._communicator.close()
+        self._overflow.check()
+
+
+class Overflow:
+    """Counts choices without room on the device, and tells the host of those of all ranks, without a wait to know."""
+
+    def __init__(self, device: torch.device, options: ExpertOptions) -> None:
+        on_gpu = device.type == "cuda"
+        self._options = options
+        self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        self._worst = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=on_gpu)  # of any rank, the last time
+        self._noted = torch.cuda.Event() if on_gpu else None
+
+    def add(self, choices: Tensor) -> None:
+        """Count choices of this rank."""
+        self._total += choices
+
+    def note(self, choices: Tensor) -> None:
+        """Note what a later call is to raise, given the choices of each rank that had no room."""
+        if self._options.overflow == "drop":
+            return
+        self._worst.copy_(choices.max(), non_blocking=True)
+        if self._noted is not None and not torch.cuda.is_current_stream_capturing():  # the host cannot wait for a graph
+            self._noted.record()
+
+    def check(self) -> None:
+        """Raise if a call noted before had not enough room: with `raise` on all ranks, as the host waits for that."""
+        if self._options.overflow == "raise" and self._noted is not None:
+            self._noted.synchronize()
+        if int(self._worst):
+            raise no_room(int(self._worst), self._options)
+
+    def total(self) -> int:
+        """Return how many choices of this rank had no room; this waits for the device."""
+        return int(self._total)

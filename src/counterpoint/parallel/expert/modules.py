@@ -24,6 +24,7 @@ from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
 from counterpoint.parallel.report import ExpertParallelModule, ExpertParallelReport
 from counterpoint.parallel.tensor.recognised import ranks_of
 from counterpoint.parallel.tuned import FollowedTuning
+from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
 
 
@@ -100,7 +101,7 @@ class OverlappedExperts:
         """Put the `forward` of before back."""
         self.module.forward = self._stock
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Do what the module did: experts of all ranks for this rank's tokens, weighted and added up."""
         x, ids, weights = _local(hidden_states), _local(top_k_index), _local(top_k_weights)

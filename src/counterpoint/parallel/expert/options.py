@@ -57,7 +57,7 @@ class ExpertOptions(CommunicatorOptions):
         for name, allowed in (("mechanism", get_args(MechanismName)), ("overflow", get_args(Overflow))):
             if getattr(self, name) not in allowed:
                 raise Misconfigured(f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise Misconfigured(f"capacity_factor={self.capacity_factor}: give a number above 0, or None")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise Misconfigured(f"wire_dtype={self.wire_dtype}: allowed are None, {', '.join(map(str, WIRE_DTYPES))}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import needs_triton
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
+from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.permute import Assignment, assign
 
 HEAD = 4  # numbers at the front of each row of a table
@@ -205,40 +205,6 @@ class Incoming:
     def slots(self, ranks: slice, places: slice) -> Tensor:
         """Return the rows that choices of some ranks have here, int32 `[choices, 1]`."""
         return self.there.slots.view(self.weights.shape)[ranks, places].reshape(-1, 1)
-
-
-class Overflow:
-    """Counts choices without room on the device, and tells the host of those of all ranks, without a wait to know."""
-
-    def __init__(self, device: torch.device, options: ExpertOptions) -> None:
-        on_gpu = device.type == "cuda"
-        self._options = options
-        self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        self._worst = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=on_gpu)  # of any rank, the last time
-        self._noted = torch.cuda.Event() if on_gpu else None
-
-    def add(self, choices: Tensor) -> None:
-        """Count choices of this rank."""
-        self._total += choices
-
-    def note(self, choices: Tensor) -> None:
-        """Note what a later call is to raise, given the choices of each rank that had no room."""
-        if self._options.overflow == "drop":
-            return
-        self._worst.copy_(choices.max(), non_blocking=True)
-        if self._noted is not None and not torch.cuda.is_current_stream_capturing():  # the host cannot wait for a graph
-            self._noted.record()
-
-    def check(self) -> None:
-        """Raise if a call noted before had not enough room: with `raise` on all ranks, as the host waits for that."""
-        if self._options.overflow == "raise" and self._noted is not None:
-            self._noted.synchronize()
-        if int(self._worst):
-            raise no_room(int(self._worst), self._options)
-
-    def total(self) -> int:
-        """Return how many choices of this rank had no room; this waits for the device."""
-        return int(self._total)
 
 
 def arriving_parts(rank: int, world_size: int) -> list[slice]:

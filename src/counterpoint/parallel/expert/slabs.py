@@ -24,14 +24,13 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import Work
 from counterpoint.parallel.backend.report import RoutedPath
-from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.expert.mechanism import OwnCommunication
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
 from counterpoint.parallel.expert.packing import (
     HEAD,
     LACKING,
     REST,
     Incoming,
-    Overflow,
     Packing,
     arriving_parts,
     moved,
@@ -102,17 +101,15 @@ class Returning:
     rows: Tensor | None
 
 
-class Slabs:
+class Slabs(OwnCommunication):
     """Moves tokens in slabs. See `TokenMechanism`."""
 
     name: RoutedPath = "slabs"
     gaps = True  # rows are sent in slabs of equal size
 
     def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        self._communicator, self._layout, self._options = communicator, layout, options
-        self._memory = CallMemory(communicator, keeps=self.gaps)
+        super().__init__(communicator, layout, options, keeps=self.gaps)
         self._side = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None
-        self._overflow = Overflow(communicator.device, options)
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Route:
         """Begin to send tables and slabs; raise if an earlier call had no room."""
@@ -188,19 +185,6 @@ class Slabs:
         grads = route.packing.returned(returned.received)
         self._memory.give_back(returned.received)
         return grads
-
-    def dropped(self) -> int:
-        """Return how many choices of this rank's tokens had no room so far; this waits for the device."""
-        return self._overflow.total()
-
-    def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one."""
-        self._communicator.check()
-
-    def close(self) -> None:
-        """Close the communicator; raise if the last call had no room and that was not allowed."""
-        self._communicator.close()
-        self._overflow.check()
 
     def _sizes(self, block: int) -> tuple[int, int]:
         """Return the places of each rank that travel first, and all that it has."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
 from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.uncompiled import uncompiled
 
 _ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
 
@@ -50,7 +51,7 @@ class TokenDispatching:
         if self.ep_mesh is not None and self._hidden is not None and self._max_tokens is not None:
             self._dispatcher(self._hidden, self._max_tokens, self._options)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def dispatch(
         self,
         x_TD: Tensor,  # noqa: N803
@@ -84,7 +85,7 @@ class TokenDispatching:
         counts = ends.diff(prepend=ends.new_zeros(1))
         return rows, counts, RoutedTokens(dispatcher=dispatcher, handle=handle)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
         """Return the sum over each token's choices of what their experts made, `[T, D]`, weighted unless rows were."""
         if not isinstance(metadata, RoutedTokens):

@@ -5,13 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoint.errors import needs_triton
+from counterpoint.errors import Unsupported, needs_triton
 
+E4M3 = (8, 9)  # compute capability from which Triton has float8_e4m3fn; float8_e5m2 it has for all
 ELEMENTS = 8192  # of a token that 8 warps have at once; beyond, a program reads its token twice
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return tokens in a float8 dtype, and what each has to be multiplied by: float32 `[tokens, 1]`."""
+    """Return tokens in a float8 dtype, and what each has to be multiplied by: float32 `[tokens, 1]`.
+
+    Raises:
+        Unsupported: the GPU is too old for the dtype.
+    """
+    if x.is_cuda and dtype is torch.float8_e4m3fn:
+        gpu = torch.cuda.get_device_properties(x.device)
+        if (gpu.major, gpu.minor) < E4M3:
+            raise Unsupported(
+                f"wire_dtype={dtype} on {gpu.name}, of compute capability {gpu.major}.{gpu.minor}: it needs 8.9 or "
+                "newer; give torch.float8_e5m2, or None"
+            )
     return (_triton_narrowed if _on_gpu(x) else _torch_narrowed)(x, dtype)
 
 

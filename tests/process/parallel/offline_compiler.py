@@ -1,4 +1,4 @@
-"""Lets Triton compile for Hopper on a machine without a GPU, and reads the result."""
+"""Lets Triton compile for a GPU on a machine without one, and reads the result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 
-class Hopper:
+class OfflineDriver:
     """Stands for Triton's driver on a machine that has none: as much of it as compiling asks for."""
 
+    def __init__(self, capability: int = 90) -> None:
+        """Take the compute capability times ten: 90 is Hopper."""
+        self.capability = capability
+
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # Triton keeps the kernels of a device by its number
 
     def get_current_stream(self, device: int) -> int:
         return device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def spilled_bytes(binary: bytes) -> int:
