@@ -41,8 +41,9 @@ from counterpoint.records.measurement import Measurement, Row
 from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair
 from counterpoint.tuning.api import tune
 from counterpoint.tuning.decide import decide
-from counterpoint.tuning.parts import part_of, standard_error, stock_of, times_of
+from counterpoint.tuning.parts import part_of, stock_of, times_of
 from counterpoint.tuning.predictions import predicted_times
+from counterpoint.tuning.rounds import standard_error
 from counterpoint.tuning.shortlist import MOST, MechanismCandidate, best_of, shortlist
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,10 +98,11 @@ class Case:
         return (mine.us - stock.us) / max(math.hypot(mine.sigma_us, stock.sigma_us), 1e-9)
 
 
-def stored_cases(path: Path) -> Iterator[Case]:
-    """Yield a case for each scenario and order of a measurement."""
+def stored_cases(path: Path, profile: Profile | None = None) -> Iterator[Case]:
+    """Yield a case for each scenario and order of a measurement, predicted by a profile, None: the shipped one."""
     measured = msgspec.json.decode(read_result(path), type=Measurement)
-    profile, rounds = profile_of(measured.environment.gpu), measured.rounds - measured.dropped_rounds
+    profile = profile or profile_of(measured.environment.gpu)
+    rounds = measured.rounds - measured.dropped_rounds
     for rows in rows_of(measured).values():
         first = rows[0]
         ranks = measured.environment.world_size

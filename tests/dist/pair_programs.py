@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.collective import Comm, WrongResult, allocate, elements_of
+from counterpoint.measurement.dependent import find_dependent
 from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.dependent import find_dependent
 from counterpoint.measurement.tensor import Operands
 from counterpoint.parallel.tensor.matmul import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from counterpoint.measurement.collective import collectives
 
+from counterpoint.measurement.collective import collectives
 from counterpoint.records.measurement import Block, Outcome, Scenario
 from tests.dist import pair_programs as programs
 from tests.support.ranks import Ranks
@@ -47,7 +47,7 @@ def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
 def test_the_second_side_starts_later_and_beside_the_first(
     two_ranks: Ranks, what: str, first: str, second: str
 ) -> None:
-    """The head start is real, and the second side starts before the end of the first, in most trials of a busy machine."""
+    """The head start is real, and the second side starts before the end of the first, in most trials."""
     trials = [trial for _ in range(7) for trial in two_ranks.run(programs.slow_pair, what, 0.05, 0.05)]
     head = statistics.median(trial[f"{second}_start"] - trial[f"{first}_start"] for trial in trials)
     assert 1500 < head < 30_000 < min(trial[f"{first}_end"] for trial in trials)
@@ -232,10 +232,10 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
     assert ["wrong on rank" in text and "is allowed" in text for text in marks] == [True] * 4, marks
 
 
-@pytest.mark.parametrize(("what", "shape"), [("all_gather_matmul 8x6x4", (8, 6)), ("matmul_reduce_scatter 8x6x4", (4, 6))])
-def test_torchs_fused_operations_take_what_they_are_given(
-    two_ranks: Ranks, what: str, shape: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("what", "shape"), [("all_gather_matmul 8x6x4", (8, 6)), ("matmul_reduce_scatter 8x6x4", (4, 6))]
+)
+def test_torchs_fused_operations_take_what_they_are_given(two_ranks: Ranks, what: str, shape: tuple[int, ...]) -> None:
     """By their own description, without a GPU."""
     assert two_ranks.run(programs.fused_by_torch, what) == [shape] * 2
 

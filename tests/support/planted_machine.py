@@ -38,6 +38,7 @@ class PlantedMachine:
     drift: float = 0.0  # by how much each trial is slower than the one before, over the first one's time
     no_ops: frozenset[str] = frozenset()  # mechanisms whose knob does nothing
     interleaved: bool = True  # False: all rounds of a mechanism, then those of the next one
+    rounds_are_kept: bool = True  # False: as measurements were before
     seconds: float = 0.0  # that a part takes of the budget
     seed: int = 0
     measured: list[str] = field(default_factory=list)  # names of parts
@@ -76,7 +77,7 @@ class PlantedMachine:
             for order in part.orders:
                 trials[name, order] = self._both(self.together_us(part.collective, self._as_is(name), order))
         samples = self._play(trials, rounds)
-        return [
+        found = [
             row(
                 part,
                 mechanism=name,
@@ -92,6 +93,7 @@ class PlantedMachine:
             for name in part.mechanisms
             for order in part.orders
         ]
+        return found if self.rounds_are_kept else [_without_rounds(each) for each in found]
 
     def _blocks(self, part: Block, rounds: int) -> list[BlockRow]:
         operation, _, rest = part.what.partition(" ")
@@ -142,3 +144,7 @@ class PlantedMachine:
             return Trial(compute_start=0.0, compute_end=end, comm_start=0.0, comm_end=end)
 
         return run
+
+
+def _without_rounds(row: Row) -> Row:
+    return msgspec.structs.replace(row, together=msgspec.structs.replace(row.together, rounds_us=()))

@@ -95,7 +95,8 @@ def tune(
         return
     if (source is None) == (run is None):
         raise Misconfigured(
-            "give one of SOURCE (pairs.toml, or traces), --run 'torchrun ... train.py', and --machine for a profile"
+            "give one of SOURCE (pairs.toml or traces; with --to a tuning), --run 'torchrun ... train.py', "
+            "and --machine for a profile"
         )
     if to is not None:
         assert source is not None, "--to goes without --run"
@@ -165,7 +166,7 @@ def _export(source: Path, form: str, out: Path | None, html: Path | None) -> Non
 
     _check_outputs(source, out, html)
     tuned = read_tuned(source)
-    text = export(tuned, form)
+    text = export(tuned, form, str(source))
     if html is not None:
         _draw(tuned, html)
     if out is None:

@@ -46,6 +46,7 @@ DEFAULTS = {  # of every rank; what the user has set wins
 # NoEffect is raised again as its base class: a `RankFailure` has its whole text, but not its fields
 OURS = {"Misconfigured": Misconfigured, "Unsupported": Unsupported, "NoEffect": Unsupported}
 SILENT = "did not answer (stopped, or in a driver call)"
+_LOST = re.compile(r"[Cc]onnection (closed|reset)")  # by a peer, as gloo says
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
@@ -230,12 +231,12 @@ class Remains:
 def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
     """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
 
-    One of our own exceptions comes first, then a signal, then other exceptions (a peer that lost its connection raises
-    one too), then a rank that left only its log. A rank that only repeats what another one told it comes
-    after that one. `logs` is the folder of the logs, `log` the name of that of all ranks; None: each has its own.
+    One of our own exceptions comes first, then a signal, then other exceptions, then a rank that left only its log. A
+    rank that lost its connection to another one, or repeats what that told it, comes after that one. `logs` is the
+    folder of the logs, `log` the name of that of all ranks; None: each has its own.
     """
     said = [r for r in ranks if r.failure is not None]
-    told = [r for r in said if r.failure and r.failure.kind != REPEATED] or said
+    told = sorted(said, key=lambda r: r.failure is not None and _follows(r.failure))
     killed = [r for r in ranks if r.code is not None and r.code < 0]
     ours = next((r.failure for r in told if r.failure and r.failure.kind in OURS), None)
     if ours is not None:
@@ -252,6 +253,10 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
         last = next((line for line in reversed(same[0].log.splitlines()) if line.strip()), "it left no word")
         reason = f"{_names(same)} exited with {same[0].code} {during}: {printable(last.strip(), 160)}"
     return PeerTimeout(f"{reason}; log: {logs}/{log or f'rank{same[0].rank}.log'}", ranks=_ranks(same))
+
+
+def _follows(failure: RankFailure) -> bool:
+    return failure.kind == REPEATED or _LOST.search(failure.text) is not None
 
 
 def _alike(told: Sequence[Remains], failure: RankFailure) -> list[Remains]:

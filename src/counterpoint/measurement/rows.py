@@ -30,7 +30,7 @@ def play_rounds(
 ) -> dict[Key, Samples]:
     """Run every trial once in each round, in a new order, so that drifting clocks affect all alike.
 
-    A trial in which any rank queued too slowly is dropped on all ranks, as long as three others remain.
+    A trial in which any rank queued too slowly does not count on any, as long as three others remain.
 
     Args:
         session: this rank; all ranks call it with the same arguments.
@@ -40,7 +40,7 @@ def play_rounds(
         seed: of the orders.
 
     Returns:
-        The kept trials of all ranks, by key.
+        The trials of all ranks in all rounds but the dropped ones, by key.
     """
     kept: dict[Key, list[Trial]] = {key: [] for key in trials}
     order = list(trials)
@@ -52,39 +52,58 @@ def play_rounds(
             if index >= dropped:
                 kept[key].append(trial)
     everyone = session.gather({key: kept[key] for key in trials})
-    return {key: _in_time([ranks[key] for ranks in everyone]) for key in trials}
+    return {key: [ranks[key] for ranks in everyone] for key in trials}
 
 
-def _in_time(samples: Samples) -> Samples:
-    """Drop the rounds in which a rank was late; keep all if fewer than three were good, which `why_late` reports."""
-    good = [index for index in range(len(samples[0])) if not any(rank[index].late for rank in samples)]
-    return samples if len(good) < _FEWEST else [[rank[index] for index in good] for rank in samples]
+def _that_count(samples: Samples) -> list[bool]:
+    """Return for each round whether no rank was late; if fewer than three are left all count, as `why_late` reports."""
+    in_time = _in_time(samples)
+    return in_time if sum(in_time) >= _FEWEST else [True] * len(in_time)
+
+
+def _in_time(samples: Samples) -> list[bool]:
+    return [not any(trial.late for trial in trials) for trials in zip(*samples, strict=True)]
 
 
 def why_late(*found: Samples) -> str | None:
-    """Return why results from these samples must not be believed; None if every trial in them was in time."""
+    """Return why results from these samples must not be believed; None if enough of their trials were in time."""
     for samples in found:
-        late = sum(any(trial.late for trial in trials) for trials in zip(*samples, strict=True))
-        if late:
+        in_time = _in_time(samples)
+        if sum(in_time) < min(_FEWEST, len(in_time)):
             return (
-                f"the host queued too slowly in {late} of {len(samples[0])} rounds; "
+                f"the host queued too slowly in {in_time.count(False)} of {len(in_time)} rounds; "
                 "free its cores or measure larger operations"
             )
     return None
 
 
-def timing(per_rank: Sequence[Sequence[float]]) -> Timing:
-    """Return median, 10th and 90th percentile of the rank with the largest median; `per_rank[r]` are rank r's µs."""
-    quantiles = [np.quantile(rounds, (0.1, 0.5, 0.9)).tolist() for rounds in per_rank]
+def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = None) -> Timing:
+    """Return median, 10th and 90th percentile of the rank with the largest median.
+
+    Args:
+        per_rank: the µs of each rank in each round.
+        counts: for each round whether it counts; None: all do.
+    """
+    slowest = np.max(per_rank, axis=0).round(3).tolist()
+    counts = counts or [True] * len(slowest)
+    quantiles = [np.quantile(np.compress(counts, rounds), (0.1, 0.5, 0.9)).tolist() for rounds in per_rank]
     medians = tuple(median for _, median, _ in quantiles)
     rank = max(range(len(medians)), key=medians.__getitem__)
     p10, median, p90 = quantiles[rank]
-    return Timing(us=median, p10_us=p10, p90_us=p90, rank=rank, per_rank_us=medians, runs=len(per_rank[rank]))
+    return Timing(
+        us=median,
+        p10_us=p10,
+        p90_us=p90,
+        rank=rank,
+        per_rank_us=medians,
+        runs=sum(counts),
+        rounds_us=tuple(us if good else None for us, good in zip(slowest, counts, strict=True)),
+    )
 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
     """Return the `Timing` of what `measure` returns for each trial."""
-    return timing([[measure(trial) for trial in rank] for rank in samples])
+    return timing([[measure(trial) for trial in rank] for rank in samples], _that_count(samples))
 
 
 def compute_time(trial: Trial) -> float:

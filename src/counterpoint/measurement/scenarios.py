@@ -50,7 +50,7 @@ class Calibration:
     """Caches what is measured once for many scenarios.
 
     These are the µs of each workload, those of each collective by size, and what ran under each mechanism, since a
-    profiler takes a second or two to start.
+    profiler takes a second or two to start. Scenarios of other dtypes need another one.
     """
 
     workloads: dict[str, float] = field(default_factory=dict)
@@ -78,8 +78,8 @@ def measure_scenario(session: Session, scenario: Scenario, plan: Plan, calibrati
     mechanisms, unavailable = offered(session, asked, scenario.collective)
     if not mechanisms:
         return Outcome(scenario=scenario.name, unavailable=unavailable)
-    session.require_memory(workload.memory_bytes(session.dtype.itemsize), scenario.workload)
-    compute = prepare(workload, session.device, session.dtype, seed=plan.seed + session.rank)
+    session.require_memory(workload.memory_bytes(session.compute_dtype.itemsize), scenario.workload)
+    compute = prepare(workload, session.device, session.compute_dtype, seed=plan.seed + session.rank)
     pair = _Pair(scenario=scenario, workload=workload, compute=compute, mechanisms=mechanisms)
     found = _measure(session, pair, plan, _numel(session, pair, calibration), calibration)
     del pair, compute
@@ -113,7 +113,7 @@ def _measure(session: Session, pair: _Pair, plan: Plan, numel: int, calibration:
             order=order,
             size_bytes=size,
             flops=pair.workload.flops,
-            peak_tflops=peak_tflops(torch.cuda.get_device_name(session.device)) if session.is_cuda else None,
+            peak_tflops=peak_tflops(session.gpu_name) if session.compute_dtype.itemsize == 2 else None,
             samples=samples,
             best=(best, alone[best]),
             observed=seen,
@@ -305,11 +305,11 @@ def _comm_block(
 def _compute_block(session: Session, block: Block, plan: Plan) -> Outcome:
     """Return the rows of a computation under each setting."""
     workload = find_workload(block.what)
-    session.require_memory(workload.memory_bytes(session.dtype.itemsize), block.what)
+    session.require_memory(workload.memory_bytes(session.compute_dtype.itemsize), block.what)
     found = [(name, () if name == "stock" else parse_mechanism(f"nccl+{name}")[1]) for name in block.mechanisms]
     asked = [Mechanism(name=name, controls=controls) for name, controls in found]
     mechanisms, unavailable = offered(session, asked, block.what)
-    compute = prepare(workload, session.device, session.dtype, seed=plan.seed + session.rank)
+    compute = prepare(workload, session.device, session.compute_dtype, seed=plan.seed + session.rank)
     stock = session.lanes(compute, lambda: None)
     with ExitStack() as stack:
         settings = [stack.enter_context(applied(mechanism.controls, stock)) for mechanism in mechanisms]

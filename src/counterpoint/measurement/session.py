@@ -14,7 +14,8 @@ import torch.distributed as dist
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, gather_values, raise_together
 from counterpoint.controls.control import Control, Lanes
-from counterpoint.errors import Unsupported
+from counterpoint.errors import Misconfigured, Unsupported, printable
+from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
 from counterpoint.measurement.trial import CpuStage, CudaStage
 
 T = TypeVar("T")
@@ -28,7 +29,8 @@ class Session:
     """Joins the process group that torchrun's environment variables describe; `close` leaves it.
 
     On `cuda` that is NCCL, with this rank's GPU by LOCAL_RANK (Unsupported if there is none); on `cpu` gloo, with one
-    thread. A collective waits `timeout_s` for other ranks.
+    thread. A collective waits `timeout_s` for other ranks. What is measured communicates `dtype` and computes in
+    `compute_dtype`, which `use_dtypes` sets.
     """
 
     def __init__(self, device_type: str, *, timeout_s: float = 100.0) -> None:
@@ -36,12 +38,12 @@ class Session:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device_type == "cuda":
             self.device = _gpu(self.local_rank)
-            self.dtype = torch.bfloat16
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=self._timeout, device_id=self.device)
         else:
             torch.set_num_threads(1)
-            self.device, self.dtype = torch.device("cpu"), torch.float32
+            self.device = torch.device("cpu")
             dist.init_process_group("gloo", timeout=self._timeout)
+        self.use_dtypes()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None  # it was just made
         self.world: dist.ProcessGroup = dist.group.WORLD
@@ -49,6 +51,23 @@ class Session:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.is_cuda else []
         self.stage: CudaStage | CpuStage = CudaStage(self.device, self.world) if self.is_cuda else CpuStage(self._hosts)
+
+    def use_dtypes(self, dtype: str | None = None, compute_dtype: str | None = None) -> tuple[str, str]:
+        """Measure from now on in these dtypes, by torch's names; None: that of the device.
+
+        Returns:
+            The dtypes of what is communicated and of the computation.
+
+        Raises:
+            Misconfigured: matrix products and sums are not measured in such a dtype.
+        """
+        for asked in filter(None, (dtype, compute_dtype)):
+            if asked not in MEASURABLE:
+                raise Misconfigured(f"dtype {printable(asked)!r}; choose from: {', '.join(MEASURABLE)}")
+        names = measured_dtype(dtype, self.device.type), measured_dtype(compute_dtype, self.device.type)
+        self.dtype: torch.dtype = getattr(torch, names[0])
+        self.compute_dtype: torch.dtype = getattr(torch, names[1])
+        return names
 
     @property
     def is_cuda(self) -> bool:

@@ -48,6 +48,7 @@ FORUM = (
     "nccl+green=108+gemm_sms=108",
     "nccl+max_ctas=16+green=116+gemm_sms=116",
     "nccl_zero_cta",
+    "zero_sm",
 )
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -93,7 +94,7 @@ class Worker:
         results = Path(self.plan.results)
         here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
         done = set(session.gather(here)[0])
-        calibration = Calibration()
+        calibrations: defaultdict[tuple[str, str], Calibration] = defaultdict(Calibration)
         environment = _environment(session) if session.rank == 0 else None
         took_s: list[float] = []
         for part in self.plan.parts:
@@ -103,13 +104,15 @@ class Worker:
             if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
                 break
             self.scenario = part.name
+            dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
                 if isinstance(part, Block):
                     outcome = measure_block(session, part, self.plan)
                 else:
-                    outcome = measure_scenario(session, part, self.plan, calibration)
+                    outcome = measure_scenario(session, part, self.plan, calibrations[dtypes])
             except NotEnoughMemory as error:
                 outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
+            outcome = _of_dtypes(outcome, *dtypes)
             if session.rank == 0:
                 with results.open("ab") as file:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
@@ -123,6 +126,13 @@ class Worker:
         path = Path(self.plan.errors) / f"rank{rank}.json"
         path.with_suffix(".part").write_bytes(msgspec.json.encode(failure))
         path.with_suffix(".part").replace(path)
+
+
+def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:
+    """Return the rows with the dtypes in which they were measured."""
+    rows = tuple(msgspec.structs.replace(row, dtype=dtype, compute_dtype=compute_dtype) for row in outcome.rows)
+    blocks = tuple(msgspec.structs.replace(row, dtype=dtype) for row in outcome.blocks)
+    return msgspec.structs.replace(outcome, rows=rows, blocks=blocks)
 
 
 def _environment(session: Session) -> Environment:

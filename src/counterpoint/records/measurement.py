@@ -20,7 +20,11 @@ PairClass = Literal["G-long", "C-long", "GC-equal"]
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """Holds one duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile."""
+    """Holds one duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile.
+
+    `rounds_us` has the slowest rank's time of each round, which may be another rank each time. Durations that were
+    measured in turns can be compared by it round by round.
+    """
 
     us: float
     p10_us: float
@@ -28,6 +32,7 @@ class Timing(Record, frozen=True, kw_only=True):
     rank: int
     per_rank_us: tuple[float, ...]  # the median of every rank
     runs: int | None = None  # rounds that count; None: a result from before they were kept
+    rounds_us: tuple[float | None, ...] = ()  # None: a round that does not count; (): from before they were kept
 
 
 class Scenario(Record, frozen=True, kw_only=True):
@@ -40,6 +45,8 @@ class Scenario(Record, frozen=True, kw_only=True):
     ratio: float | None = None  # wanted T_c / T_g, for the fastest mechanism alone
     mechanisms: tuple[str, ...]  # "nccl", "nccl+priority=high", "nccl+max_ctas=8+gemm_sms=124"
     orders: tuple[Order, ...] = ("together", "comm_first", "compute_first")
+    dtype: str | None = None  # of the collective, by torch's name; None: that of measurement/dtypes.py
+    compute_dtype: str | None = None  # of the workload; None: that of measurement/dtypes.py, whatever `dtype` is
 
 
 class BlockRow(Record, frozen=True, kw_only=True):
@@ -62,6 +69,7 @@ class BlockRow(Record, frozen=True, kw_only=True):
     over_longer: float | None = None  # time over that of the longer of matmul and collective alone, minus 1
     path: str | None = None  # which way the calls went, by the report of what made them: "torch", "serial", "cuts"
     why: str | None = None  # why they went that way
+    dtype: str | None = None  # by torch's name; None: a result from before it was kept
     marked: str | None = None
 
 
@@ -74,6 +82,7 @@ class Block(Record, frozen=True, kw_only=True):
     )
     mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"; of a matmul: "cuts"
     sizes_bytes: tuple[int, ...] = ()  # of a collective
+    dtype: str | None = None  # as of a `Scenario`
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -148,6 +157,8 @@ class Row(Record, frozen=True, kw_only=True):
     workload: str
     collective: str
     size_bytes: int
+    dtype: str | None = None  # of the collective; None: a result from before it was kept
+    compute_dtype: str | None = None  # of the workload
     ratio: float | None  # as asked
     mechanism: str
     order: Order

@@ -44,19 +44,29 @@ class StepPair(_Strict, frozen=True, kw_only=True):
     compute: Name
     bytes_per_rank: Annotated[int, Meta(ge=0, le=1 << 50)]  # of the full array, over ranks; exchange: a rank's rows
     ranks: Annotated[int, Meta(ge=2, le=1 << 20)]
-    dtype: Name = "bfloat16"
+    dtype: Name = "bfloat16"  # of what is communicated: of gradients that are reduced in float32 that
+    compute_dtype: Name | None = None  # None: as `dtype`
     first: Order | None = None  # which side reaches the GPU first; None: not known, all orders count
     calls: Annotated[int, Meta(ge=1, le=1 << 30)] = 1  # of such pairs in a step
     where: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # modules, as patterns of fnmatch: "layers.*"
 
+    @property
+    def computed_in(self) -> str:
+        """Return the dtype of the computation."""
+        return self.compute_dtype or self.dtype
+
 
 class Tried(_Strict, frozen=True, kw_only=True):
-    """Holds the measured time of a pair by one mechanism: from the first start to the last end."""
+    """Holds the measured time of a pair by one mechanism: from the first start to the last end.
+
+    Where `paired_sigma_us` is known, `us` is stock's less the difference of the rounds that both share.
+    """
 
     mechanism: Name  # of measurement/mechanisms.py: "nccl+max_ctas=8"
     us: Micros
-    sigma_us: Micros
-    runs: Annotated[int, Meta(ge=1, le=1 << 30)]
+    sigma_us: Micros  # of the time by itself: drift of clocks over rounds is part of it
+    paired_sigma_us: Micros | None = None  # of the difference to stock, round by round
+    runs: Annotated[int, Meta(ge=1, le=1 << 30)]  # rounds that count
     predicted_us: Micros | None = None  # by the model that chose what to measure
     marked: Sentence | None = None  # why the time must not be believed: a knob that did nothing
 
@@ -76,6 +86,16 @@ class TunedPair(StepPair, frozen=True, kw_only=True):
     next_best: Name | None = None
     next_best_us: Micros | None = None
     tried: Annotated[tuple[Tried, ...], Meta(max_length=256)] = ()
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether torch and NCCL run the pair as without counterpoint."""
+        return self.mechanism in (LEAVE, self.stock)
+
+    @property
+    def saved_us(self) -> float:
+        """Return what the choice saves in a step, by the times of the pair alone."""
+        return 0.0 if self.is_left else self.calls * (self.stock_us - self.us)
 
 
 class StepVariant(_Strict, frozen=True, kw_only=True):
@@ -101,7 +121,7 @@ class Tuned(_Strict, frozen=True, kw_only=True):
     """Holds all that `tune` chose on one machine."""
 
     schema: Name = TUNING_SCHEMA
-    seconds: float  # that tuning took
+    seconds: Annotated[float, Meta(ge=0, le=1e9)]  # that tuning took
     profile: Name  # digest of the figures that the model used: machine/profile.py
     made: Environment  # where; a file of another machine is not followed
     step: StepTuning | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from counterpoint.records.tuning import LEAVE, StepTuning, Tried, Tuned, TunedPair
+from counterpoint.records.tuning import StepTuning, Tried, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.safe_html import write_page
 from counterpoint.rendering.tuning_terminal import verdict
@@ -33,8 +33,6 @@ class ShownPair:
 
     number: int  # in the file, from 1 on
     pair: TunedPair
-    is_left: bool  # stays as torch and NCCL run it
-    saved_us: float  # in a step
     bars: Sequence[TimeBar]  # stock, and what was chosen instead
     tried: Sequence[Tried]  # fastest first, marked ones last
 
@@ -63,8 +61,8 @@ def write_tuning_page(path: Path, tuned: Tuned) -> None:
         headline=headline(tuned),
         open_pairs=OPEN_PAIRS,
         pairs=pairs[:MAX_PAIRS],
-        changed=[one for one in pairs if not one.is_left],
-        saved_us=sum(one.saved_us for one in pairs),
+        changed=[one for one in pairs if not one.pair.is_left],
+        saved_us=sum(one.pair.saved_us for one in pairs),
         variants=[] if tuned.step is None else variant_bars(tuned.step),
         marked=[(one, each) for one in pairs[:MAX_PAIRS] for each in one.tried if each.marked],
         untried=[one for one in pairs[:MAX_PAIRS] if not one.tried],
@@ -100,7 +98,7 @@ def facts(one: ShownPair) -> str:
 def shown_pairs(pairs: Sequence[TunedPair]) -> list[ShownPair]:
     """Return all pairs, those that save most in a step first."""
     found = [_shown(number, pair) for number, pair in enumerate(pairs, 1)]
-    return sorted(found, key=lambda one: (one.is_left, -one.saved_us))
+    return sorted(found, key=lambda one: (one.pair.is_left, -one.pair.saved_us))
 
 
 def variant_bars(step: StepTuning) -> list[TimeBar]:
@@ -109,15 +107,12 @@ def variant_bars(step: StepTuning) -> list[TimeBar]:
 
 
 def _shown(number: int, pair: TunedPair) -> ShownPair:
-    is_left = pair.mechanism in (LEAVE, pair.stock)
     times = [(pair.stock, pair.stock_us, pair.stock_sigma_us)]
-    if not is_left:
+    if not pair.is_left:
         times.append((pair.mechanism, pair.us, pair.sigma_us))
     return ShownPair(
         number=number,
         pair=pair,
-        is_left=is_left,
-        saved_us=0.0 if is_left else pair.calls * (pair.stock_us - pair.us),
         bars=_bars(times),
         tried=sorted(pair.tried, key=lambda each: (each.marked is not None, each.us)),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from counterpoint.records.tuning import LEAVE, StepTuning, Tuned, TunedPair
+from counterpoint.records.tuning import StepTuning, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
 
 COLUMNS = ("pair", "calls", "mechanism", "ms", "±", "stock ms", "less", "next best")
@@ -16,8 +16,8 @@ MOST = 40  # pairs of a kind; the file has all
 
 def verdict(tuned: Tuned) -> str:
     """Return one line that counts the choices and sums up what they save."""
-    chosen = [pair for pair in tuned.pair if pair.mechanism != LEAVE]
-    saved_us = sum(pair.calls * (pair.stock_us - pair.us) for pair in chosen)
+    chosen = [pair for pair in tuned.pair if not pair.is_left]
+    saved_us = sum(pair.saved_us for pair in chosen)
     alone_us = sum(pair.calls * pair.stock_us for pair in tuned.pair if pair.tried)
     if not chosen:
         return f"None of {_pairs(len(tuned.pair))} gets another mechanism."
@@ -34,13 +34,12 @@ def render_tuned(tuned: Tuned, console: Console) -> None:
     console.print(say.text(" · ".join([machine, *versions, f"{tuned.seconds:.0f} s"]), say.QUIET), soft_wrap=True)
     if tuned.step is not None:
         _render_step(tuned.step, console)
-    chosen = [pair for pair in tuned.pair if pair.mechanism != LEAVE]
-    if chosen:
+    ordered = sorted((pair for pair in tuned.pair if not pair.is_left), key=lambda pair: -pair.saved_us)
+    if ordered:
         say.heading(console, "Chosen")
-        ordered = sorted(chosen, key=lambda pair: pair.calls * (pair.us - pair.stock_us))
         say.print_table(console, COLUMNS, map(_cells, ordered[:MOST]), left=LEFT)
         _more(console, len(ordered))
-    if stay := [pair for pair in tuned.pair if pair.mechanism == LEAVE]:
+    if stay := [pair for pair in tuned.pair if pair.is_left]:
         say.heading(console, "Left as they are")
         for pair in stay[:MOST]:
             console.print(say.text(f"· {pair_name(pair)}: {pair.why}"), soft_wrap=True)

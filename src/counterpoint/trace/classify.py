@@ -76,7 +76,7 @@ _HOST_GEMM = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddb
 _NOT_GEMM = re.compile(r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.I)
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
-    "double": 8, "float64": 8, "long": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
+    "double": 8, "float64": 8, "long": 8, "long int": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
     "float": 4, "float32": 4, "int": 4, "int32": 4, "uint32": 4, "complexhalf": 4,
     "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "int16": 2, "uint16": 2,
     "char": 1, "int8": 1, "byte": 1, "uint8": 1, "bool": 1,
@@ -84,8 +84,8 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 
 _TORCH_DTYPES = {  # where C++ has another name
-    "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
-    "char": "int8", "byte": "uint8", "complexfloat": "complex64", "complexdouble": "complex128",
+    "double": "float64", "float": "float32", "half": "float16", "long": "int64", "long int": "int64", "int": "int32",
+    "short": "int16", "char": "int8", "byte": "uint8", "complexfloat": "complex64", "complexdouble": "complex128",
     "complexhalf": "complex32",
 }  # fmt: skip
 

@@ -194,6 +194,20 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
     return parts
 
 
+def _matmul_dtypes(columns: Columns) -> dict[int, str]:
+    """Return the dtype of a matmul's first input by the number of its shape, where it is one that is known."""
+    found = {}
+    for shape, raw in columns.matmul_types.items():
+        try:
+            types = msgspec.json.decode(raw, type=list[Any]) if raw else []
+        except msgspec.DecodeError:
+            continue
+        dtype = classify.torch_dtype(types[0]) if types and isinstance(types[0], str) else None
+        if dtype is not None:
+            found[shape] = dtype
+    return found
+
+
 def _timeline(
     file: TraceFile,
     header: dict[str, Any],
@@ -236,6 +250,7 @@ def _timeline(
         else Device(name="cpu"),
         names=names,
         shapes=shapes,
+        matmul_dtypes=_matmul_dtypes(columns),
         gpu=gpu_ops,
         host=host_ops,
         collectives=_described(tuple(columns.infos), info),

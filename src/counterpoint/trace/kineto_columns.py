@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Any
@@ -139,6 +139,7 @@ class Columns:
     categories: Categories = field(default_factory=Categories)
     names: Intern[str] = field(default_factory=Intern)
     shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
+    matmul_types: dict[int, bytes] = field(default_factory=dict)  # of inputs, by number of a shape; b"": several
     grids: Intern[bytes] = field(default_factory=Intern)
     threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
     lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
@@ -183,6 +184,11 @@ class Columns:
             self.comm_rank = args.comm_rank
         return len(self.infos) - 1
 
+    def note_types(self, shape: int, types: bytes) -> None:
+        """Keep the types of a matmul's inputs of this shape, unless another one had other types."""
+        if self.matmul_types.setdefault(shape, types) != types:
+            self.matmul_types[shape] = b""
+
     def extend(self, later: Columns) -> None:
         """Append the columns of a later part of the same file, with indices changed to those of these tables."""
         moved = {
@@ -193,6 +199,8 @@ class Columns:
             "lane": _renumbered(self.lanes, later.lanes),
         }
         moved["block"] = moved["grid"]
+        for shape, types in later.matmul_types.items():
+            self.note_types(int(moved["shape"][shape]), types)
         before, shift = len(self.infos), float((later.base_us or 0) - (self.base_us or 0))
         for mine, theirs in ((self.gpu, later.gpu), (self.host, later.host), (self.streamed, later.streamed)):
             for name, parts in theirs.items():
@@ -338,6 +346,9 @@ def _absorb_host(
         a = events[i].args or _NO_ARGS
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
     name = np.array([names[e.name or ""] for e in events], np.int32)
+    for row in _rows_named(events, name, classify.is_host_matmul):
+        if shape[row] > 0:
+            columns.note_types(int(shape[row]), bytes((events[row].args or _NO_ARGS).types))
     _put(
         into,
         start=ts,
@@ -355,6 +366,14 @@ def _absorb_host(
     )
 
 
+def _rows_named(events: list[KinetoEvent], name: Any, wanted: Callable[[str], bool]) -> list[int]:
+    """Return the rows of events whose name, of which `name` has the numbers, is wanted."""
+    ids, first = np.unique(name, return_index=True)
+    found = [wanted(events[i].name or "") for i in first.tolist()]
+    rows: list[int] = np.flatnonzero(np.isin(name, ids[found])).tolist()
+    return rows
+
+
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
     """Return the index in `infos` of what is known of the collective that each event calls; -1 for other events.
 
@@ -362,9 +381,7 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
     operation (`c10d::_allgather_base_`) say as much, but for the dtype of lists of tensors; `gloo:all_gather` has it.
     """
     infos = np.full(len(events), -1, np.int32)
-    ids, first = np.unique(name, return_index=True)
-    called = [(events[i].name or "").startswith((PARAM_COMMS, _C10D, _GLOO)) for i in first.tolist()]
-    for row in np.flatnonzero(np.isin(name, ids[called])).tolist():
+    for row in _rows_named(events, name, lambda text: text.startswith((PARAM_COMMS, _C10D, _GLOO))):
         args = events[row].args
         if args is None:
             continue

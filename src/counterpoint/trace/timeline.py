@@ -139,6 +139,8 @@ class RankFacts:
     notes: tuple[str, ...] = ()  # remarks on this trace for the reader of the diagnosis
     processes: int = 1  # read as this rank: more where a file holds several that cannot be told apart
     priorities: dict[int, int] = field(default_factory=dict)  # of streams: lower goes first; empty: not in the trace
+    # torch's name of the dtype of matmuls, by their index into `shapes`; none where it is not known, or not one alone
+    matmul_dtypes: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.measurement.api import count_ranks, measure_parts
+from counterpoint.measurement.dtypes import MEASURABLE, OF_DEVICE
 from counterpoint.measurement.launch import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
@@ -20,7 +21,7 @@ from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.decide import as_another, decide, left
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs_file import read_pairs
-from counterpoint.tuning.parts import MEASURED_DTYPE, part_of, stock_of, times_of
+from counterpoint.tuning.parts import part_of, stock_of, times_of
 from counterpoint.tuning.planned_parts import TuningPlan, class_of
 from counterpoint.tuning.shortlist import MechanismCandidate
 
@@ -96,7 +97,7 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
             return read_pairs(source), ()
         pairs, notes = pairs_of_traces(source)
         if not pairs:
-            raise Misconfigured(f"{source}: no collective and matmul of a step can run together; {'; '.join(notes)}")
+            raise Misconfigured(f"no collective and matmul of a step can run together: {'; '.join(notes)}")
         return pairs, notes
     if not source:
         raise Misconfigured("no pair is given; give at least one")
@@ -161,8 +162,11 @@ def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, d
     """Yield what a reader of the choices should know: what was measured otherwise, or not, and what was assumed."""
     if device == "cuda" and (assumed := profile.note()):
         yield as_sentence(assumed)
-    dtype = MEASURED_DTYPE[device]
-    if others := sorted({pair.dtype for pair in pairs} - {dtype}):
-        yield f"pairs of {', '.join(others)} were measured in {dtype} with as many bytes, by which their times go"
+    dtypes = {dtype for pair in pairs for dtype in (pair.dtype, pair.computed_in)}
+    if others := sorted(dtypes - set(MEASURABLE)):
+        yield (
+            f"{', '.join(others)} was measured as {OF_DEVICE[device]}: collectives of as many bytes, "
+            "matmuls and exchanges of the same shape"
+        )
     for mechanism, reason in measured.unavailable.items():
         yield as_sentence(f"{mechanism} was not measured: {reason}")

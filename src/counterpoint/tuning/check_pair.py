@@ -5,19 +5,25 @@ from __future__ import annotations
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
+from counterpoint.measurement.dtypes import MEASURABLE
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.row_curves import DTYPES
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.parts import block_name, depends
 
 MOST_BYTES = 1 << 38  # of both sides on a rank: no GPU has so many
-_ITEMSIZE = 2  # bytes of an element on GPUs
 
 
 def check_pair(pair: StepPair) -> None:
     """Raise Misconfigured, with what is allowed, if a pair is none that can be measured."""
-    if pair.dtype not in DTYPES:
-        raise Misconfigured(f"dtype {printable(pair.dtype)!r}; choose from: {', '.join(DTYPES)}")
+    for name, dtype in (("dtype", pair.dtype), ("compute_dtype", pair.computed_in)):
+        if dtype not in DTYPES:
+            raise Misconfigured(f"{name} {printable(dtype)!r}; choose from: {', '.join(DTYPES)}")
+    if depends(pair) and pair.compute_dtype not in (None, pair.dtype):
+        raise Misconfigured(
+            f"{pair.operation}: compute_dtype = {pair.compute_dtype!r}, but what is communicated is a factor or "
+            f"product of dtype {pair.dtype!r}; leave it out"
+        )
     if depends(pair) and pair.first is not None:
         raise Misconfigured(f"{pair.operation}: first = {pair.first!r}, but one side waits for the other; leave it out")
     if is_exchange(pair.operation):
@@ -41,7 +47,7 @@ def _exchange_bytes(pair: StepPair) -> int:
     if experts % pair.ranks:
         raise Misconfigured(f"{pair.ranks} ranks cannot share {experts} experts; give a number that divides them")
     _check_bytes(pair, exchange.size_bytes(DTYPES[pair.dtype][1]))
-    return exchange.memory_bytes(_ITEMSIZE, pair.ranks, 1)
+    return exchange.memory_bytes(_itemsize(pair.dtype), pair.ranks, 1)
 
 
 def _matmul_bytes(pair: StepPair) -> int:
@@ -52,7 +58,7 @@ def _matmul_bytes(pair: StepPair) -> int:
     if call.m % pair.ranks:
         raise Misconfigured(f"{pair.ranks} ranks cannot share {call.m} rows; give a multiple of their number as M")
     _check_bytes(pair, call.moved * DTYPES[pair.dtype][1] // pair.ranks)
-    return call.memory_bytes(_ITEMSIZE)
+    return call.memory_bytes(_itemsize(pair.dtype))
 
 
 def _check_bytes(pair: StepPair, moved: int) -> None:
@@ -68,4 +74,9 @@ def _independent_bytes(pair: StepPair) -> int:
     """Return the bytes of a rank, without the copies that mechanisms keep; raise Misconfigured for an empty array."""
     if not pair.bytes_per_rank:
         raise Misconfigured(f"{pair.operation} of 0 bytes; give bytes_per_rank, those of the full array over ranks")
-    return find_workload(pair.compute).memory_bytes(_ITEMSIZE) + pair.bytes_per_rank * pair.ranks
+    return find_workload(pair.compute).memory_bytes(_itemsize(pair.computed_in)) + pair.bytes_per_rank * pair.ranks
+
+
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of an element as it is measured: nothing is in float8."""
+    return DTYPES[dtype if dtype in MEASURABLE else "bfloat16"][1]

@@ -2,23 +2,29 @@
 
 A mechanism is proved to be faster if
 
-    T_stock - T > 2 · sqrt(sigma² + sigma_stock²)
+    T_stock - T > bar = x(n, k) · sigma
 
-with medians T over the same interleaved rounds and their standard errors. Of those the fastest is chosen. What is
-marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the pair stays as it is.
+where T_stock - T is the difference over the n rounds that both share, sigma its standard error (`parts.py`), k the
+number of other mechanisms, and x what `rounds.sigmas_of_proof` says: a pair in which nothing is faster gets a choice
+with at most the chance of 2.3 % by which noise exceeds 2 sigma, however many were tried. Where rounds were not kept,
+x = 2 and sigma = sqrt(sigma_T² + sigma_stock²) of the medians T by themselves.
+
+Of what is proved the fastest is chosen. It was picked by the times that prove it, so that its gain is rather over- than
+understated. What is marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the
+pair stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
 from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair, as_sentence
-
-SIGMAS = 2.0
+from counterpoint.tuning.rounds import SIGMAS, sigmas_of_proof
 
 
 def decide(
@@ -43,13 +49,14 @@ def decide(
         return left(pair, stock=stock, why=f"{stock} itself could not be measured, so nothing is proved to be faster")
     believed = sorted((each for each in tried if each.marked is None), key=lambda each: each.us)
     others = [each for each in believed if each is not base]
-    proved = [each for each in others if base.us - each.us > SIGMAS * _sigma(each, base)] if not base.marked else []
+    bars = {each.mechanism: _Bar.of(each, base, len(others)) for each in others}
+    proved = [each for each in others if base.us - each.us > bars[each.mechanism].us] if not base.marked else []
     best = proved[0] if proved else base
     next_best = next((each for each in believed if each is not best), None)
     return TunedPair(
         **_fields(pair),
         mechanism=best.mechanism if proved else LEAVE,
-        why=_gain(best, base) if proved else _why_left(base, others, tried),
+        why=_gain(best, base, bars[best.mechanism]) if proved else _why_left(base, bars, tried),
         us=best.us,
         sigma_us=best.sigma_us,
         stock=stock,
@@ -81,24 +88,34 @@ def _fields(pair: StepPair) -> dict[str, Any]:
     return {name: getattr(pair, name) for name in StepPair.__struct_fields__}
 
 
-def _sigma(one: Tried, other: Tried) -> float:
-    """Return the standard error of the difference of two times."""
-    return math.hypot(one.sigma_us, other.sigma_us)
+@dataclass(frozen=True, kw_only=True)
+class _Bar:
+    """Holds what a gain must exceed."""
+
+    us: float
+    sigmas: float
+
+    @classmethod
+    def of(cls, each: Tried, base: Tried, candidates: int) -> _Bar:
+        if each.paired_sigma_us is None:
+            return cls(us=SIGMAS * math.hypot(each.sigma_us, base.sigma_us), sigmas=SIGMAS)
+        sigmas = sigmas_of_proof(each.runs, candidates)
+        return cls(us=sigmas * each.paired_sigma_us, sigmas=sigmas)
 
 
-def _gain(best: Tried, base: Tried) -> str:
+def _gain(best: Tried, base: Tried, bar: _Bar) -> str:
     saved = (base.us - best.us) / base.us
-    bar = SIGMAS * _sigma(best, base) / base.us
-    return f"{saved:.1%} less than {base.mechanism}, and 2 sigma are {bar:.1%}"
+    return f"{saved:.1%} less than {base.mechanism}, and the bar of {bar.sigmas:.1f} sigma is {bar.us / base.us:.1%}"
 
 
-def _why_left(base: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> str:
+def _why_left(base: Tried, bars: Mapping[str, _Bar], tried: Sequence[Tried]) -> str:
     if base.marked is not None:
         return as_sentence(f"the time of {base.mechanism} must not be believed: {base.marked}")
-    if others:
-        first = others[0]
+    if bars:
+        first = min((each for each in tried if each.mechanism in bars), key=lambda each: each.us)
+        bar = bars[first.mechanism]
         closest = f"{first.mechanism} takes {first.us:,.1f} µs, {base.mechanism} {base.us:,.1f}"
-        return f"nothing is faster by 2 sigma: {closest}, and 2 sigma are {SIGMAS * _sigma(first, base):,.1f} µs"
+        return f"nothing is proved to be faster: {closest}, and the bar of {bar.sigmas:.1f} sigma is {bar.us:,.1f} µs"
     marked = next((each for each in tried if each.marked is not None), None)
     if marked is None:
         return f"nothing but {base.mechanism} can run here"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -29,8 +30,6 @@ from counterpoint.tuning.shared import (
     share,
 )
 
-FILE = "counterpoint.toml"  # what the other formats call the file itself
-_FOLLOW = f'export COUNTERPOINT_TUNED="${{COUNTERPOINT_TUNED:-{FILE}}}"'
 _VARIABLES = {  # of NCCL and torch, by the field of `ProcessGroupNCCL.Options`
     "max_ctas": VARIABLES["max_ctas"],
     "min_ctas": VARIABLES["min_ctas"],
@@ -63,7 +62,7 @@ import counterpoint
 
 def apply(model):
     """Overlap a model, after fully_shard, DistributedDataParallel or parallelize_module; print what this returns."""
-    return counterpoint.overlap(model, tuned="{file}")
+    return counterpoint.overlap(model, tuned={file})
 
 
 def pg_options():
@@ -74,37 +73,39 @@ def pg_options():
 {settings}    return options'''
 
 
-def export(tuned: Tuned, form: str) -> str:
+def export(tuned: Tuned, form: str, file: str = "counterpoint.toml") -> str:
     """Return what was chosen in another format, with a comment for each pair.
 
     Args:
         tuned: what `tune` chose.
         form: one of `FORMS`.
+        file: where it is, which some forms name.
 
     Raises:
         Misconfigured: there is no such form, or a pair has a mechanism that there is not.
     """
     if form not in FORMS:
         raise Misconfigured(f"there is no form {printable(form)!r}; choose from: {', '.join(FORMS)}")
-    pairs = numbered(tuned.pair, "cpu" if tuned.made.device == "cpu" else "cuda")
+    pairs = numbered(tuned)
     made = tuned.made
-    where = plain(f"{made.world_size} x {made.gpu or made.device}, torch {made.torch}, NCCL {made.nccl}, {made.date}")
+    nccl = f", NCCL {made.nccl}" if made.nccl else ""
+    where = plain(f"{made.world_size} x {made.gpu or made.device}, torch {made.torch}{nccl}, {made.date}")
     title = f"Choices of `counterpoint tune` for {where}."
-    return "\n".join(_WRITERS[form](title, pairs)) + "\n"
+    return "\n".join(_WRITERS[form](title, pairs, file)) + "\n"
 
 
 def variables_of(tuned: Tuned) -> dict[str, str]:
     """Return the variables of NCCL and torch that apply choices of NCCL's settings to every process group."""
-    shared = _of_nccl(numbered(tuned.pair, "cpu" if tuned.made.device == "cpu" else "cuda"))
+    shared = _of_nccl(numbered(tuned))
     return {} if shared is None else {_VARIABLES[name]: str(value) for name, value in shared.setting}
 
 
-def _env(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
+def _env(title: str, pairs: Sequence[Numbered], file: str) -> Iterator[str]:
     """Yield lines of shell that set variables; those of NCCL hold for every process group of a process."""
     shared = _of_nccl(pairs)
     yield f"# {title}"
     yield "# counterpoint.overlap and backend counterpoint follow the file itself, pair by pair:"
-    yield _FOLLOW
+    yield _follow(file)
     yield from _comments(_left_out(pairs, "no variable"))
     if shared is None:
         return
@@ -113,7 +114,7 @@ def _env(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     yield from (f"export {_VARIABLES[name]}={value}" for name, value in shared.setting)
 
 
-def _tuner_csv(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
+def _tuner_csv(title: str, pairs: Sequence[Numbered], file: str) -> Iterator[str]:
     """Yield rows for NCCL's example tuner: a size that several pairs have goes by the setting that saves most."""
     left_out = _left_out(pairs, "nothing that a tuner can choose", tuple(_VARIABLES.keys() - {"max_ctas"}))
     yield from _comments([title, *_ABOUT_TUNER, *left_out], _TUNER_LINE)
@@ -142,7 +143,7 @@ def _ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-def _megatron(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
+def _megatron(title: str, pairs: Sequence[Numbered], file: str) -> Iterator[str]:
     """Yield the YAML of Megatron's --nccl-communicator-config-path: options of NCCL for each process group."""
     yield f"# {title}"
     yield "# For --nccl-communicator-config-path. A pair names no group: dp_cp (data), ep, pp go by operation."
@@ -163,11 +164,11 @@ def _megatron(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
         yield "{}"
 
 
-def _torchtitan(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
+def _torchtitan(title: str, pairs: Sequence[Numbered], file: str) -> Iterator[str]:
     """Yield a Bash array of torchtitan's arguments: ./run_train.sh "${overrides[@]}"."""
     names: dict[str, None] = {}
     for one in pairs:
-        if one.pair.operation in _OVERRIDES and not one.is_left:
+        if one.pair.operation in _OVERRIDES and not one.pair.is_left:
             names[f"counterpoint.torchtitan.{_OVERRIDES[one.pair.operation]}"] = None
     exchanges = [one for one in pairs if one.pair.operation == EXCHANGE]
     shared = share(exchanges, "torch", lambda one, mechanism: mechanism)
@@ -177,8 +178,8 @@ def _torchtitan(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
     yield f"# {title}"
     yield '# Source this file in Bash, then: ./run_train.sh "${overrides[@]}"'
     yield from _comments(one.says(_by_torchtitan(one)) for one in pairs)
-    yield from _comments(_reasons(shared) if exchanges else [])
-    yield _FOLLOW
+    yield from _comments([] if all(one.pair.is_left for one in exchanges) else _reasons(shared))
+    yield _follow(file)
     yield "overrides=("
     if names:
         yield "  --override.imports"
@@ -188,7 +189,7 @@ def _torchtitan(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
 
 def _by_torchtitan(one: Numbered) -> str:
     operation = one.pair.operation
-    if one.is_left:
+    if one.pair.is_left:
         return "left to torch"
     if operation in _OVERRIDES:
         return f"the override {_OVERRIDES[operation]}, which follows COUNTERPOINT_TUNED"
@@ -197,7 +198,7 @@ def _by_torchtitan(one: Numbered) -> str:
     return "no override: call counterpoint.overlap(model, tuned=...) after parallelize, or see the form env"
 
 
-def _python(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
+def _python(title: str, pairs: Sequence[Numbered], file: str) -> Iterator[str]:
     """Yield a module with two functions: one applies the file to a model, one makes options of process groups."""
     shared = _of_nccl(pairs)
     settings = list(_comments(_reasons(shared))) if shared else []
@@ -205,7 +206,13 @@ def _python(title: str, pairs: Sequence[Numbered]) -> Iterator[str]:
         is_high = name == "is_high_priority_stream"
         settings.append(f"options.{name} = True" if is_high else f"options.config.{name} = {value}")
     yield from _comments([title, *(one.says("follows the file") for one in pairs)])
-    yield _SCRIPT.format(file=FILE, settings="".join(f"    {line}\n" for line in settings))
+    yield _SCRIPT.format(file=json.dumps(file), settings="".join(f"    {line}\n" for line in settings))
+
+
+def _follow(file: str) -> str:
+    """Return the line of shell that names the file, where the variable names none yet."""
+    quoted = re.sub(r'(["$`}\\])', r"\\\1", file)
+    return f'export COUNTERPOINT_TUNED="${{COUNTERPOINT_TUNED:-{quoted}}}"'
 
 
 def _of_nccl(pairs: Sequence[Numbered]) -> Shared[GroupSettings] | None:
@@ -228,7 +235,7 @@ def _left_out(pairs: Iterable[Numbered], why: str, unknown: tuple[str, ...] = ()
     """Yield a sentence for each pair of which something cannot be said in a form; `unknown` are fields it lacks."""
     for one in pairs:
         if one.mechanism is None or not one.runs_nccl:
-            yield one.says("nothing to set" if one.is_left else f"{why}, counterpoint runs it")
+            yield one.says("nothing to set" if one.pair.is_left else f"{why}, counterpoint runs it")
             continue
         fields = (name for name, _ in group_settings(one.mechanism) if name in unknown)
         if missing := [*outside_group(one.mechanism), *fields]:
@@ -249,7 +256,7 @@ def _comments(lines: Iterable[str], limit: int = 400) -> Iterator[str]:
     return (f"# {plain(line, limit)}" for line in lines)
 
 
-_WRITERS: dict[str, Callable[[str, Sequence[Numbered]], Iterator[str]]] = {
+_WRITERS: dict[str, Callable[[str, Sequence[Numbered], str], Iterator[str]]] = {
     "env": _env,
     "nccl-tuner-csv": _tuner_csv,
     "megatron-yaml": _megatron,

@@ -6,16 +6,15 @@ end; if no matmul does, what computes until the next one of its kind is ready: b
 were asked for earlier. The class's longest matmul stands for all, as often as they take its time.
 
 A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a matmul
-and the scatter of its product, `matmul_reduce_scatter`.
+and the scatter of its product, `matmul_reduce_scatter`. All_to_alls of tokens that go to their experts and back are
+`exchange`: traced_exchanges.py.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -31,21 +30,17 @@ from counterpoint.records.tuning import StepPair, as_sentence
 from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_matmul
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 from counterpoint.tuning.check_pair import check_pair
+from counterpoint.tuning.pair_classes import PairClass, PairKind
+from counterpoint.tuning.traced_exchanges import Product, TracedExchange, exchanges_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 _MOST = 200  # classes of pairs, and notes
-_LONGEST = 1000  # letters of a note
 _SHAPES = 32  # of matmuls that are told apart on a rank: the longest
 _LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of a training
-_REPEATS = 99  # most that a workload's name can say
-_AGREE = 0.75  # share of a class's calls in which the same side came first
-_MODULES = 64
 _SHARE = 4  # most matmuls that share one gather: query, key and value, or gate and up
 _SHORTEST_US = 1.0
 _SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
-
-Product = tuple[int, int, int]  # M, N, K
 
 
 def pairs_of_traces(
@@ -69,7 +64,7 @@ def pairs_of_traces(
 
 def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
     """Return the pairs of ranks whose traces have been read already, and notes; `notes` come first."""
-    found: defaultdict[_Kind, _Class] = defaultdict(_Class)
+    found: defaultdict[PairKind, PairClass] = defaultdict(PairClass)
     left_out: Counter[str] = Counter()
     blocked = find_blocked(job)
     for column in range(len(job.ranks)):
@@ -79,30 +74,36 @@ def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepP
                 lost[one.row] = one.lost_us
         _Rank(job, column, lost).add_to(found, left_out)
     per_step = 1.0 / (job.num_steps * len(job.ranks))
-    pairs: Counter[StepPair] = Counter()
+    pairs: defaultdict[StepPair, float] = defaultdict(float)
     said = []
     for kind, members in sorted(found.items(), key=lambda item: -item[1].comm_us):
         pair = members.pair(kind)
         try:
             check_pair(pair)
-            pairs[pair] += members.calls
+            pairs[pair] += members.pairs(kind)
         except Misconfigured as error:
             said.append(as_sentence(f"a pair of the trace is left out: {error}"))
+    if not found and not left_out:
+        said.append("no step of the traces has a collective")
     said += [_NOTES[why].format(calls=_calls(count * per_step)) for why, count in left_out.items()]
     if len(pairs) > _MOST:
         said.append(f"{len(pairs) - _MOST} of {len(pairs)} classes of pairs are left out: those that communicate least")
     made = [msgspec.structs.replace(pair, calls=_calls(count * per_step)) for pair, count in [*pairs.items()][:_MOST]]
-    return tuple(made), tuple(note[:_LONGEST] for note in (*notes, *said[-_MOST:]))
+    return tuple(made), tuple(map(as_sentence, (*notes, *said[-_MOST:])))
 
 
 _NOTES = {  # why a collective is no pair, and what would help
     "shapes": "{calls} collectives of a step run beside matmuls whose shapes the trace does not say, and are left out: "
     "record it with record_shapes=True",
-    "bytes": "{calls} collectives of a step are left out, as the trace does not say their size or ranks",
+    "bytes": "{calls} collectives of a step are left out, as the trace does not say their size or ranks: record it "
+    "with record_shapes=True",
     "copies": "{calls} copies between GPUs of a step are left out, as the trace does not say which collective they are:"
     " record the step without counterpoint.overlap",
     "small": "{calls} collectives of a step are of less than 4 KiB a rank, and are left out",
     "alone": "{calls} collectives of a step have no matmul beside them, nor before the next one, and are left out",
+    "tokens": "{calls} all_to_alls of a step have parts of unequal sizes, as of tokens that go to experts, but no "
+    "topk and matmul of a router in the trace fit them, so that they are taken for any all_to_alls: if they are such, "
+    'write operation = "exchange" and compute = "HIDDENxFFNxEXPERTSxTOP_K TOKENS zipf" to pairs.toml',
     "other": "{calls} broadcasts, sends or other calls of a step are left out: only all_gather, reduce_scatter, "
     "all_reduce and all_to_all are tuned",
 }
@@ -110,49 +111,6 @@ _NOTES = {  # why a collective is no pair, and what would help
 
 def _calls(count: float) -> int:
     return max(round(count), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Tells the collectives of one class from all others."""
-
-    operation: str
-    bytes_per_rank: int
-    ranks: int
-    dtype: str
-    phase: str | None
-    matmul: Product | None  # which depends on it, or on which it depends
-
-
-@dataclass(slots=True)
-class _Class:
-    """Adds up the calls of one class."""
-
-    calls: int = 0
-    comm_us: float = 0.0
-    beside_us: defaultdict[Product, float] = field(default_factory=lambda: defaultdict(float))
-    alone_us: dict[Product, float] = field(default_factory=dict)  # mean time of such a matmul
-    first: Counter[Order | None] = field(default_factory=Counter)
-    modules: set[str | None] = field(default_factory=set)
-
-    def pair(self, kind: _Kind) -> StepPair:
-        """Return the pair that stands for all calls, as if it were one a step."""
-        order, votes = self.first.most_common(1)[0]
-        return StepPair(
-            operation=kind.operation,
-            compute=_gemm(kind.matmul) if kind.matmul else self._longest(),
-            bytes_per_rank=kind.bytes_per_rank,
-            ranks=kind.ranks,
-            dtype=kind.dtype,
-            first=order if votes >= _AGREE * self.calls and not kind.matmul else None,
-            where=_patterns(self.modules),
-        )
-
-    def _longest(self) -> str:
-        """Return the workload of the longest matmul, repeated until it takes as long as all of a call."""
-        longest = max(self.beside_us, key=lambda product: self.beside_us[product])
-        us = sum(self.beside_us.values()) / self.calls
-        return _gemm(longest, min(max(round(us / self.alone_us[longest]), 1), _REPEATS))
 
 
 class _Rank:
@@ -171,11 +129,13 @@ class _Rank:
         is_matmul_name = np.array([is_gemm_kernel(n) or is_host_matmul(n) for n in self.digest.names], bool)
         of_compute = np.flatnonzero(gpu.kind == Kind.COMPUTE)
         self.matmuls = of_compute[is_matmul_name[gpu.name[of_compute]]] if len(of_compute) else of_compute
-        self.products, self.which = self._products()
+        self.dtypes: dict[Product, str] = {}  # where the trace says it
+        self.products, self.which, every = self._products()
         self.next_ready = self._next_ready()
         self.dependent, self.waiting = self._dependents()
+        self.exchanges = exchanges_of(self.digest, self.rows, every)
 
-    def add_to(self, found: defaultdict[_Kind, _Class], left_out: Counter[str]) -> None:
+    def add_to(self, found: defaultdict[PairKind, PairClass], left_out: Counter[str]) -> None:
         """Add this rank's calls to their classes, and those that are no pair to `left_out`, by why."""
         comm, rows = self.digest.comm, self.rows
         beside, unknown = self._beside(self.ready[rows], self.done[rows])
@@ -187,19 +147,24 @@ class _Rank:
             if (why := self._no_pair(row)) is not None:
                 left_out[why] += 1
                 continue
+            if row in self.exchanges:
+                self._add_exchange(found, row, self.exchanges[row])
+                continue
+            if comm.op[row] == "all_to_all" and comm.sent[row] != comm.received[row]:
+                left_out["tokens"] += 1
             matmul = self.dependent.get(row)
             waits = (comm.op[row], int(comm.bytes[row])) in self.waiting
             us = beside[:, at] if beside[:, at].any() or unknown[at] > 0 or waits else later[:, at]
             if matmul is None and not us.any():
                 left_out["shapes" if unknown[at] > 0 or later_unknown[at] > 0 else "alone"] += 1
                 continue
-            kind = _Kind(
+            kind = PairKind(
                 operation=DEPENDENT[comm.op[row]] if matmul else comm.op[row],
                 bytes_per_rank=int(comm.bytes[row]) // int(comm.size[row]),
                 ranks=int(comm.size[row]),
                 dtype=comm.dtype[row] or "",
                 phase=comm.phase[row],
-                matmul=matmul,
+                depends=matmul,
             )
             members = found[kind]
             members.calls += 1
@@ -209,6 +174,22 @@ class _Rank:
             for number in np.flatnonzero(us).tolist():
                 members.beside_us[self.products[number]] += float(us[number])
                 members.alone_us.setdefault(self.products[number], mean_us[number])
+                if (dtype := self.dtypes.get(self.products[number])) is not None:
+                    members.dtypes.setdefault(self.products[number], dtype)
+
+    def _add_exchange(self, found: defaultdict[PairKind, PairClass], row: int, exchange: TracedExchange) -> None:
+        """Add a dispatch, a combine or a derivative of one to its class."""
+        comm = self.digest.comm
+        sent, received = int(comm.sent[row]), int(comm.received[row])
+        dtype = comm.dtype[row] or ""
+        size = exchange.tokens * exchange.top_k * exchange.hidden * (dtype_bytes(dtype) or 0)
+        kind = PairKind("exchange", size, int(comm.size[row]), dtype, None, exchange)
+        members = found[kind]
+        members.calls += 1
+        members.comm_us += float(self.done[row] - self.ready[row])
+        members.uneven += abs(received - sent) / size
+        members.first[None] += 1
+        members.modules.add(comm.module[row])
 
     def _no_pair(self, row: int) -> str | None:
         """Return why a collective cannot be one side of a pair; None if it can."""
@@ -227,8 +208,8 @@ class _Rank:
             return None
         return "compute_first" if compute_ran else "comm_first"
 
-    def _products(self) -> tuple[list[Product], I64]:
-        """Return the matmuls that are told apart, and the index of each row of `matmuls` among them; -1: unknown."""
+    def _products(self) -> tuple[list[Product], I64, list[Product]]:
+        """Return the matmuls that are told apart, the index of each row of `matmuls` in them, -1: unknown, and all."""
         gpu, rows = self.digest.gpu, self.matmuls
         number: dict[Product, int] = {}
         by_shape = np.full(len(self.digest.shapes) + 1, -1, np.int64)  # the last, index -1, stands for no shape
@@ -236,13 +217,15 @@ class _Rank:
             product = _product(self.digest.shapes[shape]) if shape >= 0 else None
             if product is not None:
                 by_shape[shape] = number.setdefault(product, len(number))
+                if (dtype := self.digest.matmul_dtypes.get(shape)) is not None:
+                    self.dtypes.setdefault(product, dtype)
         which = by_shape[gpu.shape[rows]]
         us = np.bincount(which[which >= 0], (self.end - self.start)[rows][which >= 0], len(number))
         kept = np.argsort(-us, kind="stable")[:_SHAPES]
         renumber = np.full(len(number) + 1, -1, np.int64)
         renumber[kept] = np.arange(len(kept))
         every = list(number)
-        return [every[i] for i in kept.tolist()], renumber[which]
+        return [every[i] for i in kept.tolist()], renumber[which], every
 
     def _mean_us(self) -> list[float]:
         us = (self.end - self.start)[self.matmuls]
@@ -314,13 +297,3 @@ def _product(shapes: str) -> Product | None:
     if found is None or found[3] != 1 or max(found) > _LARGEST:
         return None
     return found[:3]
-
-
-def _gemm(product: Product, times: int = 1) -> str:
-    return f"gemm {'x'.join(map(str, product))}" + (f"*{times}" if times > 1 else "")
-
-
-def _patterns(modules: set[str | None]) -> tuple[str, ...]:
-    """Return the modules as patterns of fnmatch, `layers.*`; () if one is not known, or there are too many."""
-    names = sorted({re.sub(r"\d+", "*", name) for name in modules if name})
-    return () if None in modules or len(names) > _MODULES else tuple(names)

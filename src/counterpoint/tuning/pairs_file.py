@@ -31,6 +31,8 @@ def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
     name = printable(str(path))
     try:
         content: dict[str, Any] = tomllib.loads(text)
+        if "schema" in content:
+            raise Misconfigured(f"{name} is what tune has chosen; give the pairs that it was made from, or --to FORM")
         pairs = msgspec.convert(content, _PairsFile).pair
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise Misconfigured(f"{name} holds no pairs: {printable(str(error))}; {_ADVICE}") from None

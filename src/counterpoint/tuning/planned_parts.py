@@ -45,10 +45,11 @@ class TuningPlan:
 def class_of(pair: StepPair) -> tuple[object, ...]:
     """Return what pairs share whose best mechanism is taken to be the same, where there is no time to measure all.
 
-    These are operation, ranks, dtype, computation, launch order, and the power of two below `bytes_per_rank`. GEMMs of
+    These are operation, ranks, dtypes, computation, launch order, and the power of two below `bytes_per_rank`. GEMMs of
     another shape are of another class: one tile more may take one wave more.
     """
-    return (pair.operation, pair.ranks, pair.dtype, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
+    dtypes = pair.dtype, pair.computed_in
+    return (pair.operation, pair.ranks, *dtypes, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
 
 
 def _calls(pairs: Sequence[StepPair]) -> int:

@@ -84,7 +84,7 @@ class Predictor:
             profile=profile,
             workload=workload,
             layout=SmLayout.even(sheet.sm.num_sms, profile.chip),
-            compute_us=sum(_operation_us(one, profile) for one in workload.operations),
+            compute_us=sum(_operation_us(one, pair.computed_in, profile) for one in workload.operations),
             nccl_us=_nccl_us(pair, profile),
             copies_us=_copies_us(pair.operation, pair.ranks, pair.bytes_per_rank * pair.ranks, profile.rates),
         )
@@ -176,16 +176,17 @@ class Predictor:
         )
 
 
-def _operation_us(one: ComputeOperation, profile: Profile) -> float:
+def _operation_us(one: ComputeOperation, dtype: str, profile: Profile) -> float:
     """Return the µs of an operation alone, by the data sheet and what the GPU reaches of it."""
-    sheet, known = find_gpu(profile.gpu), profile.efficiency
-    assert sheet is not None  # as in `Predictor.of`
+    sheet, known, (precision, item_bytes) = find_gpu(profile.gpu), profile.efficiency, DTYPES[dtype]
+    if sheet is None or precision not in sheet.tflops:
+        raise Unsupported(f"the data sheet of {profile.gpu} has no peak of {dtype}")
     if one.kind == "matmul":
         m, n, k = one.sizes
-        return estimated_curve(n, k, "bfloat16", m, profile, step=m).us(m)
+        return estimated_curve(n, k, dtype, m, profile, step=m).us(m)
     if one.kind == "attention":
-        return one.flops / (sheet.bf16_tflops * known.flash_forward) / 1e6 + known.launch_us
-    return 2 * one.numel / profile.sums.memory_gb_per_s / 1000 + known.launch_us  # bytes: two for each element
+        return one.flops / (sheet.tflops[precision] * known.flash_forward) / 1e6 + known.launch_us
+    return item_bytes * one.numel / profile.sums.memory_gb_per_s / 1000 + known.launch_us
 
 
 def _nccl_us(pair: StepPair, profile: Profile) -> float:

@@ -13,7 +13,7 @@ from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
 from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
 from counterpoint.pair.tuned_choices import EXCHANGE
-from counterpoint.records.tuning import LEAVE, TunedPair
+from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuning.parts import depends
 
 S = TypeVar("S", bound=Hashable)
@@ -30,11 +30,6 @@ class Numbered:
     mechanism: Mechanism | None  # None: of matmuls that depend on communication, and of exchanges
 
     @property
-    def is_left(self) -> bool:
-        """Return whether torch and NCCL run the pair as without counterpoint."""
-        return self.pair.mechanism in (LEAVE, self.pair.stock)
-
-    @property
     def runs_nccl(self) -> bool:
         """Return whether NCCL makes the calls of this independent pair, so that its settings matter."""
         return self.mechanism is not None and self.mechanism.base.startswith("nccl")
@@ -47,11 +42,12 @@ class Numbered:
         return f"pair {self.number}, {pair.mechanism}: {what} ({pair.operation}, {size}, beside {pair.compute}{where})"
 
 
-def numbered(pairs: Sequence[TunedPair], device: str) -> tuple[Numbered, ...]:
-    """Return the pairs of a file; raise Misconfigured if one has a mechanism that there is not on `device`."""
+def numbered(tuned: Tuned) -> tuple[Numbered, ...]:
+    """Return the pairs of a file; raise Misconfigured if one has a mechanism that there is not on its device."""
+    device = "cpu" if tuned.made.device == "cpu" else "cuda"
     return tuple(
         Numbered(number=number, pair=pair, mechanism=_mechanism(pair, number, device))
-        for number, pair in enumerate(pairs, 1)
+        for number, pair in enumerate(tuned.pair, 1)
     )
 
 
@@ -93,32 +89,29 @@ def share(pairs: Sequence[Numbered], stock: S, setting_of: Callable[[Numbered, s
         stock: the setting where nothing is chosen.
         setting_of: returns the setting by which a mechanism that was tried runs a pair; None: the mechanism has none.
     """
-    own = {one.number: stock if one.is_left else setting_of(one, one.pair.mechanism) for one in pairs}
+
+    def saved_us(setting: S) -> float:
+        times = [(one.pair, _us_under(one, setting, stock, setting_of)) for one in pairs]
+        return sum(pair.calls * (pair.stock_us - us) for pair, us in times if us is not None)
+
+    def cost_us(one: Numbered) -> float | None:
+        us = _us_under(one, best, stock, setting_of)
+        return None if us is None else one.pair.calls * (us - one.pair.us)
+
+    own = {one.number: stock if one.pair.is_left else setting_of(one, one.pair.mechanism) for one in pairs}
     wanted = dict.fromkeys([stock, *(setting for setting in own.values() if setting is not None)])
-    best = max(wanted, key=lambda setting: (_saved_us(pairs, setting, stock, setting_of), setting == stock))
+    best = max(wanted, key=lambda setting: (saved_us(setting), setting == stock))
     return Shared(
         setting=best,
-        saved_us=_saved_us(pairs, best, stock, setting_of),
+        saved_us=saved_us(best),
         chosen=tuple(one for one in pairs if own[one.number] == best),
-        others=tuple((one, _cost_us(one, best, stock, setting_of)) for one in pairs if own[one.number] != best),
+        others=tuple((one, cost_us(one)) for one in pairs if own[one.number] != best),
     )
-
-
-def _saved_us(
-    pairs: Sequence[Numbered], setting: S, stock: S, setting_of: Callable[[Numbered, str], S | None]
-) -> float:
-    times = [(one.pair, _us_under(one, setting, stock, setting_of)) for one in pairs]
-    return sum(pair.calls * (pair.stock_us - us) for pair, us in times if us is not None)
-
-
-def _cost_us(one: Numbered, setting: S, stock: S, setting_of: Callable[[Numbered, str], S | None]) -> float | None:
-    us = _us_under(one, setting, stock, setting_of)
-    return None if us is None else one.pair.calls * (us - one.pair.us)
 
 
 def _us_under(one: Numbered, setting: S, stock: S, setting_of: Callable[[Numbered, str], S | None]) -> float | None:
     """Return the time of a pair under a setting: its own, stock's, or the best that was tried and is not marked."""
-    if not one.is_left and setting_of(one, one.pair.mechanism) == setting:
+    if not one.pair.is_left and setting_of(one, one.pair.mechanism) == setting:
         return one.pair.us
     if setting == stock:
         return one.pair.stock_us

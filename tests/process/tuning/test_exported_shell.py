@@ -39,6 +39,14 @@ def test_variables_of_nccl_are_those_of_the_choice(tmp_path: Path) -> None:
     assert sourced(text, tmp_path, *shown) == ["8", "2", "1", "counterpoint.toml"]
 
 
+@pytest.mark.parametrize("file", ["tuned 2.toml", '$(touch pwned)}`x`\\".toml', "ä.toml"])
+def test_the_file_is_called_by_its_own_name(file: str, tmp_path: Path) -> None:
+    """Whatever characters that has, and nothing of it is run."""
+    for form in ("env", "torchtitan"):
+        assert sourced(export(example_tuned(), form, file), tmp_path, '"$COUNTERPOINT_TUNED"') == [file]
+    assert [path.name for path in tmp_path.iterdir()] == ["exported.sh"]
+
+
 def test_torchtitan_gets_an_override_for_each_kind_of_choice(tmp_path: Path) -> None:
     """Bash hands each over as one argument, the options as JSON."""
     words = sourced(export(hostile_tuned(), "torchtitan"), tmp_path, '"${overrides[@]}"')

@@ -20,6 +20,7 @@ def told(rank: int, kind: str, text: str = "t") -> Remains:
 LOST = told(0, "RuntimeError", "Connection closed by peer")
 CASES = {
     "a peer's lost connection is not the cause": ((LOST, KILLED), "^rank 1 was killed by SIGKILL"),
+    "even if that one only raised": ((LOST, told(1, "ValueError")), "^rank 1 failed in scenario 's': ValueError: t"),
     "nor is a rank that runs": ((RUNS, KILLED), "^rank 1 was killed by SIGKILL"),
     "all that were killed alike are named": ((KILLED, Remains(rank=3, code=-9)), "^ranks 1, 3 were killed by"),
     "an exception is said where no signal came": ((RUNS, LOST), "^rank 0 failed in scenario 's': RuntimeError: Conn"),

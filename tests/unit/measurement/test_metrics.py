@@ -60,3 +60,9 @@ def test_timing_is_of_the_slowest_rank() -> None:
     found = timing([[1.0, 2.0, 99.0], [3.0, 4.0, 5.0]])
     assert (found.us, found.rank, found.per_rank_us) == (4.0, 1, (2.0, 4.0))
     assert [found.p10_us, found.p90_us] == pytest.approx([3.2, 4.8])
+
+
+def test_each_round_has_the_time_of_its_slowest_rank() -> None:
+    """Of another rank in the last one; a round that does not count has none."""
+    found = timing([[1.0, 2.0, 99.0], [3.0, 4.0, 5.0]], [True, False, True])
+    assert (found.rounds_us, found.runs) == ((3.0, None, 99.0), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from counterpoint.measurement.rows import play_rounds, why_late
+from counterpoint.measurement.rows import play_rounds, time_of, why_late
 from counterpoint.measurement.trial import Trial
 
 
@@ -53,22 +53,23 @@ def test_first_rounds_are_dropped() -> None:
     assert min(trial.compute_end for trial in samples["a"][0]) > 8
 
 
-def test_a_late_trial_is_dropped_on_all_ranks() -> None:
-    """The other rank was late in kept round 1: neither keeps it."""
+def test_a_late_trial_counts_on_no_rank() -> None:
+    """The other rank was late in round 1: the time has four of five rounds, and says which one is missing."""
     samples, _ = play({1}, 7)
-    assert [len(rank) for rank in samples["a"]] == [4, 4]
+    time = time_of(samples["a"], lambda trial: trial.compute_end)
+    assert (time.runs, [us is None for us in time.rounds_us]) == (4, [False, True, False, False, False])
 
 
 def test_samples_without_late_trials_may_be_believed() -> None:
-    """One late trial among enough others was dropped, and nothing is said."""
+    """One late trial among enough others does not count, and nothing is said."""
     samples, _ = play({1}, 7)
     assert why_late(*samples.values()) is None
 
 
 def test_too_few_good_trials_are_said() -> None:
-    """All are kept, so that a suite of hours goes on; the text says what to do."""
+    """All count, so that a suite of hours goes on; the text says what to do."""
     samples, _ = play({0, 1}, 6)
-    assert [len(rank) for rank in samples["a"]] == [4, 4]
+    assert time_of(samples["a"], lambda trial: trial.compute_end).runs == 4
     assert why_late(samples["a"]) == (
         "the host queued too slowly in 2 of 4 rounds; free its cores or measure larger operations"
     )

@@ -44,6 +44,7 @@ def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> Non
         ("schema = ", "schema = 1 # ", "this version reads 'counterpoint.tuning/1'"),
         ("[made]", "[made", "line"),
         ("us = ", "us = -", ">= 0"),
+        ("seconds = ", "seconds = nan # ", ">= 0"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, before: str, after: str, said: str) -> None:

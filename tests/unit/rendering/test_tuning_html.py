@@ -39,7 +39,7 @@ def test_without_steps_the_headline_is_that_of_the_terminal() -> None:
 def test_pairs_that_save_most_in_a_step_come_first() -> None:
     """Calls count, and what is left comes last; numbers are those of the file."""
     pairs = tuned_pair(LEAVE), tuned_pair("zero_sm", us=10.0), tuned_pair("nccl+max_ctas=8", calls=30)
-    assert [(one.number, one.saved_us) for one in shown_pairs(pairs)] == [(3, 300.0), (2, 90.0), (1, 0.0)]
+    assert [(one.number, one.pair.saved_us) for one in shown_pairs(pairs)] == [(3, 300.0), (2, 90.0), (1, 0.0)]
 
 
 def test_a_bar_ends_in_two_standard_errors() -> None:

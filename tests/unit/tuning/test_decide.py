@@ -20,7 +20,7 @@ def test_the_fastest_of_those_that_are_proved_is_chosen() -> None:
     found = decide(PAIR, [tried("nccl", 100), tried("a", 80), tried("b", 90)], stock="nccl", compute_us=70, comm_us=30)
     assert (found.mechanism, found.us, found.next_best, found.next_best_us) == ("a", 80, "b", 90)
     assert (found.compute_us, found.comm_us, found.stock_us) == (70, 30, 100)
-    assert found.why == "20.0% less than nccl, and 2 sigma are 2.8%"
+    assert found.why == "20.0% less than nccl, and the bar of 2.0 sigma is 2.8%"
 
 
 def test_a_gain_within_two_sigma_is_left() -> None:
@@ -28,7 +28,10 @@ def test_a_gain_within_two_sigma_is_left() -> None:
     on_the_bar = decide(PAIR, [tried("nccl", 100, 3), tried("a", 90, 4)], stock="nccl")
     above_it = decide(PAIR, [tried("nccl", 100, 3), tried("a", 89.9, 4)], stock="nccl")
     assert [on_the_bar.mechanism, above_it.mechanism] == [LEAVE, "a"]
-    assert on_the_bar.why == "nothing is faster by 2 sigma: a takes 90.0 µs, nccl 100.0, and 2 sigma are 10.0 µs"
+    assert (
+        on_the_bar.why
+        == "nothing is proved to be faster: a takes 90.0 µs, nccl 100.0, and the bar of 2.0 sigma is 10.0 µs"
+    )
     assert (on_the_bar.us, on_the_bar.next_best) == (100, "a")
 
 

@@ -159,12 +159,12 @@ def test_the_python_form_sets_options_and_reads_the_file(monkeypatch: pytest.Mon
     monkeypatch.setattr(counterpoint, "overlap", lambda model, **options: asked.update(options) or model, raising=False)
     made = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
-    text = export(hostile_tuned(), "python")
+    text = export(hostile_tuned(), "python", 'my "best".toml')
     ast.parse(text)
     functions: dict[str, Any] = {}
     exec(compile(text, "exported.py", "exec"), functions)
     options = functions["pg_options"]()
-    assert (functions["apply"]("model"), asked) == ("model", {"tuned": "counterpoint.toml"})
+    assert (functions["apply"]("model"), asked) == ("model", {"tuned": 'my "best".toml'})
     assert (options.config.max_ctas, options.is_high_priority_stream) == (8, True)
 
 
@@ -172,6 +172,17 @@ def test_the_python_form_sets_options_and_reads_the_file(monkeypatch: pytest.Mon
 def test_a_tuning_of_cpus_sets_nothing_of_nccl(form: str) -> None:
     cpu = replace(tuned(tuned_pair("zero_sm", stock="gloo")), made=replace(example_tuned().made, device="cpu"))
     assert "CTAS" not in export(cpu, form).upper().replace("NCCL_MAX_CTAS, ", "")
+
+
+def test_a_form_names_what_the_machine_has() -> None:
+    """Without GPUs there is no NCCL."""
+    cpu = replace(example_tuned(), pair=(), made=replace(example_tuned().made, device="cpu", gpu=None, nccl=None))
+    assert "NCCL None" not in export(cpu, "env")
+
+
+def test_an_exchange_that_is_left_is_said_once() -> None:
+    pair = tuned_pair(LEAVE, operation="exchange", stock="torch", compute="tiny 8 zipf")
+    assert export(tuned(pair), "torchtitan").count("pair 1") == 1
 
 
 def test_a_mechanism_that_there_is_not_is_refused() -> None:

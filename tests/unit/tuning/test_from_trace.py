@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_fsdp_on_two_gpus() -> None:
         ("all_gather", "bfloat16", 218_112_000, 2, 7, ("layers.*",)),
     ]
     assert all(pair.compute.startswith("gemm ") for pair in found)
+    assert [pair.compute_dtype for pair in found] == ["bfloat16", None, None]
     assert notes[0] == "4 collectives of a step have no matmul beside them, nor before the next one, and are left out"
 
 
@@ -102,6 +104,25 @@ def test_a_matmul_beside_a_gather(tmp_path: Path) -> None:
         ),
         (),
     )
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ((["float", "float"], ["float", "float"]), "float32"),
+        ((["c10::BFloat16", "c10::BFloat16"],) * 2, None),
+        ((["float", "float"], ["c10::Half", "c10::Half"]), None),
+        (([7, {}], "float"), None),
+        ((["Dogfood"], []), None),
+    ],
+)
+def test_the_dtype_of_matmuls_is_that_of_their_inputs(tmp_path: Path, types: tuple[Any, Any], expected: str) -> None:
+    """None where it is that of the collective, where it is none, and where matmuls of one shape have several."""
+    both = [matmul(at, 400.0, 4096, 2048, 1024, number) for at, number in ((100, 1), (510, 3))]
+    for events, said in zip(both, types, strict=True):
+        events[0]["args"]["Input type"] = said
+    (found,), _ = pairs(tmp_path, both[0], gather(150, 700.0, 2), both[1])
+    assert (found.dtype, found.compute_dtype) == ("bfloat16", expected)
 
 
 def test_a_gather_that_nothing_hides_is_paired_with_what_follows(tmp_path: Path) -> None:
@@ -157,7 +178,7 @@ def test_a_matmul_whose_product_is_scattered(tmp_path: Path) -> None:
     [
         ([matmul(100, 900.0, 64, 64, 64, 1, shapes=False), gather(200, 300.0, 2)], "record it with record_shapes=True"),
         ([matmul(100, 900.0, 1 << 25, 64, 64, 1), gather(200, 300.0, 2)], "record it with record_shapes=True"),
-        ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, dtype="?")], "does not say their size"),
+        ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, dtype="?")], "their size or ranks: record it with"),
         ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, elements=16)], "less than 4 KiB"),
         ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, dtype="Long")], "dtype 'int64'"),
         (
@@ -171,6 +192,10 @@ def test_what_a_trace_does_not_say_is_counted(tmp_path: Path, beside: list[list[
     found, notes = pairs(tmp_path, *beside)
     assert (found, len(notes)) == ((), 1)
     assert said in notes[0]
+
+
+def test_a_trace_without_collectives_says_so(tmp_path: Path) -> None:
+    assert pairs(tmp_path, matmul(100, 500, 4096, 4096, 4096, 1)) == ((), ("no step of the traces has a collective",))
 
 
 def test_a_trace_of_very_many_sizes_is_cut(tmp_path: Path) -> None:

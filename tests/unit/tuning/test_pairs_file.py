@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import Misconfigured
+from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.pairs_file import read_pairs
+from tests.support.example_tuned import example_tuned
 
 GATHER = {"operation": "all_gather", "compute": "gemm 8192x8192x8192", "bytes_per_rank": 1024, "ranks": 2}
 
@@ -49,6 +51,11 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "operation": ({"operation": "all_gossip"}, "pair 1: there is no operation 'all_gossip'; choose from: all_gather"),
     "compute": ({"compute": "gemm 8x8"}, "pair 1: there is no workload 'gemm 8x8'; write one of: gemm MxNxK"),
     "dtype": ({"dtype": "int7"}, "dtype 'int7'; choose from: bfloat16"),
+    "compute_dtype": ({"compute_dtype": "int7"}, "compute_dtype 'int7'; choose from: bfloat16"),
+    "two dtypes of one matmul": (
+        {"operation": "all_gather_matmul", "compute": "gemm 8x64x8", "dtype": "float32", "compute_dtype": "bfloat16"},
+        "what is communicated is a factor or product of dtype 'float32'; leave it out",
+    ),
     "no bytes": ({"bytes_per_rank": 0}, "all_gather of 0 bytes"),
     "bytes below 0": ({"bytes_per_rank": -1}, r"Expected `int` >= 0.*pair\[0\].bytes_per_rank"),
     "one rank": ({"ranks": 1}, r"Expected `int` >= 2"),
@@ -92,4 +99,11 @@ def test_a_file_without_pairs_says_what_to_give(tmp_path: Path, text: str) -> No
     path = tmp_path / "pairs.toml"
     path.write_text(text)
     with pytest.raises(Misconfigured, match=r"holds no pairs: .*; give tables \[\[pair\]\]"):
+        read_pairs(path)
+
+
+def test_a_tuning_is_told_from_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "counterpoint.toml"
+    path.write_text(tuned_toml(example_tuned()))
+    with pytest.raises(Misconfigured, match=r"is what tune has chosen; give the pairs .* or --to FORM"):
         read_pairs(path)

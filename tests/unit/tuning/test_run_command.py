@@ -13,6 +13,7 @@ from counterpoint.tuning.script.command import SCRIPT, parse_command
     [
         ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun --nproc-per-node 2", "train.py --lr 1"),
         ("torchrun --nproc-per-node=2 --standalone train.py", "torchrun --nproc-per-node=2 --standalone", "train.py"),
+        ("torchrun -t3 -r 1 train.py 2", "torchrun -t3 -r 1", "train.py 2"),
         ("/opt/bin/torchrun --standalone -m pkg.train x", "/opt/bin/torchrun --standalone", "-m pkg.train x"),
         ("python -m torch.distributed.run --tee 3 a.py", "python -m torch.distributed.run --tee 3", "a.py"),
         ("python3.12 -u -X dev -Wignore train.py -m x", "python3.12 -u -X dev -Wignore", "train.py -m x"),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.machine.profile import default_profile, shipped_profile
+from counterpoint.errors import Unsupported
+from counterpoint.machine.profile import default_profile, profile_of, shipped_profile
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
@@ -86,3 +87,12 @@ def test_a_pair_of_known_order_is_predicted_in_it(first: Order) -> None:
     orders = [predicted_times(pair(first=each), H200)["nccl"] for each in get_args(Order)]
     assert min(orders) <= us <= max(orders)
     assert predicted_times(pair(), H200)["nccl"] == pytest.approx(sum(orders) / 3)
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_computation_is_predicted_in_its_own_dtype(compute: str) -> None:
+    """In float32 it takes longer beside the same bytes; what a data sheet has no peak of is not predicted."""
+    plain, float32 = (predicted_times(pair(compute=compute, compute_dtype=one), H200) for one in (None, "float32"))
+    assert float32["nccl"] > plain["nccl"]
+    with pytest.raises(Unsupported, match="has no peak of float32"):
+        predicted_times(pair(compute=compute, dtype="float32"), profile_of("NVIDIA GH200 480GB"))

@@ -18,7 +18,8 @@ from counterpoint.machine.profile import Profile
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import BlockRow, Measurement
 from counterpoint.tuning.fit import rates
-from counterpoint.tuning.fit.fitted import Fitted, alone, stock_of
+from counterpoint.tuning.fit.fitted import Fitted, alone
+from counterpoint.tuning.parts import STOCK
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
 FULL_SPEED = 0.85  # of the bandwidth with all CTAs
@@ -47,10 +48,11 @@ def fit_rates(measured: Measurement, known: Profile) -> Fitted:
 
 def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
     """Return `nccl`: the sizes below which NCCL is faster alone, and the CTAs that it needs."""
-    stock, own = alone(measured, stock_of(measured)), alone(measured, "zero_sm")
+    nccl = STOCK[measured.environment.device]
+    stock, own = alone(measured, nccl), alone(measured, "zero_sm")
     both = [name for name in stock if len(stock[name].keys() & own.get(name, {}).keys()) > 1]
     if not both:
-        raise Misconfigured(f"no collective was measured by {stock_of(measured)} and by zero_sm at the same sizes")
+        raise Misconfigured(f"no collective was measured by {nccl} and by zero_sm at the same sizes")
     times = [time for name in both for time in (*stock[name].values(), *own[name].values())]
     us = {name: [{size: time.us for size, time in of[name].items()} for of in (stock, own)] for name in both}
     figures = {"crossover_bytes": {name: crossover_bytes(*sides) for name, sides in us.items()}}
@@ -106,15 +108,16 @@ def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
 
 def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
     """Return `nccl_rates`: one latency, and a bus bandwidth for each operation, by least squares of relative errors."""
+    nccl = STOCK[measured.environment.device]
     rows = [
         (name, bus_factor(name, measured.environment.world_size) * size, time)
-        for name, by_size in alone(measured, stock_of(measured)).items()
+        for name, by_size in alone(measured, nccl).items()
         for size, time in by_size.items()
         if size >= LARGE * max(by_size)
     ]
     names = list(dict.fromkeys(name for name, _, _ in rows))
     if len(rows) < len(names) + 2:
-        raise Misconfigured(f"{len(rows)} times of {stock_of(measured)} alone; give large sizes of several collectives")
+        raise Misconfigured(f"{len(rows)} times of {nccl} alone; give large sizes of several collectives")
     us = np.array([time.us for _, _, time in rows])
     moved = np.array([[(name == row[0]) * row[1] for name in names] for row in rows])
     design = np.column_stack([np.ones(len(us)), moved]) / us[:, None]
@@ -122,14 +125,12 @@ def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
     if solved[0] < 0:  # noise
         solved = np.concatenate([[0.0], np.linalg.lstsq(design[:, 1:], np.ones(len(us)), rcond=None)[0]])
     if not (solved[1:] > 0).all():
-        raise Misconfigured(
-            f"times of {stock_of(measured)} do not grow with the size: measure again on a quiet machine"
-        )
+        raise Misconfigured(f"times of {nccl} do not grow with the size: measure again on a quiet machine")
     error = float(np.mean(np.abs(design @ solved - 1)))
     bus = {name: 1e-3 / float(each) for name, each in zip(names, solved[1:], strict=True)}
     return Fitted(
         figures={"latency_us": float(solved[0]), "bus_gb_per_s": bus},
-        said=f"fitted to {len(rows)} times of {stock_of(measured)} alone, {error:.1%} off in the mean",
+        said=f"fitted to {len(rows)} times of {nccl} alone, {error:.1%} off in the mean",
         times=[time for _, _, time in rows],
     )
 

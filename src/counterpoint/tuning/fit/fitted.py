@@ -34,11 +34,6 @@ class Fitted:
         return median((time.p90_us - time.p10_us) / time.us for time in self.times)
 
 
-def stock_of(measured: Measurement) -> str:
-    """Return the mechanism that runs where nothing is chosen."""
-    return "gloo" if measured.environment.device == "cpu" else "nccl"
-
-
 def sheet_of(measured: Measurement) -> GpuSheet:
     """Return the data sheet of the GPU; raise Misconfigured if there is none."""
     sheet = find_gpu(measured.environment.gpu)

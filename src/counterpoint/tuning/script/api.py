@@ -18,9 +18,8 @@ from counterpoint.measurement.api import run_folder
 from counterpoint.measurement.launch import Progress
 from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import Tuned
-from counterpoint.tuning.api import tune
+from counterpoint.tuning.api import pairs_of, tune
 from counterpoint.tuning.exporters import variables_of
-from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script.command import RunCommand, parse_command
 from counterpoint.tuning.script.confirm import LEFT_OUT, TUNED, StepTimes, confirm
 from counterpoint.tuning.script.launch import TIMEOUT_S, launch_script
@@ -76,9 +75,7 @@ def tune_script(
         recorded = record_script(run, folder, timeout_s=timeout_s)
         if device is not None and recorded.device != device:
             raise Misconfigured(f"--device {device}, but the script runs on {recorded.device}; leave that out")
-        pairs, notes = pairs_of_traces(folder / RECORDED)
-        if not pairs:
-            raise Misconfigured(f"no collective and matmul of a step can run together; {'; '.join(notes)}")
+        pairs, notes = pairs_of(folder / RECORDED)
         tuned = tune(
             pairs, device=recorded.device, profile=profile, budget_s=budget_s, rounds=rounds, timeout_s=timeout_s,
             progress=progress,

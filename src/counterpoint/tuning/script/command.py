@@ -25,6 +25,7 @@ _LAUNCHER = "torch.distributed.run"
 _PYTHON_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")  # of Python, without a value; -c and -i run no script
 _PYTHON_VALUES = ("-X", "-W")
 _TORCHRUN_FLAGS = ("--standalone", "--virtual-local-rank", "--virtual_local_rank")
+_ATTACHED = re.compile(r"-[rt].+")  # a short option with its value: -t3
 _TORCHRUN_REFUSED = ("--no-python", "--no_python", "--run-path", "--run_path", "-h", "--help")
 
 
@@ -98,5 +99,5 @@ def _after_options(text: str, words: Sequence[str], at: int, flags: Sequence[str
             raise Misconfigured(f"--run {printable(text)!r}: {word} starts no script of Python; {_ALLOWED}")
         if word in ("-m", "--module"):
             break
-        at += 1 if word in flags or "=" in word else 2
+        at += 1 if word in flags or "=" in word or _ATTACHED.fullmatch(word) else 2
     return at

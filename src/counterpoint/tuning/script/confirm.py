@@ -24,10 +24,10 @@ from msgspec.structs import replace
 from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, as_sentence
 from counterpoint.tuning.parts import depends
+from counterpoint.tuning.rounds import SIGMAS
 from counterpoint.tuning.script.task import ScriptVariant
 
 STOCK, TUNED = "stock", "tuned"
-SIGMAS = 2.0
 LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
 TRIES = 3  # runs of the script, each without what the one before has falsified
 _NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
@@ -57,16 +57,12 @@ def choices(tuned: Tuned) -> list[Choice]:
     for index, pair in enumerate(tuned.pair):
         call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
         found.setdefault(call + (pair.compute,) * depends(pair), []).append(index)
-    return sorted(map(tuple, found.values()), key=lambda choice: -_saved_us(tuned, choice))
+    return sorted(map(tuple, found.values()), key=lambda choice: -sum(tuned.pair[index].saved_us for index in choice))
 
 
 def chosen(tuned: Tuned) -> list[Choice]:
     """Return the choices of which some pair is not left to torch, in the same order."""
-    return [choice for choice in choices(tuned) if any(tuned.pair[index].mechanism != LEAVE for index in choice)]
-
-
-def _saved_us(tuned: Tuned, choice: Choice) -> float:
-    return sum((tuned.pair[i].stock_us - tuned.pair[i].us) * tuned.pair[i].calls for i in choice)
+    return [choice for choice in choices(tuned) if any(not tuned.pair[index].is_left for index in choice)]
 
 
 def name_of(tuned: Tuned, choice: Choice) -> str:
@@ -100,7 +96,7 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
     pairs = list(tuned.pair)
     for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
-        if pair.mechanism == LEAVE:
+        if pair.is_left:
             continue
         pairs[index] = replace(
             pair,
@@ -182,7 +178,7 @@ def _row(name: str, times_us: Sequence[float]) -> StepVariant:
 
 
 def _said(tuned: Tuned, choice: Choice) -> str:
-    mechanisms = dict.fromkeys(tuned.pair[index].mechanism for index in choice if tuned.pair[index].mechanism != LEAVE)
+    mechanisms = dict.fromkeys(tuned.pair[index].mechanism for index in choice if not tuned.pair[index].is_left)
     return f"{name_of(tuned, choice)} by {' and '.join(mechanisms)}"
 
 

@@ -11,15 +11,17 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.worker import die_with_parent
-from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps
 from counterpoint.tuning.script.task import TASK_VARIABLE, ScriptTask, failure_file, write_whole
+
+if TYPE_CHECKING:
+    from counterpoint.tuning.script.steps import ScriptSteps
 
 
 def main() -> None:
@@ -27,6 +29,9 @@ def main() -> None:
     if TASK_VARIABLE not in os.environ:
         sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint tune --run 'torchrun ... train.py'")
     die_with_parent()  # torchrun gives each rank a session of its own
+    from counterpoint.monitoring.optimizer_steps import OptimizerSteps
+    from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps
+
     task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=ScriptTask)
     steps = ScriptSteps(task, int(os.environ.get("RANK", "0")))
     counted = OptimizerSteps(steps.advance)

@@ -1,0 +1,125 @@
+"""Find exchanges of tokens in a rank's trace: all_to_alls that bring tokens to their experts, and sums back.
+
+A layer of experts routes M tokens by a matmul [M, hidden] @ [hidden, experts] and a topk of [M, experts]. Its dispatch
+sends each token once for each expert that it goes to, and its combine brings as much back; so do their derivatives:
+
+    bytes sent by a dispatch = bytes received by a combine = M · top_k · hidden · bytes of an element
+
+which tells top_k. What comes to a rank is another size, which tells such calls from all_to_alls of equal parts. The
+width of an expert is that of a grouped matmul [rows, ffn] @ [experts / ranks, ffn, hidden]; where there is none it is
+taken to be `hidden`, for the times of an exchange do not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.trace.classify import dtype_bytes
+from counterpoint.trace.timeline import I64, Kind
+
+_MOST_READ = 4096  # different shapes of a rank's operations
+_MOST_ROUTERS = 16
+_LARGEST = 1 << 24  # length of a tensor
+_UNEVEN = 0.25  # mean part by which a rank receives more or less than it sends, from which routing is called uneven
+
+Product = tuple[int, int, int]  # M, N, K
+
+
+@dataclass(frozen=True, slots=True)
+class TracedExchange:
+    """Represents what a layer of experts exchanges between ranks."""
+
+    tokens: int  # of a rank
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+    def compute(self, uneven: float) -> str:
+        """Return the name of the exchange, given the mean part by which a rank receives more or less than it sends."""
+        routing = "zipf" if uneven > _UNEVEN else "uniform"
+        return f"{self.hidden}x{self.ffn}x{self.experts}x{self.top_k} {self.tokens} {routing}"
+
+
+def exchanges_of(digest: RankDigest, rows: I64, products: Iterable[Product]) -> dict[int, TracedExchange]:
+    """Return the exchange of which each of these collectives is a part: a dispatch, a combine, or a derivative of one.
+
+    Args:
+        digest: of the rank.
+        rows: of its collectives.
+        products: M, N and K of its matmuls.
+    """
+    if not any(digest.comm.op[row] == "all_to_all" for row in rows.tolist()):
+        return {}
+    shapes = list(_tensors(digest))
+    routed = {_routed(tensors) for is_topk, tensors in shapes if is_topk}
+    routers = [matmul for matmul in products if matmul[:2] in routed][:_MOST_ROUTERS]
+    downs = {(down[0], down[2]): down[1] for _, tensors in shapes if (down := _grouped(tensors)) is not None}
+    fitting = {row: _fitting(digest, row, routers, downs) for row in rows.tolist()} if routers else {}
+    votes = Counter(exchange for each in fitting.values() for exchange in each)
+    sent, received = digest.comm.sent, digest.comm.received
+    uneven = {exchange for row, each in fitting.items() if sent[row] != received[row] for exchange in each}
+    known = {row: [exchange for exchange in each if exchange in uneven] for row, each in fitting.items()}
+    return {row: max(each, key=lambda exchange: votes[exchange]) for row, each in known.items() if each}
+
+
+def _fitting(
+    digest: RankDigest, row: int, routers: Iterable[Product], downs: dict[tuple[int, int], int]
+) -> set[TracedExchange]:
+    """Return the exchanges whose tokens, once for each choice, this all_to_all may send or receive.
+
+    What comes to a rank may be a multiple of its tokens by chance: the exchange of most calls is the right one.
+    """
+    comm = digest.comm
+    item, ranks = dtype_bytes(comm.dtype[row]), int(comm.size[row])
+    found: set[TracedExchange] = set()
+    if comm.op[row] != "all_to_all" or item is None or ranks < 2:
+        return found
+    for (tokens, experts, hidden), moved in product(routers, (int(comm.sent[row]), int(comm.received[row]))):
+        top_k, rest = divmod(moved, tokens * hidden * item)
+        if rest == 0 and 1 <= top_k <= experts and experts % ranks == 0:
+            ffn = downs.get((experts // ranks, hidden), hidden)
+            found.add(TracedExchange(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k))
+    return found
+
+
+def _tensors(digest: RankDigest) -> Iterator[tuple[bool, list[tuple[int, ...]]]]:
+    """Yield the shapes of the inputs of each kind of operation that computes, and whether it is a topk."""
+    gpu = digest.gpu
+    is_topk = np.array(["topk" in name.lower() for name in digest.names], bool)
+    computes = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0))
+    kinds = np.unique(2 * gpu.shape[computes].astype(np.int64) + is_topk[gpu.name[computes]])
+    for shape, topk in zip(*divmod(kinds[:_MOST_READ], 2), strict=True):
+        try:
+            dims = msgspec.json.decode(digest.shapes[shape], type=list[Any])
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        yield bool(topk), [tuple(one) for one in dims if isinstance(one, list) and one and all(map(_is_length, one))]
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 < value < _LARGEST
+
+
+def _routed(tensors: list[tuple[int, ...]]) -> tuple[int, int] | None:
+    """Return tokens and experts of a topk over experts."""
+    if not tensors or not 2 <= len(tensors[0]) <= 3:
+        return None
+    return math.prod(tensors[0][:-1]), tensors[0][-1]
+
+
+def _grouped(tensors: list[tuple[int, ...]]) -> Product | None:
+    """Return experts, width and columns of a grouped matmul."""
+    if len(tensors) < 2 or (len(tensors[0]), len(tensors[1])) != (2, 3) or tensors[0][1] != tensors[1][1]:
+        return None
+    experts, width, columns = tensors[1]
+    return experts, width, columns
