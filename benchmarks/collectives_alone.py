@@ -9,7 +9,6 @@ is measured. Mechanisms are interleaved in rounds; median per rank, maximum over
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from collectives_rig import Rig
 from provenance import gpu_provenance, write_result
+from step_rig import start
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import bind
@@ -196,9 +196,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="bytes of the full array")
     parser.add_argument("--every-tuning", action="store_true", help="of reductions all that the clock chooses from")
     options = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    start("cuda")
+    rank = dist.get_rank()
     rows: list[tuple[str, ...]] = []
     with torch.cuda.stream(torch.cuda.Stream()):
         bench = Bench(options.largest, every_tuning=options.every_tuning)

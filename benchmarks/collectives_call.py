@@ -11,13 +11,13 @@ part without a GPU.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+import step_rig
 import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, write_result
@@ -143,9 +143,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--numel", type=int, default=1 << 15, help="bfloat16 elements a rank")
     options = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    step_rig.start("cuda")
+    rank = dist.get_rank()
     with Communicator() as comm, Communicator(graphs=False) as other, torch.cuda.stream(torch.cuda.Stream()):
         on = Tensors(comm, options.numel)
         ways = [*ours(comm, on), *eager(other, Tensors(other, options.numel)), *nccls(on)]

@@ -10,7 +10,6 @@ and as a CUDA graph. If two streams take half as long for small copies, programs
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from collectives_alone import Bench
+from step_rig import start
 
 from counterpoint.collectives.cuda.lower import lower
 from counterpoint.collectives.program.calls import Span
@@ -88,9 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    start("cuda")
+    rank = dist.get_rank()
     with torch.cuda.stream(torch.cuda.Stream()):
         bench = Bench(16 << 20)
         for name, num_bytes, make in cases(bench.size):

@@ -1,19 +1,21 @@
 """Random collectives of the communicator on all GPUs of this machine, every bit against NCCL or a sum in rank order.
 
-    torchrun --nproc-per-node=8 benchmarks/collectives_random.py --count 10000 \
-        --json benchmarks/results/collectives_random.json
+    torchrun --nproc-per-node 8 benchmarks/collectives_random.py --count 10000 --json results/collectives-random.json
+    torchrun --nproc-per-node 2 benchmarks/collectives_random.py --device cpu --count 100 --max-bytes 65536
 
+On CPUs nothing is captured, there are no streams, and it is compared with gloo.
 Operation, dtype, size, alignment, memory of the output (symmetric, released early, plain), layout of the input (sliced,
 strided, transposed, expanded, overlapping), channel, stream, async or not, captured or not, one rank late: drawn from
 one seed on all ranks. What moves data has to give NCCL's bits, sums
-those of plain torch, rank after rank. Prints and keeps how many there were of each kind, and every mismatch.
+those of plain torch, rank after rank. Prints and keeps how many there were of each kind, and every mismatch; the exit
+status is 1 where there is one.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import gpu_provenance, write_result
+from provenance import gpu_provenance, provenance, write_result
+from step_rig import start, synchronize
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cpu.channel import reference
@@ -48,7 +51,8 @@ class Draws:
     def __init__(self, communicator: Communicator, *, seed: int, max_bytes: int) -> None:
         self.comm, self.seed, self.max_bytes = communicator, seed, max_bytes
         self.rank, self.n, self.device = communicator.rank, communicator.world_size, communicator.device
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(3)]
+        self.on_gpu = self.device.type == "cuda"
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(3)] if self.on_gpu else []
         self.counts: Counter[tuple[str, str]] = Counter()
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -64,22 +68,35 @@ class Draws:
         if self.name in PLACED and (self.kind == "plain" or self.name not in EARLY):
             self.kind = "symmetric"
         small = self.numel * self.dtype.itemsize * self.n <= MOST_CAPTURED_BYTES
-        self.captured = small and self.kind != "early" and self.name in CAPTURED and dice.random() < 0.1
+        self.captured = self.on_gpu and small and self.kind != "early" and self.name in CAPTURED and dice.random() < 0.1
         self.options = {"channel": dice.randrange(self.comm.channels), "async_op": dice.random() < 0.5}
-        late, stream = dice.randrange(2 * self.n), dice.choice(self.streams)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            if late == self.rank:
-                torch.cuda._sleep(1_000_000)
-            out, wanted = getattr(self, "_" + self.name.replace(" ", "_"))()
+        late = dice.randrange(2 * self.n) == self.rank
+        out, wanted = self.on_a_stream(late) if self.on_gpu else self.both(late)
         kinds = {"calls": True, self.kind: True, "async": self.options["async_op"], "captured": self.captured}
         self.counts.update((self.name, what) for what, so in kinds.items() if so)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
         if out is None or torch.equal(_bits(out), _bits(wanted)):
             return ""
         self.counts[self.name, "mismatches"] += 1
         how = f"{self.kind}, {self.options}, captured {self.captured}"
         return f"call {index}: {self.name} of {self.numel} {self.dtype} a rank, {how}"
+
+    def on_a_stream(self, late: bool) -> tuple[Any, Any]:
+        """Does it on a drawn stream, behind the current one, which then waits for it."""
+        stream = self.dice.choice(self.streams)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            found = self.both(late)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return found
+
+    def both(self, late: bool) -> tuple[Any, Any]:
+        """What came out, and what must have."""
+        if late and self.on_gpu:
+            torch.cuda._sleep(1_000_000)
+        elif late:
+            time.sleep(1e-3)
+        found: tuple[Any, Any] = getattr(self, "_" + self.name.replace(" ", "_"))()
+        return found
 
     def data(self, numel: int, salt: int = 0) -> torch.Tensor:
         """This rank's input."""
@@ -265,6 +282,7 @@ def rows(counts: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to keep the result")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=256 << 20, help="of the full array")
@@ -273,26 +291,27 @@ def main() -> None:
     )
     parser.add_argument("--staging-bytes", type=int, help="of the communicator")
     asked = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    device = start(asked.device)
+    rank = dist.get_rank()
     started, wrong = time.monotonic(), list[str]()
     options = {"chunk_bytes": asked.chunk_bytes, "staging_bytes": asked.staging_bytes}
-    with Communicator(timeout_s=60, reserve_bytes=2 * asked.max_bytes, **options) as communicator:
+    with Communicator(device=device, timeout_s=60, reserve_bytes=2 * asked.max_bytes, **options) as communicator:
         draws = Draws(communicator, seed=asked.seed, max_bytes=asked.max_bytes)
         for index in range(asked.count):
             told = draws.one(index)
             wrong += [f"rank {rank}: {told}"] if told else []
             if index % 500 == 499 and rank == 0:
                 print(f"{index + 1} calls, {len(wrong)} mismatches, {time.monotonic() - started:.0f} s", flush=True)
-        torch.cuda.synchronize()
+        synchronize(device)
         communicator.check()
         draws.graphs.clear()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wrong)
+    mismatches = [text for each in everyone for text in each]
     if rank == 0:
-        _show(asked, draws.counts, [text for each in everyone for text in each])
+        _show(asked, draws.counts, mismatches)
     dist.destroy_process_group()
+    sys.exit(bool(mismatches))
 
 
 def _show(asked: argparse.Namespace, counts: Counter[tuple[str, str]], wrong: list[str]) -> None:
@@ -301,9 +320,9 @@ def _show(asked: argparse.Namespace, counts: Counter[tuple[str, str]], wrong: li
         print(f"{row[0]:20}" + "".join(f"{cell:>14}" for cell in row[1:]))
     print("\n".join(wrong[:20]) or "no mismatch")
     if asked.json is not None:
-        facts = gpu_provenance(
-            ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=dist.get_world_size()
-        )
+        packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
+        facts = gpu_provenance(packages, world_size=world_size) if asked.device == "cuda" else provenance(packages)
+        facts |= {"torch": torch.__version__, "world_size": world_size}
         record = {"provenance": facts, "seed": asked.seed, "max_bytes": asked.max_bytes, "mismatches": wrong,
                   "columns": COLUMNS, "rows": table}  # fmt: skip
         write_result(asked.json, record, COLUMNS, table)

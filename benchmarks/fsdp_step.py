@@ -3,12 +3,15 @@
     torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --out results/fsdp-step.json
     torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --model 70b --layers 4 --out results/fsdp-step-70b.json
     torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --vocabulary 1024 --out results/fsdp-step-layers.json
+    torchrun --nproc-per-node 8 benchmarks/fsdp_step.py --replicas 2 --out results/fsdp-step-hsdp.json
     torchrun --nproc-per-node 2 benchmarks/fsdp_step.py --device cpu --model tiny --tokens 32 --rounds 2
 
-`bound`: both collectives do nothing, FSDP2's copies stay; `floor`: not sharded at all. `won` is which part of
-(best stock - bound) a variant wins. Variants are interleaved in rounds of `--steps` steps; median of a rank, maximum
-over ranks; the first round is dropped. Host: what the launching thread needs for the first step of a round, with
-nothing queued before. Memory, losses and norms come from a pass before, in which nothing else is on the GPU.
+`bound`: all collectives do nothing, FSDP2's copies stay; `floor`: not sharded at all. `won` is which part of
+(best stock - bound) a variant wins. With `--replicas` it is HSDP, whose all-reduce between replicas stays with torch
+but in `overlap, backend`, where that axis of the mesh is of backend `counterpoint`. Variants are interleaved in rounds
+of `--steps` steps; median of a rank, maximum over ranks; the first round is dropped. Host: what the launching thread
+needs for the first step of a round, with nothing queued before. Memory, losses and norms come from a pass before, in
+which nothing else is on the GPU; it ends where losses or norms differ.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import torch.distributed as dist
 from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
 from step_rig import Step, block, formatted, show, start, synchronize, write
 
+import counterpoint
 from counterpoint.parallel.overlap import OverlapOptions
 
+MOST_DIFFERENCE = {"loss": 1e-3, "norm": 1e-2}  # of stock's; what one of eight ranks leaves out is more
 COLUMNS = ("tokens", "variant", "ms", "times", "won", "host ms", "peak GB", "of stock", "loss", "norm")
 
 
@@ -41,7 +46,12 @@ class Bench:
         reduce_dtype = getattr(torch, args.reduce_dtype)
         torch.manual_seed(self.rank)
         self.sharded = Sharded(
-            self.shape, self.device, reduce_dtype=reduce_dtype, compiled=args.compile, head_apart=args.head_apart
+            self.shape,
+            self.device,
+            reduce_dtype=reduce_dtype,
+            compiled=args.compile,
+            head_apart=args.head_apart,
+            replicas=args.replicas,
         )
         self.variants = list(self.sharded.stock_variants())
         self.handle: Any = None
@@ -103,6 +113,8 @@ class Bench:
             for tokens in self.args.tokens:
                 seen[tokens][variant.name] = self.looked_at(variant, tokens)
                 seen[tokens][variant.name]["peak_gb"] += self.outside_gb() - self.before_gb
+        for looks in seen.values():
+            check_alike(looks)
         return seen
 
     def timed(self, tokens: int) -> dict[str, tuple[float, float]]:
@@ -123,6 +135,23 @@ class Bench:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         return {name: (max(r[name][0] for r in ranks), max(r[name][1] for r in ranks)) for name in mine}
+
+    def report(self) -> list[str]:
+        """What overlap has moved, and which way the calls between replicas went on the backend."""
+        group = self.sharded.backend_group
+        return [
+            *str(self.handle).splitlines(),
+            *([] if group is None else str(counterpoint.report(group)).splitlines()),
+        ]
+
+
+def check_alike(looks: dict[str, dict[str, float]]) -> None:
+    """Raise RuntimeError where a variant's loss or norm of gradients is not that of stock, up to rounding."""
+    for name, seen in looks.items():
+        for what, most in MOST_DIFFERENCE.items():
+            ours, stock = seen[what], looks["stock"][what]
+            if not abs(ours - stock) <= most * abs(stock):
+                raise RuntimeError(f"{name}: the {what} is {ours}, that of stock {stock}; rounding is {most:g} of it")
 
 
 def summary(
@@ -162,6 +191,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--head-apart", action="store_true", help="embedding, and norm with head, are modules of their own (torchtitan)"
     )
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="HSDP: so many, each sharded over its part of the ranks"
+    )
     parser.add_argument("--copied", action="store_true", help="ours with direct=False: FSDP2's own copies stay")
     parser.add_argument("--staging-bytes", type=int, help="of ours; default: the library's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -182,11 +214,11 @@ def main() -> None:
         rows += new
         if bench.rank == 0:
             show([COLUMNS, *map(cells, new)])
+    said = bench.report()
     if bench.rank == 0:
-        print(bench.handle, flush=True)
+        print("\n".join(said), flush=True)
         if args.out is not None:
-            table = [COLUMNS, *map(cells, rows)]
-            write(args.out, args, rows, table, str(bench.handle).splitlines())
+            write(args.out, args, rows, [COLUMNS, *map(cells, rows)], said)
     bench.sharded.use(bench.variants[0])
     synchronize(bench.device)
     bench.handle.restore()

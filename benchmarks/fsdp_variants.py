@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from counterpoint.parallel.fsdp.hooks import GatherHook
@@ -31,19 +32,24 @@ SHAPES = {  # how many layers is an option
     "3b": Shape(layers=28, hidden=3072, ffn=8192, heads=24),
     "8b": Shape(),
     "70b": Shape(hidden=8192, ffn=28672, heads=64, kv_heads=8),
-    "tiny": Shape(hidden=64, ffn=128, heads=4, kv_heads=2, vocabulary=512),
+    "tiny": Shape(hidden=64, ffn=128, heads=8, kv_heads=8, vocabulary=512),  # for up to 8 ranks
 }
+REPLICATE = "replicate"  # the axis of a mesh
 Hooks = Sequence[tuple[Any, Any]]
 """Gather and scatter of every module, in the order of `sharded_modules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to run the model: its hooks, and how many modules to gather ahead (None: as FSDP2 does by itself)."""
+    """A way to run the model: its hooks, and how many modules to gather ahead (None: as FSDP2 does by itself).
+
+    `replicating` is the process group of ranks that have the same shards (HSDP); None: torch's own.
+    """
 
     name: str
     hooks: Hooks
     prefetch: int | None = None
+    replicating: Any = None
 
 
 @dataclass
@@ -75,15 +81,27 @@ class NoScatter:
 
 
 class Sharded:
-    """The model under FSDP2, which can be switched from variant to variant between steps."""
+    """The model under FSDP2, which can be switched from variant to variant between steps.
+
+    With several `replicas` it is HSDP: sharded within each, and gradients are added up between them.
+    """
 
     def __init__(
-        self, shape: Shape, device: torch.device, *, reduce_dtype: torch.dtype, compiled: bool, head_apart: bool
+        self,
+        shape: Shape,
+        device: torch.device,
+        *,
+        reduce_dtype: torch.dtype,
+        compiled: bool,
+        head_apart: bool,
+        replicas: int = 1,
     ) -> None:
         with torch.device("meta"):
             self.model: Any = Llama(shape)
-        self.device = device
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        self.device, self.replicas = device, replicas
+        mesh = self.mesh() if replicas > 1 else init_device_mesh(device.type, (dist.get_world_size(),))
+        self.replicating: Any = mesh.get_group(REPLICATE) if replicas > 1 else None
+        self.backend_group: Any = None  # the same ranks' group of backend `counterpoint`
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         if compiled:
             _compile(self.model)
@@ -100,6 +118,11 @@ class Sharded:
         self.modules = sharded_modules(self.model)
         self.stock = self.hooks()
 
+    def mesh(self, **options: Any) -> DeviceMesh:
+        """The mesh of HSDP."""
+        shape = self.replicas, dist.get_world_size() // self.replicas
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, "shard"), **options)
+
     def hooks(self) -> Hooks:
         """Those in use now."""
         return [present_hooks(module) for module in self.modules]
@@ -113,6 +136,9 @@ class Sharded:
                 before.restore()
             module.module.set_custom_all_gather(gather)
             module.module.set_custom_reduce_scatter(scatter)
+            if self.replicas > 1:
+                mesh_info: Any = module.parameters.mesh_info
+                mesh_info.replicate_process_group = variant.replicating or self.replicating
         order = [module.module for module in self.modules]
         parts = {module: order if module is self.model else [] for module in order}
         for one in prefetch_targets(order, variant.prefetch or 0, parts=parts):
@@ -134,15 +160,20 @@ class Sharded:
         self.use(Variant(name="stock", hooks=self.stock))
         handle = overlap(self.model, options=options)
         hooks = self.hooks()
-        return handle, [
+        variants = [
             Variant(name="overlap", hooks=hooks),
             Variant(name="overlap, prefetch 2", hooks=hooks, prefetch=2),
         ]
+        if self.replicas > 1:
+            self.backend_group = self.mesh(backend_override={REPLICATE: "counterpoint"}).get_group(REPLICATE)
+            variants.append(Variant(name="overlap, backend", hooks=hooks, replicating=self.backend_group))
+        return handle, variants
 
     def bound(self) -> Variant:
-        """No communication, all copies."""
+        """No communication, all copies; of HSDP, each rank adds up with itself."""
         gather, scatter = NoGather(), NoScatter()
-        return Variant(name="bound", hooks=[(gather, scatter)] * len(self.modules))
+        alone = dist.new_subgroups(1)[0] if self.replicas > 1 else None
+        return Variant(name="bound", hooks=[(gather, scatter)] * len(self.modules), replicating=alone)
 
 
 def unsharded(shape: Shape, device: torch.device, *, compiled: bool) -> Any:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from occupancy_workloads import Workload, collective, cublas_fp64, elementwise, gemm
 from provenance import gpu_provenance, read_result, write_result
+from step_rig import NO_MULTICAST
 
 from counterpoint.controls.observe import observe
 from counterpoint.controls.occupancy import OccupancyShaping
@@ -261,7 +262,7 @@ def main() -> None:
     parser.add_argument("--nccl-threads", type=int, default=512, help="NCCL_NTHREADS; NCCL adds one warp")
     parser.add_argument("--workload", choices=("gemm", "others", "evidence"), default="gemm")
     args = parser.parse_args()
-    os.environ["NCCL_NTHREADS"] = str(args.nccl_threads)
+    os.environ.update(NO_MULTICAST, NCCL_NTHREADS=str(args.nccl_threads))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, provenance, write_result
 
+from counterpoint.parallel.tables import aligned_rows
+
 __all__ = ["NO_MULTICAST", "Step", "block", "formatted", "in_turns", "show", "start", "synchronize", "write"]
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -86,9 +88,7 @@ def formatted(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
 
 def show(table: Sequence[Sequence[str]]) -> None:
     """Print a table in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
+    print("\n".join(aligned_rows(table)), flush=True)
 
 
 def finish(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], table: list[list[str]]) -> None:

@@ -1,10 +1,12 @@
 """One training step of a tensor-parallel model, forward and backward, by torch and under `counterpoint.overlap`.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_step.py --out results/tensor-step-llama.json
+    torchrun --nproc-per-node 8 benchmarks/tensor_step.py --shards 2 --out results/tensor-step-fsdp.json
     torchrun --nproc-per-node 2 benchmarks/tensor_step.py --model transformers --shape 1b --layers 8
     torchrun --nproc-per-node 2 benchmarks/tensor_step.py --device cpu --shape tiny --tokens 32 --rounds 2 --steps 1
 
-`llama`: examples/llama.py, spread as examples/train_tp.py does, with sequence parallelism. `transformers`: its
+`llama`: examples/llama.py, spread as examples/train_tp.py does, with sequence parallelism; with `--shards 2` over half
+of the ranks, and FSDP2 shards both halves, each of which has its own batch. `transformers`: its
 `LlamaForCausalLM` of the same sizes, spread by its own plan (`tp_plan="auto"`), whose rows are on all ranks; that
 package has to be installed. `stock` and `overlap` are two models with the same weights, as `overlap` changes a model
 in place; the compiled variants are torch.compile of the same two.
@@ -19,6 +21,7 @@ weights, of overlap with symmetric memory; empty on CPUs. At the end overlap rep
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -65,7 +68,7 @@ class Bench:
 
     def from_examples(self) -> list[nn.Module]:
         """Two models of the examples, whose weights are drawn from one seed."""
-        return [parallel_model(self.shape, self.device) for _ in range(2)]
+        return [parallel_model(self.shape, self.device, shards=self.args.shards) for _ in range(2)]
 
     def from_transformers(self) -> list[nn.Module]:
         """Two models that `transformers` spreads as it loads them, from files that rank 0 writes."""
@@ -97,8 +100,9 @@ class Bench:
         return [model.train() for model in models]
 
     def step(self, model: nn.Module, tokens: int) -> Step:
-        """Forward and backward on one batch, the same on all ranks; gradients of the step before are dropped."""
-        text, labels, table = batch(self.shape, tokens, self.device, seed=0)
+        """Forward and backward on one batch, the same on ranks that share it; gradients before are dropped."""
+        seed = self.rank * self.args.shards // self.size
+        text, labels, table = batch(self.shape, tokens, self.device, seed=seed)
 
         def step() -> Tensor:
             model.zero_grad(set_to_none=True)
@@ -159,11 +163,14 @@ class Bench:
         """Of whole tensors, of which this rank has parts or copies; all ranks call it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for tensor in tensors:
-            ranks = self.size
-            if isinstance(tensor, DTensor):
-                is_part = any(placement.is_shard() for placement in tensor.placements)
-                tensor, ranks = (tensor.to_local(), 1) if is_part else (tensor.full_tensor(), ranks)
-            total += tensor.double().square().sum() / ranks
+            copies = self.size
+            if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+                tensor = tensor.full_tensor()
+            elif isinstance(tensor, DTensor):
+                sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+                copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+                tensor = tensor.to_local()
+            total += tensor.double().square().sum() / copies
         dist.all_reduce(total)
         return total.sqrt().item()
 
@@ -186,14 +193,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="whose layers")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[4096], help="of all ranks together, and step")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[4096], help="of a batch, which ranks share, and step")
+    parser.add_argument("--shards", type=int, default=1, help="of FSDP2, over as many groups of tensor-parallel ranks")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=(STOCK, OVERLAP), help="stock always runs")
     parser.add_argument("--mechanism", choices=get_args(Mechanism), default="auto", help="of overlap")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="of a round")
     parser.add_argument("--out", type=Path, help="where to keep the result")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.shards != 1 and args.model != "llama":
+        parser.error("--shards: only --model llama can be sharded by FSDP2 as well")
+    return args
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 from exchanged_backend import VARIABLE
 from provenance import gpu_provenance, provenance, write_result
+from step_rig import NO_MULTICAST
 from tables import print_table
 
 FILES = (
@@ -218,17 +219,21 @@ class Runner:
         with tempfile.TemporaryDirectory() as scratch, (self.folder / f"{_flat(file)}.{way}.log").open("ab") as log:
             for name in ("barrier", "test_dir", "init_dir"):  # what torch's run_test.py makes
                 (Path(scratch) / name).mkdir()
-            environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(map(str, paths)),
-                VARIABLE: json.dumps(asked),
-                "BACKEND": self.base,
-                "WORLD_SIZE": str(self.ranks),
-                "TEMP_DIR": scratch,
-                "INIT_METHOD": "env://",
-                "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self.seconds)),
-                "OMP_NUM_THREADS": "1",
-                "TORCH_DISABLE_ADDR2LINE": "1",
-            }
+            environment = (
+                os.environ
+                | NO_MULTICAST
+                | {
+                    "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                    VARIABLE: json.dumps(asked),
+                    "BACKEND": self.base,
+                    "WORLD_SIZE": str(self.ranks),
+                    "TEMP_DIR": scratch,
+                    "INIT_METHOD": "env://",
+                    "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self.seconds)),
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_DISABLE_ADDR2LINE": "1",
+                }
+            )
             if self.device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             command = [sys.executable, "-m", "pytest", "-q", "-p", "exchanged_backend", "-p", "no:cacheprovider",

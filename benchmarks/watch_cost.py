@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, provenance, write_result
+from step_rig import start
 from tables import print_table
 from torch.nn.parallel import DistributedDataParallel
 
@@ -127,12 +127,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     on_gpu = options.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = start(options.device)
     logging.basicConfig(format="%(message)s")
     world_size, rank = dist.get_world_size(), dist.get_rank()
     result = measured(Training(options, device), options)

@@ -21,7 +21,6 @@ from dataclasses import replace
 import faults
 import recording
 import torch
-import torch.distributed as dist
 from faults import Fault
 from llama import Llama, Shape, rotary_table
 from recording import Job
@@ -78,11 +77,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a very small model and 128 tokens, for CPUs")
     faults.add_arguments(parser)
     args = parser.parse_args()
-    job = recording.start(args)
-    try:
+    with recording.joined(args) as job:
         train(args, job)
-    finally:
-        dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace, job: Job) -> None:

@@ -16,7 +16,6 @@ import argparse
 import faults
 import recording
 import torch
-import torch.distributed as dist
 from faults import Fault
 from llama import rotary_table
 from moe import MixtureOfExperts
@@ -33,11 +32,8 @@ def main() -> None:
     parser.add_argument("--mechanism", default="auto", help="with --overlap")
     faults.add_arguments(parser, (*(kind for kind in faults.KINDS if kind != "uneven_batch"), *faults.OF_EXPERTS))
     args = parser.parse_args()
-    job = recording.start(args)
-    try:
+    with recording.joined(args) as job:
         train(args, job)
-    finally:
-        dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace, job: Job) -> None:

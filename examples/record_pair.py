@@ -167,8 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cuda":
         raise SystemExit("record_pair.py: streams and SMs are what it is about, so it needs GPUs")
-    job = recording.start(args, nccl_options=nccl_options(args))
-    try:
+    with recording.joined(args, nccl_options=nccl_options(args)) as job:
         pair = Pair(args, job)
 
         def step(index: int) -> None:
@@ -179,8 +178,6 @@ def main() -> None:
         seen = recording.record(step, job, planted=planted)
         if job.rank == 0 and args.mechanism != "nccl" and not any("PtoP" in name for name in seen):
             raise SystemExit(f"{args.mechanism} did not take effect: the trace holds no copy between GPUs, but {seen}")
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -111,8 +111,7 @@ def main() -> None:
     parser.add_argument("--in-line", action="store_true", help="no overlap in the backward pass")
     parser.add_argument("--tiny", action="store_true", help="very small layers and 128 tokens, for CPUs")
     args = parser.parse_args()
-    job = recording.start(args)
-    try:
+    with recording.joined(args) as job:
         shape = TINY if args.tiny else LLAMA_70B
         layers = 2 if args.tiny else args.layers
         with job.device:
@@ -131,8 +130,6 @@ def main() -> None:
             loss.item()  # waits for the GPU, as a loop that logs every step does
 
         recording.record(step, job, planted=None)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

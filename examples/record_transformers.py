@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import recording
 import torch
-import torch.distributed as dist
 from recording import Job
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,11 +61,8 @@ def main() -> None:
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="each layer by torch.compile")
     args = parser.parse_args()
-    job = recording.start(args)
-    try:
+    with recording.joined(args) as job:
         train(args, job)
-    finally:
-        dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace, job: Job) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import gc
 import gzip
@@ -19,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def start(args: argparse.Namespace, *, nccl_options: Any = None) -> Job:
-    """Join the process group that torchrun prepared. `nccl_options` is a `dist.ProcessGroupNCCL.Options` or None."""
+@contextlib.contextmanager
+def joined(args: argparse.Namespace, *, nccl_options: Any = None) -> Iterator[Job]:
+    """Be in the process group that torchrun prepared. `nccl_options` is a `dist.ProcessGroupNCCL.Options` or None."""
     if "RANK" not in os.environ:
         raise SystemExit("start this with torchrun --nproc-per-node N, see the top of the file")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -78,15 +80,18 @@ def start(args: argparse.Namespace, *, nccl_options: Any = None) -> Job:
     torch.manual_seed(1234 + dist.get_rank())
     gc.disable()  # as large training runs do: a collection at a random moment would be a fault nobody planted
     gc.collect()
-    return Job(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=device,
-        out=args.out,
-        warmup=args.warmup,
-        steps=args.steps,
-        cuda_sync_events=args.cuda_sync_events,
-    )
+    try:
+        yield Job(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=device,
+            out=args.out,
+            warmup=args.warmup,
+            steps=args.steps,
+            cuda_sync_events=args.cuda_sync_events,
+        )
+    finally:
+        dist.destroy_process_group()
 
 
 def record(step: Callable[[int], None], job: Job, *, planted: dict[str, Any] | None) -> dict[str, int]:

@@ -82,14 +82,18 @@ def train(
     device: torch.device,
     build: Callable[[Shape, torch.device], Llama] = sharded_model,
     *,
-    same_text: bool = False,
+    readers: int | None = None,
 ) -> None:
-    """Train, print loss and speed every ten steps, and record the last steps if asked to."""
+    """Train, print loss and speed every ten steps, and record the last steps if asked to.
+
+    Ranks are so many `readers`, each of which reads another text; by default each rank does.
+    """
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), args.sizes
+    readers = readers or ranks
     model = build(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     table = rotary_table(args.tokens, shape.head_dim, device)
-    data = SourceCode(args.tokens, 0 if same_text else rank, args.slow_input_ms if rank == ranks - 1 else 0.0)
+    data = SourceCode(args.tokens, rank * readers // ranks, args.slow_input_ms if rank == ranks - 1 else 0.0)
     batches = iter(DataLoader(data, batch_size=None, num_workers=args.workers))
 
     overlapped = counterpoint.overlap(model) if args.overlap else None  # the one line
@@ -107,7 +111,7 @@ def train(
                 dist.all_reduce(mean)
                 elapsed, value = time.perf_counter() - started, mean.item() / ranks  # .item() waits for the GPU
                 if rank == 0:
-                    rate = args.tokens * (1 if same_text else ranks) * (step - steps_before) / elapsed
+                    rate = args.tokens * readers * (step - steps_before) / elapsed
                     print(f"step {step:4d}  loss {value:.3f}  {rate:,.0f} tokens/s", flush=True)
                 started, steps_before = time.perf_counter(), step
             profiler.step()

@@ -16,64 +16,22 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from backend_hosts import OPERATIONS, Case
 
 import counterpoint.torch_backend as backend
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 SIZES = (1 << 20, 3 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes of the full array
 
 
-def values(numel: int, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, which add up exactly in any order and dtype."""
-    return ((torch.arange(numel, device=device) * (rank + 1) + rank) % 7).to(dtype)
-
-
-class Case:
-    """One operation of one size: its tensors, the call, and what must come out."""
-
-    def __init__(self, name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> None:
-        self.name, self.group = name, group
-        rank, n, device = dist.get_rank(group), dist.get_world_size(group), torch.device("cuda", dist.get_rank())
-        numel = num_bytes // dtype.itemsize // n * n
-        everyone = [values(numel, one, device, dtype) for one in range(n)]
-        block = numel // n
-        mine = everyone[rank]
-        self.input: torch.Tensor | None
-        if name == "all_gather":
-            self.input, self.output = mine[:block].clone(), mine.new_empty(numel)
-            self.wanted = torch.cat([one[:block] for one in everyone])
-        elif name == "all_to_all":
-            self.input, self.output = mine.clone(), mine.new_empty(numel)
-            self.wanted = torch.cat([one[rank * block : (rank + 1) * block] for one in everyone])
-        elif name == "reduce_scatter":
-            self.input, self.output = mine.clone(), mine.new_empty(block)
-            self.wanted = torch.stack(everyone).sum(0, dtype=dtype)[rank * block : (rank + 1) * block]
-        else:
-            self.input = self.output = mine.clone()
-            self.wanted = everyone[n - 1] if name == "broadcast" else torch.stack(everyone).sum(0, dtype=dtype)
-
-    def start(self, async_op: bool) -> Any:
-        """Make the call."""
-        assert self.input is not None
-        if self.name == "all_gather":
-            return dist.all_gather_into_tensor(self.output, self.input, self.group, async_op)
-        if self.name == "all_to_all":
-            return dist.all_to_all_single(self.output, self.input, group=self.group, async_op=async_op)
-        if self.name == "reduce_scatter":
-            return dist.reduce_scatter_tensor(self.output, self.input, dist.ReduceOp.SUM, self.group, async_op)
-        if self.name == "broadcast":
-            return dist.broadcast(self.output, dist.get_world_size(self.group) - 1, self.group, async_op)
-        return dist.all_reduce(self.output, dist.ReduceOp.SUM, self.group, async_op)
-
-    def wrong(self) -> torch.Tensor:
-        """How many elements are not what they must be, found on the current stream."""
-        return (self.output != self.wanted).sum()
+def case_of(name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> Case:
+    """An operation on this rank's GPU."""
+    return Case(name, num_bytes, dtype, torch.device("cuda", dist.get_rank()), group)
 
 
 def cases(group: Any) -> Iterator[Case]:
     for num_bytes in SIZES:
         for number, name in enumerate(OPERATIONS):
-            yield Case(name, num_bytes, (torch.float32, torch.bfloat16)[number % 2], group)
+            yield case_of(name, num_bytes, (torch.float32, torch.bfloat16)[number % 2], group)
 
 
 def each_alone(ours: Any) -> str:
@@ -113,7 +71,7 @@ def waited_for_later(ours: Any) -> str:
 
 def by_futures(ours: Any) -> str:
     """A future's value and what is chained to it, and `is_completed`."""
-    case = Case("all_reduce", 32 << 20, torch.float32, ours)
+    case = case_of("all_reduce", 32 << 20, torch.float32, ours)
     work = case.start(True)
     chained = work.get_future().then(lambda done: done.value()[0] * 2)
     doubled = chained.wait()
@@ -125,7 +83,7 @@ def by_futures(ours: Any) -> str:
 def on_two_streams(ours: Any) -> str:
     """Synchronous calls on two streams in turn, and asynchronous ones that another stream waits for."""
     streams, wrong = [torch.cuda.Stream() for _ in range(2)], torch.zeros((), dtype=torch.int64, device="cuda")
-    made = [Case(OPERATIONS[number % 5], 8 << 20, torch.float32, ours) for number in range(20)]
+    made = [case_of(OPERATIONS[number % 5], 8 << 20, torch.float32, ours) for number in range(20)]
     torch.cuda.synchronize()
     for number, case in enumerate(made):
         with torch.cuda.stream(streams[number % 2]):

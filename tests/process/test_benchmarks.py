@@ -18,6 +18,7 @@ import tensor_block
 import tensor_clock
 import tensor_step
 import torch
+from backend_hosts import OPERATIONS
 from process_cost import run
 from step_rig import Step
 from torch_tests import Runner
@@ -27,9 +28,14 @@ ROOT = Path(__file__).parents[2]
 
 def on_two_ranks(script: str, arguments: list[str], folder: Path) -> Any:
     """Run a benchmark on two ranks, and return what it kept."""
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"benchmarks/{script}"]
+    return on_ranks(2, script, [*arguments, "--out", str(folder / "result.json")], folder)
+
+
+def on_ranks(ranks: int, script: str, arguments: list[str], folder: Path) -> Any:
+    """Run a benchmark on so many ranks, and return what it kept in `result.json` of a folder."""
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), f"benchmarks/{script}"]
     out = folder / "result.json"
-    command = [sys.executable, *launched, *arguments, "--out", str(out)]
+    command = [sys.executable, *launched, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
@@ -62,6 +68,60 @@ def test_pipeline_step_runs(tmp_path: Path) -> None:
     result = on_two_ranks("pipeline_step.py", arguments, tmp_path)
     rows = {row["variant"]: row for row in result["rows"]}
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
+
+
+@pytest.mark.long
+def test_a_pipeline_of_four_stages_runs(tmp_path: Path) -> None:
+    """The ranks in the middle, which have neither the batch nor the loss, wait for both neighbours."""
+    arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
+    result = on_ranks(4, "pipeline_step.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
+
+
+def test_hsdp_runs(tmp_path: Path) -> None:
+    """Two replicas of two shards: all variants have the loss of stock, and the backend adds up between replicas."""
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--tokens", "16", "--rounds", "1"]
+    arguments += ["--steps", "1", "--replicas", "2", "--out", str(tmp_path / "result.json")]
+    result = on_ranks(4, "fsdp_step.py", arguments, tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
+    ours = [name for name in rows if name.startswith("overlap")]
+    assert ours == ["overlap", "overlap, prefetch 2", "overlap, backend"]
+    assert all(rows[name]["loss"] == rows["stock"]["loss"] for name in ours)
+    assert all(rows[name]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-3) for name in ours)
+    assert any(line.startswith("(root)") and "2 x 2" in line for line in result["report"])
+    assert any(line.startswith("all_reduce") and "below the crossover" in line for line in result["report"])
+
+
+def test_random_collectives_run(tmp_path: Path) -> None:
+    """On CPUs, beside gloo: all operations that were drawn have every bit right."""
+    out = str(tmp_path / "result.json")
+    arguments = ["--device", "cpu", "--count", "150", "--max-bytes", "65536", "--json", out]
+    result = on_ranks(2, "collectives_random.py", arguments, tmp_path)
+    assert result["mismatches"] == []
+    assert sum(int(row[1]) for row in result["rows"]) == 150
+    assert all(int(row[1]) > 0 for row in result["rows"])
+
+
+@pytest.mark.long
+def test_backend_hosts_runs(tmp_path: Path) -> None:
+    """Halves of four ranks as hosts: all operations go over hosts, and are right, or it would have ended."""
+    arguments = ["--device", "cpu", "--mib", "0.1", "--rounds", "1", "--steps", "1"]
+    result = on_ranks(4, "backend_hosts.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
+    assert [(row["operation"], row["path"]) for row in result["rows"]] == [(name, "hosts") for name in OPERATIONS]
+
+
+def test_a_killed_rank_of_ddp_is_named(tmp_path: Path) -> None:
+    """By what `check` raises, for torch repeats its text only; the benchmark counts who was told."""
+    out = tmp_path / "killed.json"
+    command = [sys.executable, "benchmarks/killed_rank.py", "--device", "cpu", "--ranks", "3", "--programs", "DDP"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(out.read_text())["rows"]
+    assert (row["others"], row["told"], row["named"], row["free"]) == (2, 2, 2, 2)
+    assert f"rank {row['killed']} is dead" in row["error"]
 
 
 def test_tensor_block_runs(tmp_path: Path) -> None:
@@ -206,6 +266,20 @@ def test_tensor_step_runs(tmp_path: Path, model: str) -> None:
     assert any("matmul" in line and "asked for cuts" in line for line in result["report"])
 
 
+@pytest.mark.long
+def test_tensor_parallel_beside_fsdp2_runs(tmp_path: Path) -> None:
+    """2 x 2 ranks: both halves train as stock does, and overlap takes the collectives of both axes."""
+    arguments = ["--shards", "2", "--device", "cpu", "--shape", "tiny", "--layers", "1", "--vocabulary", "512"]
+    arguments += ["--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
+    result = on_ranks(4, "tensor_step.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert 0 < rows["overlap"]["difference"] < 1e-5
+    assert rows["overlap"]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-5)
+    said = "\n".join(result["report"])
+    assert "layers.0  2" in said
+    assert "matmul_reduce_scatter" in said
+
+
 @pytest.mark.parametrize(("loss", "factor", "said"), [(1.0, 0.9, "weight"), (1.01, 1.0, "the loss"), (1.0, 1.0, "")])
 def test_a_tensor_step_that_is_wrong_is_no_result(
     monkeypatch: pytest.MonkeyPatch, loss: float, factor: float, said: str
@@ -286,6 +360,18 @@ def test_tune_pairs_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
+
+
+def test_tune_noise_runs(tmp_path: Path) -> None:
+    """A line for each noise and rule of the smallest file, and of all."""
+    out = tmp_path / "noise.json"
+    command = [sys.executable, "benchmarks/tune_noise.py", "results/forum-4xh200.json", "--draws", "2"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
 
 
 @pytest.mark.long

@@ -46,10 +46,16 @@ def test_who_cannot_come_is_told_at_once(shown: dict[str, Any], said: str) -> No
 
 
 def test_who_gave_up_because_of_another_names_that_one() -> None:
-    """Not itself."""
-    error = told(state=FAILED, culprits=(2,))
-    assert isinstance(error, PeerTimeout)
-    assert error.ranks == (2,)
+    """Not itself, although its process has ended since."""
+    for alive in (True, False):
+        error = told(state=FAILED, culprits=(2,), alive=alive)
+        assert isinstance(error, PeerTimeout)
+        assert error.ranks == (2,)
+
+
+def test_who_closed_and_ended_is_not_called_dead() -> None:
+    """It made fewer calls than the others, and came to its end."""
+    assert "rank 1 has closed its communicator" in str(told(state=CLOSED, alive=False))
 
 
 def test_another_rank_that_died_does_not_end_this_wait() -> None:

@@ -73,14 +73,14 @@ def verdict(
             return mismatch(current, peer.rank, peer.same)
     peer = next(peer for peer in peers if peer.rank == waiting_for)
     before = f"{current}: rank {peer.rank}"
-    if not peer.alive:
-        return PeerTimeout(f"{before} is dead; it was in {peer.now}", ranks=(peer.rank,))
-    if peer.state == FAILED:
+    if peer.state == FAILED:  # its process may have ended because of that: who is to blame is what it said
         return PeerTimeout(f"{before} gave up: {peer.reason}", ranks=peer.culprits or (peer.rank,))
     if peer.state == CLOSED:
         return PeerTimeout(
             f"{before} has closed its communicator; make the same calls on every rank", ranks=(peer.rank,)
         )
+    if not peer.alive:
+        return PeerTimeout(f"{before} is dead; it was in {peer.now}", ranks=(peer.rank,))
     if peer.crossed and peer.same is None and waited_s > MISMATCH_AFTER_S:
         return mismatch(current, peer.rank, peer.now)
     if waited_s <= timeout_s:
