@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
@@ -505,7 +506,7 @@ def outputs_that_cannot_be_written(session: Session, device: Any = None) -> list
                 for layout, laid_out in LAYOUTS.items():
                     if name == "gather" and session.rank != 0:
                         continue  # it has no output
-                    text, _, _ = said(lambda call=call, out=laid_out(whole): call(communicator, out, tensor))  # type: ignore[misc]
+                    text, _, _ = said(partial(call, communicator, laid_out(whole), tensor))
                     if not text.startswith("Misconfigured"):
                         wrong.append(f"{name} into {layout}: {text}")
         work = communicator.all_reduce(tensor, async_op=True)

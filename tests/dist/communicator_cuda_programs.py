@@ -15,8 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
-from tests.support.software_gpu import SoftwareGpu
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.driver import Graph
@@ -24,6 +22,8 @@ from counterpoint.collectives.program import tuning
 from counterpoint.collectives.submit import submitter
 from counterpoint.collectives.submit.tensors import copied, sendable
 from counterpoint.measurement.session import Session
+from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
+from tests.support.software_gpu import SoftwareGpu
 
 WAIT_S = 30.0
 
@@ -210,7 +210,7 @@ def captured(session: Session) -> list[list[float]]:
 
 
 def refused_in_a_capture(session: Session) -> list[str]:
-    """What is said to an early release, to a region that has to be made beside the capture, and to a call with neither."""
+    """What is said to an early release, to a region to be made beside the capture, and to a call with neither."""
     gpu, told = SoftwareGpu(), list[str]()
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         n, rank = communicator.world_size, communicator.rank

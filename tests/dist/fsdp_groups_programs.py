@@ -1,4 +1,4 @@
-"""What ranks run to test modules whose parameters lie on several meshes, as those of experts do (torch 2.12 and newer)."""
+"""What ranks run to test modules whose parameters lie on several meshes, as those of experts do (torch >= 2.12)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def beside_stock(session: Session, case: Case) -> list[int]:
 
 
 def reported(session: Session, case: Case) -> list[tuple[str, tuple[int, ...], bool, bool]]:
-    """Of each group of the first layer after two steps: its name, its ranks, whether gathers and scatters were direct."""
+    """Of each group of the first layer after two steps: name, ranks, whether gathers and scatters were direct."""
     made = model(case)
     with overlap(made, options=case.options) as handle:
         losses_and_gradients(made, session, [ALL] * 2, PREPARED["as they come"])

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.dist.communicator_cuda_programs import WAIT_S, delays
-from tests.support.software_gpu import SoftwareGpu
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
+from tests.dist.communicator_cuda_programs import WAIT_S, delays
+from tests.support.software_gpu import SoftwareGpu
 
 
 def known_to_one_rank(session: Session) -> list[bool]:

@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 import torch
-from tests.dist.communicator_cuda_programs import WAIT_S, delays, view
-from tests.support.software_gpu import SoftwareGpu
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.dist.communicator_cuda_programs import WAIT_S, delays, view
+from tests.support.software_gpu import SoftwareGpu
 
 __all__ = ["beyond", "captured", "killed", "pushed", "pushed_in_stream_order", "refused"]
 

@@ -10,15 +10,23 @@ from typing import Any
 
 import torch
 
-from tests.dist.communicator_cuda_programs import WAIT_S, delays, view
-from tests.support.software_gpu import SoftwareGpu
-
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.dist.communicator_cuda_programs import WAIT_S, delays, view
+from tests.support.software_gpu import SoftwareGpu
 
-__all__ = ["behind_another", "captured", "counted", "gathered", "in_stream_order", "left_unfinished", "mixed_up", "scattered"]
+__all__ = [
+    "behind_another",
+    "captured",
+    "counted",
+    "gathered",
+    "in_stream_order",
+    "left_unfinished",
+    "mixed_up",
+    "scattered",
+]
 
 
 def rows_of(partition: Any, chunk_rows: int, rows: int) -> slice:

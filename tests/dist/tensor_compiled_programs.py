@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.support.tensor_graphs import CASES, fused, operations_of
 from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -29,6 +28,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.parallel.tensor.compiled import CompiledReport, fuse_compiled
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
+from tests.support.tensor_graphs import CASES, fused, operations_of
 
 HIDDEN, HEADS, KV_HEADS, FFN = 32, 4, 2, 48
 
@@ -54,9 +54,7 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(HIDDEN, kv, bias=bias) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            one(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for one in (self.q, self.k, self.v)
-        )
+        q, k, v = (one(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for one in (self.q, self.k, self.v))
         k, v = (one.repeat_interleave(HEADS // KV_HEADS, dim=1) for one in (k, v))
         weights = torch.softmax(q @ k.transpose(-1, -2), dim=-1)
         out: Tensor = self.o((weights @ v).transpose(1, 2).flatten(-2))

@@ -38,7 +38,6 @@ from counterpoint.parallel.report import TensorParallelReport
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
 
-
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, Shape, rotary_table
 
@@ -257,7 +256,7 @@ def beside_stock(_: Session, name: str) -> tuple[float, dict[str, int], TensorPa
 
 
 def by_styles(_: Session) -> tuple[float, dict[str, int], str]:
-    """How far a model of our styles is from torch's without `overlap`, its calls, and what an embedding is refused with."""
+    """How far a model of our styles is from torch's without `overlap`, its calls, and how an embedding is refused."""
     case = CASES["styles"]
     mesh = mesh_of(case)
     expected, model = trained(case, parallel(replace(case, styles=False), mesh)), parallel(case, mesh)
@@ -298,7 +297,7 @@ def errors(_: Session, name: str, mechanism: str) -> tuple[float, float, set[str
 
 
 def restored(_: Session) -> list[bool]:
-    """Whether a model is as before after `restore`, with the same bits, state and optimizer, and can be overlapped anew."""
+    """Whether `restore` leaves a model as before, in bits, state and optimizer, and it can be overlapped anew."""
     case = CASES["bias"]
     mesh = mesh_of(case)
     expected = trained(case, parallel(case, mesh))
@@ -467,7 +466,10 @@ def uneven(_: Session) -> tuple[float, str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
         rows = Shard(1)
-        plan: dict[str, ParallelStyle] = {"0": ColwiseParallel(input_layouts=rows), "1": RowwiseParallel(output_layouts=rows, use_local_output=False)}
+        plan: dict[str, ParallelStyle] = {
+            "0": ColwiseParallel(input_layouts=rows),
+            "1": RowwiseParallel(output_layouts=rows, use_local_output=False),
+        }
         parallelize_module(model, mesh, plan)
         handle = overlap(model) if ours else None
         x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

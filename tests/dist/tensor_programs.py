@@ -13,8 +13,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.dist.communicator_cuda_programs import delays
-from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 from counterpoint.collectives.communicator import Communicator
@@ -26,8 +24,20 @@ from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
+from tests.dist.communicator_cuda_programs import delays
+from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
-__all__ = ["all_reduced", "biased", "gathered", "killed", "left_to_torch", "reported", "scaled", "scattered", "shapes_that_do_not_fit"]
+__all__ = [
+    "all_reduced",
+    "biased",
+    "gathered",
+    "killed",
+    "left_to_torch",
+    "reported",
+    "scaled",
+    "scattered",
+    "shapes_that_do_not_fit",
+]
 OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
@@ -99,7 +109,13 @@ def close(found: torch.Tensor, wanted: torch.Tensor, terms: int) -> None:
 def drawn(draw: random.Random, n: int) -> tuple[tuple[int, ...], int, torch.dtype]:
     """A shape whose rows are gathered along a dimension, and that dimension."""
     shape, dim = draw.choice(
-        [((draw.randint(1, 9), 16), 0), ((2, draw.randint(1, 7), 8), 1), ((3, 2, 3, 8), 1), ((2, 2, 2, 8), 2), ((4, 3, 8), 0)]
+        [
+            ((draw.randint(1, 9), 16), 0),
+            ((2, draw.randint(1, 7), 8), 1),
+            ((3, 2, 3, 8), 1),
+            ((2, 2, 2, 8), 2),
+            ((4, 3, 8), 0),
+        ]
     )
     return shape, dim, draw.choice([torch.bfloat16, torch.float32])
 
@@ -114,7 +130,9 @@ def gathered(session: Session, seed: int, calls: int, gpu: bool = False) -> list
             columns = [8 * draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
             a = torch.randn(shape, dtype=dtype, requires_grad=True)
             weights = [torch.randn(shape[-1], one, dtype=dtype, requires_grad=True) for one in columns]
-            biases = [torch.randn(one, dtype=dtype, requires_grad=True) for one in columns] if draw.random() < 0.5 else None
+            biases = (
+                [torch.randn(one, dtype=dtype, requires_grad=True) for one in columns] if draw.random() < 0.5 else None
+            )
             keep = draw.random() < 0.5
             if biases is None:
                 rows, outs = OPS.all_gather_matmul(a, weights, dim, name, return_gathered=keep)
@@ -137,14 +155,16 @@ def gathered(session: Session, seed: int, calls: int, gpu: bool = False) -> list
                 [grads[index] for index in used] + ([] if extra is None else [extra]),
             )
             torch.autograd.backward([wanted[index] for index in used], [grads[index].double() for index in used])
-            assert wide.grad is not None and a.grad is not None
+            assert wide.grad is not None
+            assert a.grad is not None
             total = wide.grad if extra is None else wide.grad + extra.double()
             dist.all_reduce(total)
             close(a.grad, total.chunk(n, dim=dim)[session.rank], n * sum(columns))
             for index in used:
                 grad = wide_weights[index].grad
                 found = weights[index].grad
-                assert grad is not None and found is not None
+                assert grad is not None
+                assert found is not None
                 close(found, grad, whole.numel() // shape[-1])
                 if biases is not None:
                     bias_grad = biases[index].grad
@@ -174,7 +194,8 @@ def scattered(session: Session, seed: int, calls: int, gpu: bool = False) -> lis
             grad = torch.randn_like(out)
             out.backward(grad)
             wide = rows_of_all(grad, dim).double() * factor
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             close(a.grad, wide @ b.detach().double().t(), columns)
             close(b.grad, a.detach().double().flatten(0, -2).t() @ wide.flatten(0, -2), wide.numel() // columns)
         return sorted({row.path for row in group.report().rows})
@@ -199,7 +220,8 @@ def all_reduced(session: Session, seed: int, calls: int, gpu: bool = False) -> l
             torch.manual_seed(number)
             grad = torch.randn_like(out)
             out.backward(grad)
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             close(a.grad, grad.double() @ b.detach().double().t() * factor, 16)
             wide = a.detach().double().flatten(0, -2).t() @ grad.double().flatten(0, -2) * factor
             close(b.grad, wide, out.numel() // 16)
@@ -232,9 +254,11 @@ def biased(session: Session, seed: int) -> list[str]:
                 whole = grad if out.shape == product.shape else rows_of_all(grad, 1)
                 product.backward(whole.double() * factor, retain_graph=True)
                 for narrow, wide in ((a, wide_a), (b, wide_b)):
-                    assert narrow.grad is not None and wide.grad is not None
+                    assert narrow.grad is not None
+                    assert wide.grad is not None
                     close(narrow.grad, wide.grad, 100)
-                assert bias.grad is not None and wide_bias.grad is not None
+                assert bias.grad is not None
+                assert wide_bias.grad is not None
                 close(bias.grad, wide_bias.grad, 100)
         return sorted({row.path for row in group.report().rows})
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.dist import collective_programs as programs
 import pytest
 import torch
+
+from tests.dist import collective_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 from tests.support.sweep import sweep

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 
 import msgspec
-from tests.dist import collective_programs as programs
 import pytest
+
+from counterpoint.machine.profile import default_profile
+from tests.dist import collective_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 from tests.support.sweep import sweep
-
-from counterpoint.machine.profile import default_profile
 
 H200 = default_profile()
 SLOWER = msgspec.structs.replace(H200, rates=msgspec.structs.replace(H200.rates, copy_us=9.0))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.dist import collective_programs as collectives
 from tests.dist import communicator_cuda_programs as programs
-import pytest
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
-from tests.support.sweep import sweep
 from tests.support.software_gpu import SoftwareGpu
+from tests.support.sweep import sweep
 
 SOON_S = 15.0  # on a busy machine; without a watchdog the others would wait for their timeout, 20 s or more
 

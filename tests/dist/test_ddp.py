@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.dist import ddp_programs as programs
 from tests.support.ranks import Ranks
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support import fsdp_training as training
 import pytest
+
+from tests.support import fsdp_training as training
 from tests.support.fsdp_training import BF16, CASES, Case
 from tests.support.ranks import Ranks
 

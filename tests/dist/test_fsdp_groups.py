@@ -11,7 +11,7 @@ from tests.dist.fsdp_places_programs import ORDERS, PREPARED
 from tests.support.ranks import Ranks
 from tests.support.sweep import sweep
 
-pytestmark = pytest.mark.needs("several-groups")
+pytestmark = pytest.mark.needs("torch-2.13")
 WAYS = [*sweep(["the same"], PREPARED, every=2), *sweep(ORDERS, ["as they come"], every=3)]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.dist import fsdp_software_gpu_programs as software
 import pytest
+
+from tests.dist import fsdp_software_gpu_programs as software
 from tests.support.fsdp_training import BF16, CASES, Case
 from tests.support.ranks import Ranks
 

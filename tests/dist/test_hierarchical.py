@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.dist import hierarchical_programs as programs
 import pytest
+
+from tests.dist import hierarchical_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.dist import known_call_programs as programs
 import pytest
+
+from tests.dist import known_call_programs as programs
 from tests.support.ranks import Ranks
 from tests.support.sweep import sweep
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from tests.dist import late_sizes_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.dist import partitioned_programs as programs
 from tests.support.ranks import Ranks
 

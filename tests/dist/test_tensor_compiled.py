@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.dist import tensor_compiled_programs as programs
 from tests.support.ranks import Ranks
 from tests.support.tensor_graphs import CASES
@@ -27,7 +28,7 @@ def test_small_graphs_give_the_same(two_ranks: Ranks, name: str) -> None:
 def test_a_compiled_block_gives_the_same_without_torchs_collectives(
     two_ranks: Ranks, bias: bool, sequence: bool, batch: int, pieces: bool
 ) -> None:
-    """Forward and backward, by inductor; the three gathers of q, k and v are one, so are the sums of their gradients."""
+    """Forward and backward, by inductor; the gathers of q, k and v are one, so are the sums of their gradients."""
     for expected, results, report, counts, paths in two_ranks.run(programs.trained, bias, sequence, batch, pieces):
         assert paths <= ({"cuts", "serial"} if pieces else {"torch"})
         rtol, atol = (1e-5, 1e-6) if pieces else (1e-12, 1e-14)
@@ -54,7 +55,7 @@ def test_a_graph_from_inductors_cache_is_as_it_was_fused(two_ranks: Ranks) -> No
     """Another choice of groups is not taken from the cache."""
     for (first, second, third), (expected, *results) in two_ranks.run(programs.compiled_thrice):
         assert [row.found.matmuls for row in first.require().rows] == [3]
-        assert [row.kind for row in first.rows] == ["inference"]
+        assert [row.kind for row in first.rows] in (["inference"], ["forward"])  # torch 2.11 does not tell them apart
         assert (first.cached, second.cached, third.cached) == (0, 1, 0)
         assert second.require().rows == ()
         assert [row.found.why for row in third.rows] == ["its group is not one of those to fuse"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.dist import tensor_parallel_programs as programs
 from tests.support.ranks import Ranks
 
@@ -107,7 +108,9 @@ def test_strangers_are_left_alone_and_named(two_ranks: Ranks) -> None:
         assert none.startswith("Misconfigured: no module of this model is sharded")
 
 
+@pytest.mark.needs("torch-2.13")
 def test_rows_that_do_not_divide_are_torchs(two_ranks: Ranks) -> None:
+    """By stock torch 2.11 they fail."""
     for difference, why in two_ranks.run(programs.uneven):
         assert (difference < BITS, why) == (True, "7 rows do not divide by 2 ranks")
 

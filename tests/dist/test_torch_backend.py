@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.dist import torch_backend_programs as programs
 from tests.support.ranks import Ranks
 
@@ -74,7 +75,8 @@ def test_groups_that_are_destroyed_leave_no_thread(two_ranks: Ranks) -> None:
 
 def test_a_timeout_that_is_set_reaches_the_communicator(two_ranks: Ranks) -> None:
     waited, other = two_ranks.run(programs.shorter_timeout)
-    assert waited.startswith("PeerTimeout: ") and "no progress for 1 s; waiting for rank 1" in waited
+    assert waited.startswith("PeerTimeout: ")
+    assert "no progress for 1 s; waiting for rank 1" in waited
     assert other == "came not"
 
 
@@ -90,7 +92,8 @@ def test_an_abort_fails_buckets_that_wait(two_ranks: Ranks) -> None:
         ("other group", "Misconfigured: a group of backend gloo: make it with backend='counterpoint'"),
         (
             "none taken",
-            "NoEffect: backend counterpoint had no effect: asked for calls by copy engines, saw 1 all_reduce below 1 MiB",
+            "NoEffect: backend counterpoint had no effect: asked for calls by copy engines, "
+            "saw 1 all_reduce below 1 MiB",
         ),
     ],
 )

@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+
+from counterpoint.machine import profile as profiles
 from tests.dist import torch_backend_failures_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 from tests.support.sweep import sweep
-
-from counterpoint.machine import profile as profiles
 
 SOON_S = 15.0  # on a busy machine; all time-outs are longer
 

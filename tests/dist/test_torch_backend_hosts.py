@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.dist import torch_backend_hosts_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.dist import torch_backend_training_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.dist import torchtitan_programs as programs
 from tests.support.ranks import Ranks
 

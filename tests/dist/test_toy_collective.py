@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.dist import toy_programs
 from tests.support.ranks import Ranks
 

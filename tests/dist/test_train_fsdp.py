@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist import train_fsdp_programs as programs
-from tests.support.ranks import Ranks
 
 import counterpoint
+from counterpoint.tuning.from_trace import pairs_of_traces
+from tests.dist import train_fsdp_programs as programs
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_fsdp.py")
@@ -68,6 +69,8 @@ def test_expert_parallel_training_prints_the_same_losses(two_ranks: Ranks, four_
     assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", traced[0])
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(traced[0]) != []
     assert len(list(tmp_path.glob("rank*.json.gz"))) == 2
+    exchanges = [pair for pair in pairs_of_traces(tmp_path)[0] if pair.operation == "exchange"]
+    assert [(pair.compute.split()[:2], pair.calls) for pair in exchanges] == [(["128x128x8x2", "256"], 8)]
     pairs = four_ranks.run(programs.printed, "train_moe.py", "--steps", "2", "--overlap", "--ep", "2")
     assert re.search(r"layers.3.ffn.experts +2 ", pairs[0])
     assert len(LOSSES.findall(pairs[0])) == 1

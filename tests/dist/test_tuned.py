@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.dist import tuned_programs as programs
 from tests.support.fsdp_training import CASES, Case
 from tests.support.ranks import Ranks
@@ -22,7 +23,9 @@ def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, case: Case, on_g
     for wrong, report in two_ranks.run(programs.mixed, case, on_gpu):
         assert wrong == []
         taken = {
-            module.name: tuple(hook is not None and hook.calls >= 3 for hook in (module.all_gather, module.reduce_scatter))
+            module.name: tuple(
+                hook is not None and hook.calls >= 3 for hook in (module.all_gather, module.reduce_scatter)
+            )
             for module in report.modules
         }
         assert taken == {
@@ -71,7 +74,9 @@ def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Pa
         assert wrong == []
         [layer] = [module for module in report.modules if module.name == "layers.0"]
         assert layer.all_gather is None
-        assert "max_ctas=8 not applied: set NCCL_MAX_CTAS=8 before the groups are made (counterpoint tune " in str(report)
+        assert "max_ctas=8 not applied: set NCCL_MAX_CTAS=8 before the groups are made (counterpoint tune " in str(
+            report
+        )
 
 
 def test_modules_without_a_name_are_found_by_size(two_ranks: Ranks) -> None:

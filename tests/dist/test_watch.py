@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.dist import watch_programs as programs
-from tests.support.ranks import Ranks
 
 from counterpoint.records.watch import WatchedStep
+from tests.dist import watch_programs as programs
+from tests.support.ranks import Ranks
 
 
 def test_a_planted_stall_stands_in_the_log(four_ranks: Ranks, tmp_path: Path) -> None:
@@ -58,9 +58,12 @@ def test_a_failed_diagnosis_is_one_warning(four_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("first", "last", "why"),
-    [(5, 8, "step 7: not diagnosed: another profiler is in use"), (8, 12, "step 8: not diagnosed: another profiler was started")],
+    [
+        (5, 8, "step 7: not diagnosed: another profiler is in use"),
+        (8, 12, "step 8: not diagnosed: another profiler was started"),
+    ],
     ids=["before", "during"],
-)  # fmt: skip
+)
 def test_another_profiler_comes_first(four_ranks: Ranks, first: int, last: int, why: str) -> None:
     """The training's own profiler sees what it asked for; that rank's round is given up, the others' is not."""
     answers = four_ranks.run(programs.another_profiler, first, last)

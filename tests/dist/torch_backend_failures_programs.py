@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.dist.torch_backend_programs import EVERYTHING, newest
 
 import counterpoint.torch_backend as backend
 from counterpoint.measurement.session import Session
+from tests.dist.torch_backend_programs import EVERYTHING, newest
 
 LARGE = 300_000  # elements: calls that take long enough to be in the way of what ends them
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from tests.dist.torch_backend_programs import EVERYTHING, groups
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint.torch_backend as backend
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.dist.torch_backend_programs import EVERYTHING, groups
 
 Found = tuple[list[float], list[float], dict[str, int]]
 

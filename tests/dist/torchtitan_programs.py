@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support import toy_torchtitan as toy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import torchtitan as dispatching
+from tests.support import toy_torchtitan as toy
 
 __all__ = ["linears", "routed"]
 HIDDEN, EXPERTS, TOP_K = 16, 8, 3

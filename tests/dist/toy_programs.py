@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from tests.support.shift import SHIFT
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.program.operations import OPERATIONS
 from counterpoint.measurement.scenarios import measure_block
 from counterpoint.measurement.session import Session
 from counterpoint.records.measurement import Block, Outcome, Plan
+from tests.support.shift import SHIFT
 
 __all__ = ["by_name", "measured", "shifted"]
 

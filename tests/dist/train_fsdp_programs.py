@@ -21,7 +21,7 @@ import train_tp
 TRAINING = {
     "train_fsdp.py": (train_fsdp.arguments, train_fsdp.train),
     "train_moe.py": (train_moe.arguments_of_moe, train_moe.training),
-    "train_tp.py": (train_fsdp.arguments, train_tp.training),
+    "train_tp.py": (train_tp.arguments_of_tp, train_tp.training),
 }
 
 

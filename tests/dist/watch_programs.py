@@ -71,8 +71,12 @@ def children() -> list[str]:
 
 
 def trained(
-    watched: AbstractContextManager[Any], *, steps: int, stall_s: float = 0.0, at: Mapping[int, Callable[[], object]] | None = None
-) -> None:  # fmt: skip
+    watched: AbstractContextManager[Any],
+    *,
+    steps: int,
+    stall_s: float = 0.0,
+    at: Mapping[int, Callable[[], object]] | None = None,
+) -> None:
     """Train a small model; something holds up every step on the last rank; calls of `at` come after their step."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))))
@@ -92,7 +96,10 @@ def trained(
 
 def planted_stall(session: Session, folder: str) -> tuple[list[str], list[str]]:
     """Train with a stall; return what is logged and what is left."""
-    export: list[Callable[[WatchedStep], None]] = [JsonLines(Path(folder, "watch.jsonl")), Prometheus(Path(folder, "job.prom"))]  # fmt: skip
+    export: list[Callable[[WatchedStep], None]] = [
+        JsonLines(Path(folder, "watch.jsonl")),
+        Prometheus(Path(folder, "job.prom")),
+    ]
     with Lines() as lines, scratch(folder) as left:
         trained(counterpoint.watch(every=10, export=export), steps=10, stall_s=STALL_S)
         dist.barrier()
@@ -109,7 +116,7 @@ def shared_folder(session: Session, folder: str) -> tuple[list[str], list[str]]:
     finally:
         os.environ.update(before)
     dist.barrier()
-    return lines, os.listdir(folder)
+    return lines, [path.name for path in Path(folder).iterdir()]
 
 
 def exception(session: Session, folder: str, step: int) -> tuple[list[str], list[str]]:

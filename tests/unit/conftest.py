@@ -6,9 +6,13 @@ import multiprocessing.process
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NoReturn
 
 import pytest
+
+with suppress(ImportError):
+    import cuda.bindings.driver  # noqa: F401  # its first import asks ldconfig, a process, where libraries are
 
 
 @pytest.fixture(autouse=True, scope="module")

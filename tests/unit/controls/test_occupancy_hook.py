@@ -232,6 +232,7 @@ def test_another_launcher_is_not_guessed_at(triton: type[Launcher]) -> None:
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never an ImportError."""
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "triton.backends.nvidia.driver", raising=False)
     assert "not installed" in str(no_triton())
 
 
