@@ -73,6 +73,7 @@ def test_partial_results_stay_where_the_results_could_not_be_written(
         (("--out", ""), "it is a folder"),
         (("--out", "/"), "it is a folder"),
         (("--html", "folder"), "it is a folder"),
+        (("--html", "-"), "cannot write -: only --json prints; name a file"),
         (("--out", "taken.json"), "cannot write taken.md: it is a folder"),
         (("--out", "x.json", "--html", "x.json"), "is where --out puts its results"),
         (("--out", "x.json", "--html", "folder/../x.md"), "is where --out puts its results or their table"),

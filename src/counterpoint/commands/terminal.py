@@ -69,6 +69,8 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def _why_not(path: Path) -> str | None:
+    if path == Path("-"):
+        return "only --json prints; name a file"
     if path.is_dir():
         return "it is a folder; name a file in it"
     if is_stream(path):
