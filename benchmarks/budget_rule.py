@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured
@@ -285,7 +285,7 @@ def gemm_curve(workload: str, points: tuple[tuple[int, float], ...]) -> GemmCurv
 
 
 def read(paths: Sequence[Path]) -> list[Measurement]:
-    return [msgspec.json.decode(read_result(path), type=Measurement) for path in paths]
+    return [read_measurement(path) for path in paths]
 
 
 def rows_of(measured: Iterable[Measurement]) -> list[Row]:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from fit.measured import from_blocks
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import markdown, print_table
 
 from counterpoint.machine.bus_bandwidth import bus_factor
@@ -141,7 +141,7 @@ def read(paths: Iterable[Path]) -> tuple[Measured, ...]:
         if path.suffix == ".csv":
             rows.extend(_csv(path))
         elif path.suffix == ".json":
-            measurements.append(msgspec.json.decode(read_result(path), type=Measurement))
+            measurements.append(read_measurement(path))
         else:
             rows.extend(row for run in read_nccl_tests(path) for row in run.rows)
     return (*rows, *(from_blocks(measurements) if measurements else ()))

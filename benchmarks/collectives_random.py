@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import gpu_provenance, provenance, write_result
-from step_rig import start, synchronize
+from provenance import write_result
+from step_rig import origin, start, synchronize
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cpu.channel import reference
@@ -320,9 +320,7 @@ def _show(asked: argparse.Namespace, counts: Counter[tuple[str, str]], wrong: li
         print(f"{row[0]:20}" + "".join(f"{cell:>14}" for cell in row[1:]))
     print("\n".join(wrong[:20]) or "no mismatch")
     if asked.json is not None:
-        packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
-        facts = gpu_provenance(packages, world_size=world_size) if asked.device == "cuda" else provenance(packages)
-        facts |= {"torch": torch.__version__, "world_size": world_size}
+        facts = origin(asked.device, dist.get_world_size())
         record = {"provenance": facts, "seed": asked.seed, "max_bytes": asked.max_bytes, "mismatches": wrong,
                   "columns": COLUMNS, "rows": table}  # fmt: skip
         write_result(asked.json, record, COLUMNS, table)

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import gpu_provenance, provenance, write_result
-from step_rig import NO_MULTICAST, Step, formatted, show
+from provenance import write_result
+from step_rig import NO_MULTICAST, Step, formatted, origin, show
 from torch import Tensor, nn
 
 import counterpoint
@@ -327,10 +327,7 @@ def main() -> None:
     table = [list(COLUMNS), *map(cells, rows)]
     show(table)
     if args.out is not None:
-        packages = ["torch", "triton", "cuda-bindings"]
-        is_gpu = args.device == "cuda"
-        facts = gpu_provenance(packages, world_size=args.ranks) if is_gpu else provenance(packages)
-        facts |= {"torch": torch.__version__, "world_size": args.ranks}
+        facts = origin(args.device, args.ranks)
         write_result(args.out, {"provenance": facts, "seed": args.seed, "rows": rows}, COLUMNS, table[1:])
     sys.exit(any(is_wrong(row, args.device) for row in rows))
 

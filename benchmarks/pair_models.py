@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.machine.gpus import find_gpu
@@ -132,11 +132,6 @@ def scenario_errors(cases: Iterable[Case], model: Model) -> list[float]:
     ]
 
 
-def read(path: Path) -> Measurement:
-    """Return a measurement."""
-    return msgspec.json.decode(read_result(path), type=Measurement)
-
-
 def main() -> None:
     """Print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,7 +139,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pair-models.json")
     asked = parser.parse_args()
     lines = [
-        line for path in asked.measured for line in lines_of(path.name.partition(".")[0], list(cases_of(read(path))))
+        line
+        for path in asked.measured
+        for line in lines_of(path.name.partition(".")[0], list(cases_of(read_measurement(path))))
     ]
     table = [line.cells() for line in lines]
     print_table(COLUMNS, table, width=160)

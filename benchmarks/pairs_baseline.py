@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.pair.hidden import overlap
-from counterpoint.records.measurement import Measurement, Row
+from counterpoint.records.measurement import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("mechanism", "collective", "rows", "hidden", "8 x H200", "difference")
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pairs-baseline.json")
     asked = parser.parse_args()
-    rows = msgspec.json.decode(read_result(asked.measured), type=Measurement).rows
+    rows = read_measurement(asked.measured).rows
     table = list(lines([row for row in rows if row.marked is None]))
     print_table(COLUMNS, table, width=100)
     record = {"provenance": provenance([]), "measured": asked.measured.name, "columns": COLUMNS, "rows": table}

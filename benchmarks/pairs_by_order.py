@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.pair.choice import ORDERS
@@ -94,7 +93,7 @@ def main() -> None:
     asked = parser.parse_args()
     table: list[tuple[str, ...]] = []
     for path in asked.measured:
-        table += lines(path.name.partition(".")[0], msgspec.json.decode(read_result(path), type=Measurement))
+        table += lines(path.name.partition(".")[0], read_measurement(path))
     print_table(COLUMNS, table, width=200)
     if asked.out is not None:
         record = {"provenance": provenance([]), "measured": [path.name for path in asked.measured]}

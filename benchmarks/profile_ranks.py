@@ -26,13 +26,13 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 from tune_machine import GPU, RESULTS, alone_rows, read, without_exchanges
 from tune_pairs import near, stored_cases
 
 from counterpoint.machine.profile import Profile, profile_of, read_profile
-from counterpoint.records.measurement import BlockRow, Measurement
+from counterpoint.records.measurement import BlockRow
 from counterpoint.tuning.machine import fit_profile
 
 COLUMNS = ("choices", "figures of", "cases", "within 2 %", "mean regret", "worst")
@@ -94,7 +94,7 @@ def main() -> None:
         profiles = {path.name: read_profile(path) for path in asked.profile}
         alone: Sequence[BlockRow] = ()
         if asked.alone is not None:
-            alone = msgspec.json.decode(read_result(asked.alone), type=Measurement).blocks
+            alone = read_measurement(asked.alone).blocks
     else:
         profiles = {f"{ranks} GPUs": fitted_alone(ranks) for ranks in (2, STORED_RANKS)}
         alone = [*read(f"blocks-{STORED_RANKS}xh200").blocks, *alone_rows(STORED_RANKS)]

@@ -20,11 +20,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tables import markdown
 
-__all__ = ["gpu_provenance", "provenance", "read_result", "write_json", "write_result"]
+if TYPE_CHECKING:
+    from counterpoint.records.measurement import Measurement
+
+__all__ = ["gpu_provenance", "provenance", "read_measurement", "read_result", "write_json", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_BYTES = 40_000  # of a JSON that is kept as it is
@@ -102,6 +105,15 @@ def read_result(path: Path) -> bytes:
         return gzip.decompress(content)
     whole = json.loads(content).get("whole")
     return content if whole is None else gzip.decompress((path.parent / whole).read_bytes())
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Return what `counterpoint measure` has written, from results/ too."""
+    import msgspec
+
+    from counterpoint.records.measurement import Measurement
+
+    return msgspec.json.decode(read_result(path), type=Measurement)
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

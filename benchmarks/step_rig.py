@@ -16,7 +16,7 @@ from provenance import gpu_provenance, provenance, write_result
 
 from counterpoint.parallel.tables import aligned_rows
 
-__all__ = ["NO_MULTICAST", "Step", "block", "formatted", "in_turns", "show", "start", "synchronize", "write"]
+__all__ = ["NO_MULTICAST", "Step", "block", "formatted", "in_turns", "origin", "show", "start", "synchronize", "write"]
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 Step = Callable[[], Any]
@@ -101,6 +101,13 @@ def finish(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
     dist.destroy_process_group()
 
 
+def origin(kind: str, world_size: int) -> dict[str, Any]:
+    """Return where a result of so many ranks comes from; `kind` is cuda or cpu."""
+    packages = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"]
+    facts = gpu_provenance(packages, world_size=world_size) if kind == "cuda" else provenance(packages)
+    return facts | {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
+
+
 def write(
     path: Path,
     args: argparse.Namespace,
@@ -109,9 +116,7 @@ def write(
     report: Sequence[str],
 ) -> None:
     """Write JSON with where it came from, and beside it the table, whose first row names the columns."""
-    packages, world_size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
-    facts = gpu_provenance(packages, world_size=world_size) if args.device == "cuda" else provenance(packages)
-    facts |= {"torch": torch.__version__, "world_size": world_size, "environment": NO_MULTICAST}
+    facts = origin(args.device, dist.get_world_size())
     options = {name: value for name, value in vars(args).items() if name != "out"}
     record = {"provenance": facts, "options": options, "rows": rows, "report": list(report)}
     write_result(path, record, table[0], table[1:])

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.errors import Misconfigured
@@ -113,7 +112,7 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "sum-sms.json")
     asked = parser.parse_args()
-    measured = msgspec.json.decode(read_result(asked.measured), type=Measurement)
+    measured = read_measurement(asked.measured)
     gpu = find_gpu(measured.environment.gpu)
     if gpu is None:
         raise Misconfigured(f"nothing is known about the GPU {measured.environment.gpu!r}")

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, read_result, write_result
 from tables import print_table
 
 from counterpoint.collectives.program.operations import even_call
@@ -54,7 +54,7 @@ _BEST = "own, graph, best by the clock"
 
 def read(name: str) -> Measurement:
     """Return what `counterpoint measure` wrote."""
-    return msgspec.json.decode(read_result(RESULTS / f"{name}.json"), type=Measurement)
+    return read_measurement(RESULTS / f"{name}.json")
 
 
 def alone_rows(ranks: int) -> Iterator[BlockRow]:

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, quantiles
 
-import msgspec
-from provenance import provenance, read_result, write_result
+from provenance import provenance, read_measurement, write_result
 from tables import print_table
 from tune_pairs import NEAR, known_times, rows_of, share
 
 from counterpoint.machine.profile import profile_of
-from counterpoint.records.measurement import Measurement, Timing
+from counterpoint.records.measurement import Timing
 from counterpoint.records.tuning import LEAVE, StepPair, Tried
 from counterpoint.tuning.decide import decide
 from counterpoint.tuning.parts import against_stock
@@ -96,7 +95,7 @@ Judgements = dict[tuple[float, str], list[Judged]]
 
 def noisy_pairs(path: Path) -> Iterator[NoisyPair]:
     """Yield each scenario and order of a measurement, with what was measured of it and can be believed."""
-    measured = msgspec.json.decode(read_result(path), type=Measurement)
+    measured = read_measurement(path)
     profile, rounds = profile_of(measured.environment.gpu), measured.rounds - measured.dropped_rounds
     ranks = measured.environment.world_size
     for rows in rows_of(measured).values():

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import gpu_provenance, provenance, read_result, write_result
+from provenance import gpu_provenance, provenance, read_measurement, write_result
 from tables import print_table
 
 from counterpoint.machine.driver import visible_gpus
@@ -100,7 +100,7 @@ class Case:
 
 def stored_cases(path: Path, profile: Profile | None = None) -> Iterator[Case]:
     """Yield a case for each scenario and order of a measurement, predicted by a profile, None: the shipped one."""
-    measured = msgspec.json.decode(read_result(path), type=Measurement)
+    measured = read_measurement(path)
     profile = profile or profile_of(measured.environment.gpu)
     rounds = measured.rounds - measured.dropped_rounds
     for rows in rows_of(measured).values():

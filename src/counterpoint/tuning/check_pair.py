@@ -5,7 +5,7 @@ from __future__ import annotations
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
-from counterpoint.measurement.dtypes import MEASURABLE
+from counterpoint.measurement.dtypes import measured_dtype
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.row_curves import DTYPES
 from counterpoint.records.tuning import StepPair
@@ -79,4 +79,4 @@ def _independent_bytes(pair: StepPair) -> int:
 
 def _itemsize(dtype: str) -> int:
     """Return the bytes of an element as it is measured: nothing is in float8."""
-    return DTYPES[dtype if dtype in MEASURABLE else "bfloat16"][1]
+    return DTYPES[measured_dtype(dtype, "cuda")][1]

@@ -17,7 +17,7 @@ pair stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,14 @@ def decide(
         return left(pair, stock=stock, why=f"{stock} itself could not be measured, so nothing is proved to be faster")
     believed = sorted((each for each in tried if each.marked is None), key=lambda each: each.us)
     others = [each for each in believed if each is not base]
-    bars = {each.mechanism: _Bar.of(each, base, len(others)) for each in others}
-    proved = [each for each in others if base.us - each.us > bars[each.mechanism].us] if not base.marked else []
-    best = proved[0] if proved else base
+    bars = [_Bar.of(each, base, len(others)) for each in others]
+    proved = [bar for bar in bars if base.us - bar.candidate.us > bar.us] if not base.marked else []
+    best = proved[0].candidate if proved else base
     next_best = next((each for each in believed if each is not best), None)
     return TunedPair(
         **_fields(pair),
         mechanism=best.mechanism if proved else LEAVE,
-        why=_gain(best, base, bars[best.mechanism]) if proved else _why_left(base, bars, tried),
+        why=_gain(proved[0], base) if proved else _why_left(base, bars, tried),
         us=best.us,
         sigma_us=best.sigma_us,
         stock=stock,
@@ -90,30 +90,30 @@ def _fields(pair: StepPair) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bar:
-    """Holds what a gain must exceed."""
+    """Holds what the gain of a candidate must exceed."""
 
+    candidate: Tried
     us: float
     sigmas: float
 
     @classmethod
     def of(cls, each: Tried, base: Tried, candidates: int) -> _Bar:
         if each.paired_sigma_us is None:
-            return cls(us=SIGMAS * math.hypot(each.sigma_us, base.sigma_us), sigmas=SIGMAS)
+            return cls(candidate=each, us=SIGMAS * math.hypot(each.sigma_us, base.sigma_us), sigmas=SIGMAS)
         sigmas = sigmas_of_proof(each.runs, candidates)
-        return cls(us=sigmas * each.paired_sigma_us, sigmas=sigmas)
+        return cls(candidate=each, us=sigmas * each.paired_sigma_us, sigmas=sigmas)
 
 
-def _gain(best: Tried, base: Tried, bar: _Bar) -> str:
-    saved = (base.us - best.us) / base.us
+def _gain(bar: _Bar, base: Tried) -> str:
+    saved = (base.us - bar.candidate.us) / base.us
     return f"{saved:.1%} less than {base.mechanism}, and the bar of {bar.sigmas:.1f} sigma is {bar.us / base.us:.1%}"
 
 
-def _why_left(base: Tried, bars: Mapping[str, _Bar], tried: Sequence[Tried]) -> str:
+def _why_left(base: Tried, bars: Sequence[_Bar], tried: Sequence[Tried]) -> str:
     if base.marked is not None:
         return as_sentence(f"the time of {base.mechanism} must not be believed: {base.marked}")
     if bars:
-        first = min((each for each in tried if each.mechanism in bars), key=lambda each: each.us)
-        bar = bars[first.mechanism]
+        bar, first = bars[0], bars[0].candidate
         closest = f"{first.mechanism} takes {first.us:,.1f} µs, {base.mechanism} {base.us:,.1f}"
         return f"nothing is proved to be faster: {closest}, and the bar of {bar.sigmas:.1f} sigma is {bar.us:,.1f} µs"
     marked = next((each for each in tried if each.marked is not None), None)

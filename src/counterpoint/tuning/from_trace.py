@@ -31,13 +31,12 @@ from counterpoint.trace.classify import dtype_bytes, is_gemm_kernel, is_host_mat
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.pair_classes import PairClass, PairKind
-from counterpoint.tuning.traced_exchanges import Product, TracedExchange, exchanges_of
+from counterpoint.tuning.traced_exchanges import LARGEST, Product, TracedExchange, exchanges_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 _MOST = 200  # classes of pairs, and notes
 _SHAPES = 32  # of matmuls that are told apart on a rank: the longest
-_LARGEST = 1 << 24  # length of a matmul: what a trace says beyond is no GEMM of a training
 _SHARE = 4  # most matmuls that share one gather: query, key and value, or gate and up
 _SHORTEST_US = 1.0
 _SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
@@ -294,6 +293,6 @@ class _Rank:
 def _product(shapes: str) -> Product | None:
     """Return M, N and K of a matmul of these inputs; None if it is none of a training, or a batch of several."""
     found = matrix_product(shapes)
-    if found is None or found[3] != 1 or max(found) > _LARGEST:
+    if found is None or found[3] != 1 or max(found) > LARGEST:
         return None
     return found[:3]

@@ -50,7 +50,8 @@ def depends(pair: StepPair) -> bool:
 
 def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
     """Return what to measure; pairs that take equally long for the same reasons get parts of the same name."""
-    dtype, compute_dtype = dtypes_of(pair)
+    asked = pair.dtype, pair.computed_in
+    dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)  # None: that of the device
     if depends(pair):
         what = block_name(pair)
         return Block(name=f"{what} in {pair.dtype}", what=what, mechanisms=tuple(mechanisms), dtype=dtype)
@@ -66,13 +67,6 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
         dtype=dtype,
         compute_dtype=compute_dtype,
     )
-
-
-def dtypes_of(pair: StepPair) -> tuple[str | None, str | None]:
-    """Return the dtypes in which communication and computation of a pair are measured; None: that of the device."""
-    asked = pair.dtype, pair.computed_in
-    dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)
-    return dtype, compute_dtype
 
 
 def block_name(pair: StepPair) -> str:

@@ -26,9 +26,9 @@ from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.trace.classify import dtype_bytes
 from counterpoint.trace.timeline import I64, Kind
 
+LARGEST = 1 << 24  # length of a tensor: what a trace says beyond is none of a training
 _MOST_READ = 4096  # different shapes of a rank's operations
 _MOST_ROUTERS = 16
-_LARGEST = 1 << 24  # length of a tensor
 _UNEVEN = 0.25  # mean part by which a rank receives more or less than it sends, from which routing is called uneven
 
 Product = tuple[int, int, int]  # M, N, K
@@ -107,7 +107,7 @@ def _tensors(digest: RankDigest) -> Iterator[tuple[bool, list[tuple[int, ...]]]]
 
 
 def _is_length(value: object) -> bool:
-    return type(value) is int and 0 < value < _LARGEST
+    return type(value) is int and 0 < value < LARGEST
 
 
 def _routed(tensors: list[tuple[int, ...]]) -> tuple[int, int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,22 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         Unsupported: the GPU is too old for the dtype.
     """
     if x.is_cuda and dtype is torch.float8_e4m3fn:
-        gpu = torch.cuda.get_device_properties(x.device)
-        if (gpu.major, gpu.minor) < E4M3:
-            raise Unsupported(
-                f"wire_dtype={dtype} on {gpu.name}, of compute capability {gpu.major}.{gpu.minor}: it needs 8.9 or "
-                "newer; give torch.float8_e5m2, or None"
-            )
+        _check_e4m3(x.device)
     return (_triton_narrowed if _on_gpu(x) else _torch_narrowed)(x, dtype)
 
 
 def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda
+
+
+@lru_cache(maxsize=64)  # it is asked for at every call
+def _check_e4m3(device: torch.device) -> None:
+    gpu = torch.cuda.get_device_properties(device)
+    if (gpu.major, gpu.minor) < E4M3:
+        raise Unsupported(
+            f"wire_dtype={torch.float8_e4m3fn} on {gpu.name}, of compute capability {gpu.major}.{gpu.minor}: it needs "
+            "8.9 or newer; give torch.float8_e5m2, or None"
+        )
 
 
 def _torch_narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
