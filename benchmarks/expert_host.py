@@ -29,7 +29,7 @@ from counterpoint import expert_parallel
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from moe import exchanged
 
-MECHANISMS = ("torch", "gather", "push", "slabs")
+MECHANISMS = ("torch", "gather", "slabs")
 COLUMNS = ("what", "variant", "µs", "× plain")
 FORMATS = {"what": "", "variant": "", "us": ".0f", "times": ".2f"}
 ALONE, PLAIN = "experts", "all_to_all_single"
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["torch", "gather", "push"])
+    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--calls", type=int, default=10, help="of a round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,7 +1,7 @@
 """One MoE layer forward, and a step of 4 layers forward and backward: by torch, by NCCL and by every mechanism of ours.
 
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --out results/expert-layer.json
-    torchrun --nproc-per-node 2 benchmarks/expert_layer.py --only layer --shapes mixtral --mechanisms torch push auto
+    torchrun --nproc-per-node 2 benchmarks/expert_layer.py --only layer --shapes mixtral --mechanisms torch slabs auto
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --only step --mechanisms gather --parts 2 --run graph
     torchrun --nproc-per-node 2 benchmarks/expert_layer.py --device cpu --shapes tiny --tokens 32 --rounds 1 --steps 1
 
@@ -410,7 +410,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"], help="of the layer")
     parser.add_argument("--step-shapes", nargs="*", choices=SHAPES, help="of the step; default: the first of --shapes")
     parser.add_argument("--only", choices=("layer", "step"), help="default: both")
-    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["torch", "gather", "push", "auto"])
+    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["torch", "gather", "slabs", "auto"])
     parser.add_argument("--parts", nargs="+", type=int, choices=(1, 2), default=[1, 2], help="of a layer's tokens")
     parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS), help="how our variants are run")
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank")

@@ -54,8 +54,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("counterpoint")
     group.addoption("--require-gpus", type=int, default=0, metavar="N", help="fail if a gpu(n <= N) test is skipped")
     group.addoption(
+        "--ranks-per-gpu", type=int, default=1, metavar="N",
+        help="N ranks share a GPU, which counts as N; tests that need links between GPUs, or times, are skipped",
+    )  # fmt: skip
+    group.addoption(
         "--require", default="", metavar="NAMES", help=f"fail if a test is skipped that needs one of {', '.join(NEEDS)}"
     )
+
+
+RANKS_PER_GPU = "COUNTERPOINT_TEST_RANKS_PER_GPU"
 
 
 @cache
@@ -88,8 +95,12 @@ def names_required(config: pytest.Config) -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a `--require` that would be without effect."""
+    """Refuse options that would be without effect, and tell worker processes how many ranks share a GPU."""
     refuse_unknown("--require", names_required(config))
+    ranks = config.getoption("--ranks-per-gpu")
+    if not 1 <= ranks <= 8:
+        raise pytest.UsageError(f"--ranks-per-gpu={ranks}: give 1 to 8")
+    os.environ[RANKS_PER_GPU] = str(ranks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,6 +109,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("gpu")
         if mark is not None and (len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1):
             raise pytest.UsageError(f"{item.nodeid}: write the mark as gpu(n) with n >= 1, not gpu{mark.args}")
+        alone = item.get_closest_marker("own_gpus")
+        if alone is not None and not (len(alone.args) == 1 and isinstance(alone.args[0], str)):
+            raise pytest.UsageError(f"{item.nodeid}: write the mark as own_gpus(why), not own_gpus{alone.args}")
         refuse_unknown(item.nodeid, names_needed(item))
 
 
@@ -106,18 +120,26 @@ def refuse_unknown(where: str, names: set[str]) -> None:
         raise pytest.UsageError(f"{where}: {', '.join(sorted(names - NEEDS.keys()))}; known are {', '.join(NEEDS)}")
 
 
+def why_not_rehearsed(item: pytest.Item) -> str:
+    """Return why a test says nothing where ranks share a GPU, and they do; empty if it can run."""
+    mark = item.get_closest_marker("own_gpus")
+    return str(mark.args[0]) if mark is not None and item.config.getoption("--ranks-per-gpu") > 1 else ""
+
+
 def required(item: pytest.Item) -> str | None:
     """Return the option by which the caller said that this test can run here; None if none was given."""
-    if 0 < gpus_needed(item) <= item.config.getoption("--require-gpus"):
+    if 0 < gpus_needed(item) <= item.config.getoption("--require-gpus") and not why_not_rehearsed(item):
         return f"--require-gpus={item.config.getoption('--require-gpus')}"
     named = names_needed(item)
     return f"--require={','.join(sorted(named))}" if named and named <= names_required(item.config) else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    needed = gpus_needed(item)
-    if needed and gpu_count() < needed:
-        pytest.skip(f"needs {needed} GPUs, this machine has {gpu_count()}")
+    needed, ranks = gpus_needed(item), item.config.getoption("--ranks-per-gpu")
+    if needed and gpu_count() * (1 if needed == 1 else ranks) < needed:
+        pytest.skip(f"needs {needed} GPUs, this machine has {gpu_count()}, each for {ranks} ranks")
+    if why := why_not_rehearsed(item):
+        pytest.skip(f"not on shared GPUs: {why}")
     for name in sorted(names_needed(item)):
         is_here, text = NEEDS[name]
         if not is_here():

@@ -11,6 +11,7 @@ from counterpoint.commands.diagnose import diagnose
 from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
 from counterpoint.commands.plan import plan
+from counterpoint.commands.rehearse import rehearse
 from counterpoint.commands.terminal import ReaderGone, end_by_sigpipe, open_stdout
 from counterpoint.commands.tune import tune
 from counterpoint.errors import CounterpointError, printable
@@ -72,4 +73,5 @@ app.command()(diagnose)
 app.command()(measure)
 app.command()(tune)
 app.command()(plan)
+app.command()(rehearse)
 app.command()(doctor)

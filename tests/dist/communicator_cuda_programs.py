@@ -26,6 +26,8 @@ from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
 from tests.support.software_gpu import SoftwareGpu
 
 WAIT_S = 30.0
+COLLECTIVES = "all_reduce", "all_gather", "broadcast", "barrier", "even all_to_all", "uneven all_to_all"
+FAR_S = 600.0  # longer than a test may take
 
 
 def delays(seed: int, rank: int) -> Callable[[str], None]:
@@ -228,6 +230,46 @@ def refused_in_a_capture(session: Session) -> list[str]:
         gpu.synchronize()
         told.append(f"{again[:, 0].tolist()} in block {communicator._transport.early._count - 1}")
     return told
+
+
+def captured_again(session: Session, times: int) -> list[list[bool]]:
+    """By channel, of which captures a call's end is kept after so many: those of no capture, then by their number.
+
+    Calls of channel 1 are on a stream of their own, in the capture of which the current one is the origin.
+    """
+    gpu, numbers = SoftwareGpu(), [0]
+    with Communicator(device=gpu, timeout_s=WAIT_S, channels=2) as communicator:
+        stream = gpu.current_stream()
+        shards = [communicator.empty(communicator.world_size, 8) for _ in range(2)]
+        for _ in range(times):
+            gpu.driver.cuStreamBeginCapture(stream, 2)
+            numbers.append(gpu.capture_of(stream))
+            for channel, one in enumerate(shards):
+                for _ in range(2):
+                    work = communicator.all_gather(one, one[0], channel=channel, async_op=channel == 1)
+                    if work is not None:
+                        work.wait()
+            gpu.driver.cuStreamEndCapture(stream)
+        transport: Any = communicator._transport
+        return [[number in channel.last for number in numbers] for channel in transport.channels]
+
+
+def died_in_a_capture(session: Session) -> list[int]:
+    """Bytes that are free while a tensor of 1 MiB lives, and when it has died in a capture that has ended since."""
+    gpu, free = SoftwareGpu(), list[int]()
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        transport: Any = communicator._transport
+        stream, other = gpu.new_stream(), gpu.new_stream()
+        gpu.use(stream)
+        held = [communicator.empty(1 << 20, dtype=torch.uint8)]
+        free.append(transport.pool.free_bytes)
+        gpu.driver.cuStreamBeginCapture(stream, 2)
+        held.clear()
+        gpu.use(other)
+        communicator.empty(16)  # asks whether the memory may be used again
+        gpu.driver.cuStreamEndCapture(stream)
+        free.append(transport.pool.free_bytes)
+    return free
 
 
 def refused(session: Session) -> list[str]:
@@ -494,3 +536,89 @@ def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:
             communicator.all_gather(gathered, torch.full((numel,), float(session.rank)))
             right.append(bool((tensor == n).all()) and gathered[:, 0].tolist() == list(range(n)))
         return ways, works, right
+
+
+def in_a_new_thread(action: Callable[[], object]) -> str:
+    """What is said to `action` in a thread that has no context yet, as autograd's has none."""
+    told = list[str]()
+    thread = threading.Thread(target=lambda: told.append(said(action)[0]))
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
+    """What each verb of a communicator is told, each in a thread of its own that has no context, but for ""."""
+    gpu, made = SoftwareGpu(), dict[str, Any]()
+    n, rank, mine, received = session.world_size, session.rank, torch.ones(4, 8), torch.zeros(4, 8)
+    word = torch.ones(1, dtype=torch.int32)
+
+    def opens() -> None:
+        made["all"] = Communicator(device=gpu, timeout_s=WAIT_S, mailbox_bytes=4096, channels=3)
+
+    told = {"opens": in_a_new_thread(opens)}
+    communicator: Communicator = made["all"]
+
+    def gathers_early() -> None:
+        early = communicator.empty(n, 8, early_release=True)
+        communicator.all_gather(early, early[rank])
+
+    def cuts(action: Callable[[Any], object]) -> None:
+        rows = communicator.empty(n * 4, 8)
+        work = communicator.partitioned_all_gather(rows, mine, chunk_rows=2, supplied=False, channel=1)
+        action(work)
+        work.finish()
+
+    def sends() -> None:
+        work = communicator.send(mine, (rank + 1) % n, async_op=True)
+        communicator.recv(received, (rank - 1) % n)
+        assert work is not None
+        work.wait()
+
+    def begins() -> None:
+        made["work"] = communicator.all_reduce(made["empty"][0], async_op=True)
+
+    verbs: dict[str, Callable[[], object]] = {
+        "empty": lambda: made.update(empty=communicator.empty(n, 600).fill_(1)),
+        "empties again": lambda: communicator.empty(1 << 24),
+        "is_symmetric": lambda: communicator.is_symmetric(made["empty"]),
+        "record_stream": lambda: communicator.record_stream(made["empty"]),
+        "reuses": lambda: communicator.empty(1 << 24),
+        "gathers_early": gathers_early,
+        "gathers_early again": gathers_early,
+        **{name: lambda name=name: CALLS[name](communicator, made["empty"].view(-1)) for name in COLLECTIVES},
+        "sends": sends,
+        "begins": begins,
+        "is_completed": lambda: made["work"].is_completed(),
+        "wait": lambda: made["work"].wait(),
+        "waits on the host": lambda: made["work"].wait(WAIT_S),
+        "exception": lambda: made["work"].exception(),
+        "ready": lambda: cuts(lambda work: work.ready(1)),
+        "ready_when": lambda: cuts(lambda work: work.ready_when(word.data_ptr(), 1)),
+        "arrived": lambda: cuts(lambda work: (work.ready(9), work.arrived(9))),
+        "check": communicator.check,
+        "close": communicator.close,
+    }
+    for name, verb in verbs.items():
+        told[name] = in_a_new_thread(verb)
+        gpu.synchronize()
+    return {name: text for name, text in told.items() if text}
+
+
+def ended_without_peers(session: Session, how: str) -> tuple[str, str]:
+    """What is said to the work of a call that rank 1 never makes, when rank 0 aborts or drops the communicator."""
+    communicator: Any = Communicator(device=(gpu := SoftwareGpu()), timeout_s=FAR_S)
+    shards = communicator.empty(session.world_size, 100).zero_()
+    told, again = "", ""
+    if session.rank == 0:
+        work: Any = communicator.all_gather(shards, shards[0], async_op=True)
+        if how == "abort":
+            communicator.abort()
+            again = said(communicator.close)[0]
+        else:
+            del communicator
+            gc.collect()
+        told = said(work.wait)[0]
+        gpu.synchronize()
+    session.gather(0)
+    return told, again

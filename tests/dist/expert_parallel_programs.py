@@ -237,7 +237,6 @@ LAYOUTS = {
     "overlap": Layout(),
     "torch's FSDP2": Layout(overlapped=False),
     "by torch": Layout(mechanism="torch", parts=3),
-    "pushed": Layout(mechanism="push"),
     "slabs": Layout(mechanism="slabs"),
     "graph": Layout(ep=4, graphed=True, overlapped=False),
     "experts on all": Layout(ep=4, parts=1, dtype=torch.float32),

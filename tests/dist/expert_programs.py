@@ -157,7 +157,7 @@ def wanted(case: Case, rank: int, by: str, kind: torch.dtype) -> tuple[Tensor, T
     return added(made, ids, case.layout, by), added(back, ids, case.layout, by)
 
 
-ORDERS = {"torch": "choices", "gather": "ranks", "slabs": "choices", "push": "choices"}
+ORDERS = {"torch": "choices", "gather": "ranks", "slabs": "choices"}
 
 
 def check(case: Case, found: dict[str, Found], rank: int) -> None:
@@ -323,6 +323,54 @@ def too_many(session: Session, name: str) -> list[str]:
         return [*said, said_by(made.close)]
 
 
+def first_of_two_has_no_room(session: Session, name: str, then: str) -> str:
+    """What is said of two dispatches under way of which the first alone has no room, by what comes then."""
+    layout = layout_of(session)
+    case = replace(case_of(layout), tokens=(6,) * layout.world_size)
+    x, weights, _ = case.part(layout.rank)
+    for_one = torch.zeros(6, layout.top_k, dtype=torch.int64)
+    for_all = (torch.arange(6 * layout.top_k) % layout.experts).view(6, -1)
+    with opened(layout, mechanism=name, capacity_factor=1.0, overflow="raise") as made:
+        under_way = [made.start_dispatch(x, ids, weights) for ids in (for_one, for_all)]
+        for handle in under_way:
+            rows, _ = made.finish_dispatch(handle)
+            made.start_combine(rows, handle)
+        for handle in under_way:
+            made.finish_combine(handle)
+        calls = {"dispatch": lambda: made.dispatch(x, for_all, weights), "check": made.check, "close": made.close}
+        return said_by(calls[then])
+
+
+def more_tokens(session: Session, name: str, calls_before: int) -> str:
+    """Return what a call says in which the last rank has more tokens than were agreed on."""
+    layout = layout_of(session)
+    case = case_of(layout)
+    more = replace(case, tokens=(*case.tokens[:-1], layout.max_tokens + 1))
+    with opened(layout, mechanism=name) as made:
+        for _ in range(calls_before):
+            run(made, case)
+        return said_by(lambda: run(made, more))
+
+
+def unequal(session: Session, options: list[dict[str, Any]]) -> str:
+    """Return what the first call says where ranks have these options."""
+    layout = layout_of(session)
+    with opened(layout, **options[session.rank]) as made:
+        return said_by(lambda: run(made, case_of(layout)))
+
+
+def ids_of_no_expert(session: Session, name: str) -> list[list[float]]:
+    """Sums of two tokens of which the first has an expert, for ids of the other that are none."""
+    layout = layout_of(session, top_k=1)
+    x, weights = torch.ones(2, layout.hidden), torch.ones(2, 1)
+    found = []
+    with opened(layout, mechanism=name) as made:
+        for none in (-1, layout.experts, -(2**31), 2**31, 2**32 + 1, -(2**40), -(2**63), 2**63 - 1):
+            rows, _, handle = made.dispatch(x, torch.tensor([[0], [none]]), weights)
+            found.append(made.combine(rows, handle)[:, 0].tolist())
+    return found
+
+
 def one_rank(session: Session, name: str) -> None:
     """A group of one rank moves rows and no bytes."""
     group, _ = dist.new_subgroups(1)
@@ -395,7 +443,6 @@ def misused(session: Session) -> list[str]:
     with opened(layout, mechanism="gather") as made:
         said = [
             said_by(lambda: made.dispatch(x[:, 1:], ids, weights)),
-            said_by(lambda: made.dispatch(torch.cat([x, x]), ids, weights)),
             said_by(lambda: made.dispatch(x, ids[1:], weights)),
             said_by(lambda: made.dispatch(x, ids.short(), weights)),
             said_by(lambda: made.dispatch(x, ids.to("meta"), weights)),
@@ -420,6 +467,9 @@ def misused(session: Session) -> list[str]:
         said_by(lambda: ExpertOptions(wire_dtype=torch.int8)),
         said_by(lambda: ExpertOptions(pad_multiple=0)),
         said_by(lambda: ExpertOptions(beside_us=-1)),
+        said_by(lambda: ExpertOptions(channels=3)),
+        said_by(lambda: ExpertOptions(mailbox_bytes=4096)),
+        said_by(lambda: ExpertOptions(crossover_bytes={"all_gather": 1})),
         said_by(lambda: Dispatcher(experts=2, top_k=3, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=3, top_k=1, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=2, top_k=0, max_tokens=1, hidden=1)),

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
-from counterpoint.collectives.cuda.late_sizes import LateCudaWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.options import ExpertOptions
-from counterpoint.parallel.expert.push import Push
 from counterpoint.parallel.expert.slabs import Slabs
 from tests.dist.communicator_cuda_programs import WAIT_S, delays
 from tests.support.software_gpu import SoftwareGpu
 
-__all__ = ["compared", "killed", "on_software_gpus", "overflown", "refused_in_a_capture", "two_under_way"]
+__all__ = ["compared", "killed", "on_software_gpus", "overflown", "two_under_way"]
 
 HIDDEN, MOST = 16, 12
 
@@ -118,34 +116,22 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
 @contextmanager
 def host_waits(gpu: SoftwareGpu) -> Iterator[None]:
     """Let the host wait with every stream: torch's memory and operations on CPUs know no streams."""
-    waits, pushes = {kind: kind.wait for kind in (CudaWork, LateCudaWork)}, Communicator.all_to_all_vdev
-    tables: list[Tensor] = []
+    waits = CudaWork.wait
 
-    def waiting(kind: Any) -> Any:
-        def wait(self: Any, timeout_s: float | None = None) -> bool:
-            inputs = self.keep  # a wait drops them
-            done = waits[kind](self, timeout_s)
-            gpu.synchronize()
-            while not self.is_completed():
-                time.sleep(1e-4)
-            del inputs
-            return bool(done)
+    def wait(self: CudaWork, timeout_s: float | None = None) -> bool:
+        inputs = self.keep  # a wait drops them
+        done = waits(self, timeout_s)
+        gpu.synchronize()
+        while not self.is_completed():
+            time.sleep(1e-4)
+        del inputs
+        return done
 
-        return wait
-
-    def push(self: Any, output: Tensor, input: Tensor, blocks: Tensor, **options: Any) -> Any:
-        tables.append(blocks)
-        return pushes(self, output, input, blocks, **options)
-
-    with (
-        patch.object(CudaWork, "wait", waiting(CudaWork)),
-        patch.object(LateCudaWork, "wait", waiting(LateCudaWork)),
-        patch.object(Communicator, "all_to_all_vdev", push),
-    ):
+    with patch.object(CudaWork, "wait", wait):
         yield
 
 
-def on_software_gpus(session: Session, seed: int, calls: int, mechanism: str) -> list[str]:
+def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
     """Return what differs from mechanism `torch` where streams are threads."""
     draw, different = random.Random(seed), list[str]()
     gpu = SoftwareGpu(delays(seed, session.rank))
@@ -155,8 +141,7 @@ def on_software_gpus(session: Session, seed: int, calls: int, mechanism: str) ->
     options = ExpertOptions(mechanism="torch", capacity_factor=1.0)
     dispatchers = [opened(session, experts, top_k, options) for _ in range(2)]
     communicator = Communicator(device=gpu, channels=3, timeout_s=WAIT_S)
-    kind = {"slabs": Slabs, "push": Push}[mechanism]
-    dispatchers[0]._mechanism = kind(communicator, dispatchers[0].layout, options)
+    dispatchers[0]._mechanism = Slabs(communicator, dispatchers[0].layout, options)
     for _ in range(calls):
         tokens = [draw.choice([0, 1, draw.randint(0, MOST), MOST]) for _ in range(n)]
         case = routing(draw, me, experts, top_k, torch.float32, tokens[me])
@@ -170,21 +155,6 @@ def on_software_gpus(session: Session, seed: int, calls: int, mechanism: str) ->
     for dispatcher in dispatchers:
         dispatcher.close()
     return different
-
-
-def refused_in_a_capture(session: Session) -> str:
-    """Return what `push` says in a capture."""
-    dispatcher = opened(session, session.world_size, 1, ExpertOptions(mechanism="push"))
-    case = routing(random.Random(1), session.rank, session.world_size, 1, torch.float32, 2)
-    run(dispatcher, case)
-    with patch.object(CallMemory, "is_capturing", lambda _: True):
-        try:
-            run(dispatcher, case)
-            said = "nothing"
-        except CounterpointError as error:
-            said = str(error)
-    dispatcher.close()
-    return said
 
 
 def two_under_way(session: Session, mechanism: Any) -> list[bool]:

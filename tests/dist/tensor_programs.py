@@ -30,9 +30,12 @@ from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 __all__ = [
     "all_reduced",
     "biased",
+    "ended_with_its_group",
     "gathered",
     "killed",
     "left_to_torch",
+    "operands_that_do_not_fit",
+    "options_that_differ",
     "reported",
     "scaled",
     "scattered",
@@ -327,7 +330,39 @@ def shapes_that_do_not_fit(session: Session) -> list[str]:
         _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
         _said(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
         _said(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
+        _said(lambda: OPS.all_gather_matmul(a, [b], -2, name)),
     ]
+
+
+def operands_that_do_not_fit(session: Session, operands: str) -> list[str]:
+    """The errors of all operations, with rows of one dimension, or with integers."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    a, b = torch.zeros(4, 8), torch.zeros(8, 16)
+    a, b = (a[0], b) if operands == "row" else (a.int(), b.int())
+    return [
+        _said(lambda: OPS.all_gather_matmul(a, [b], 0, name)),
+        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", name)),
+    ]
+
+
+def options_that_differ(session: Session) -> str:
+    """The error of the first call of ranks of which one asks for torch."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    group = tensor_group(name, TensorOptions(mechanism="cuts" if session.rank else "torch"))
+    said = _said(lambda: OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name))
+    group.close()
+    return said
+
+
+def ended_with_its_group(session: Session) -> tuple[bool, bool]:
+    """Whether a group has a communicator after a call, and after torch has destroyed it."""
+    ours: Any = dist.new_group()
+    group = tensor_group(ours.group_name, TensorOptions(mechanism="cuts", timeout_s=60))
+    OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, ours.group_name)
+    before = group._communicator is not None
+    dist.destroy_process_group(ours)
+    return before, group._communicator is not None
 
 
 def left_to_torch(session: Session) -> list[tuple[str, str, str]]:

@@ -66,6 +66,16 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0] in block 1"
 
 
+def test_captures_that_have_ended_are_forgotten(two_ranks: Ranks) -> None:
+    """At the first call of the next one: a channel keeps the end of calls in captures that still go on."""
+    assert two_ranks.run(programs.captured_again, 4) == [[[False, False, False, False, True]] * 2] * 2
+
+
+def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks) -> None:
+    """When the capture has ended, to other tensors: the graph does not use it."""
+    assert [after - before for before, after in two_ranks.run(programs.died_in_a_capture)] == [1 << 20] * 2
+
+
 @pytest.mark.parametrize("how", collectives.CHILDREN)
 def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
     """It ends as Python programs do, closes it, or calls it in vain; the ranks go on."""
@@ -177,6 +187,18 @@ def test_nothing_is_left_running(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.left_behind) == [[]] * 2
 
 
+def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
+    """Calls under way fail, the stream goes on, and to close it after that does nothing."""
+    told, again = two_ranks.run(programs.ended_without_peers, "abort")[0]
+    assert (told, again) == ("Misconfigured: this communicator was closed; make a new one", "")
+
+
+def test_a_communicator_that_is_dropped_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
+    """Garbage is collected in any thread."""
+    told, _ = two_ranks.run(programs.ended_without_peers, "drop")[0]
+    assert told == "Misconfigured: this communicator was closed; make a new one"
+
+
 def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
     """A call that waits for a rank holds up its channel only."""
     assert two_ranks.run(programs.channels_at_once) == [(True, True)] * 2
@@ -191,3 +213,8 @@ def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:
     """Below the crossover, and say so; both ways give the same."""
     ways = ["torch", "zero_sm"]
     assert two_ranks.run(programs.paths) == [(ways, ways, [True, True])] * 2
+
+
+def test_threads_without_a_context_make_every_call(two_ranks: Ranks) -> None:
+    """As autograd's threads have none before their first kernel: no verb is refused by the driver."""
+    assert two_ranks.run(programs.every_verb_in_a_new_thread) == [{}] * 2

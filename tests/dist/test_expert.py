@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.dist import expert_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 
-ALL = ("torch", "gather", "slabs", "push")
+ALL = ("torch", "gather", "slabs")
 MECHANISMS = pytest.mark.parametrize("name", ALL)
 
 
@@ -85,7 +86,45 @@ def test_what_has_no_room_raises(two_ranks: Ranks) -> None:
     for now, again, end in two_ranks.run(programs.too_many, "gather"):
         assert now == "nothing"
         assert again.startswith(no_room)
-        assert end.startswith(no_room)
+        assert end == "nothing"  # it was told
+
+
+@pytest.mark.parametrize("name", ["gather", "slabs"])
+@pytest.mark.parametrize("then", ["dispatch", "check", "close"])
+def test_what_had_no_room_is_told_whatever_came_after(two_ranks: Ranks, name: str, then: str) -> None:
+    """A dispatch that had room does not hide an earlier one that had not, on any rank."""
+    said = two_ranks.run(programs.first_of_two_has_no_room, name, then)
+    assert all(text.startswith("Misconfigured: no room for") for text in said), said
+
+
+@pytest.mark.parametrize("name", ["torch", "gather", "slabs"])
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_more_tokens_than_agreed_on_raise_on_all_ranks(two_ranks: Ranks, name: str, calls_before: int) -> None:
+    """No rank waits for one that has raised alone."""
+    said = two_ranks.run(programs.more_tokens, name, calls_before)
+    assert all("rank 1 dispatches 7 tokens at once, more than max_tokens=6" in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"mechanism": "gather"}, {"mechanism": "torch"}),
+        ({"capacity_factor": 1.5}, {"capacity_factor": 2.0}),
+        ({"overflow": "drop"}, {"overflow": "raise"}),
+    ],
+)
+def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks, first: Any, second: Any) -> None:
+    """Before anything is sent, and those alone."""
+    said = two_ranks.run(programs.unequal, [first, second])
+    assert (
+        said == [f"Misconfigured: the ranks do not match: {first} on rank 0, {second} on rank 1; give all the same"] * 2
+    )
+
+
+@pytest.mark.parametrize("name", ["torch", "gather", "slabs"])
+def test_an_id_of_no_expert_is_none_however_large(two_ranks: Ranks, name: str) -> None:
+    """Its lower 32 bits may be the number of an expert."""
+    assert two_ranks.run(programs.ids_of_no_expert, name) == [[[1.0, 0.0]] * 8] * 2
 
 
 @MECHANISMS
@@ -95,9 +134,10 @@ def test_one_rank(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("half", ["start", "finish"])
-def test_a_rank_that_dies_is_named(half: str) -> None:
-    """The others get an error soon, in which it stands."""
-    *said, code = run_once(3, programs.killed, "gather", half)
+@pytest.mark.parametrize("name", ["gather", "auto"])
+def test_a_rank_that_dies_is_named(name: str, half: str) -> None:
+    """The others get an error soon, in which it stands; so few tokens are left to torch by `auto`."""
+    *said, code = run_once(3, programs.killed, name, half)
     assert code == -signal.SIGKILL
     assert all(text.startswith("PeerTimeout") and "rank 2" in text for text in said), said
 
@@ -144,14 +184,15 @@ def test_wrong_calls_raise(two_ranks: Ranks) -> None:
     """Each says what is allowed."""
     found = two_ranks.run(programs.misused)[0]
     said = (
-        "give [tokens, 16], of at most 6 tokens", "give [tokens, 16], of at most 6 tokens", "ids (5, 2): give (6, 2)",
+        "give [tokens, 16]", "ids (5, 2): give (6, 2)",
         "give int32 or int64", "ids on meta",
         "x of torch.int32: give one of torch.bfloat16", "call it once, after start_dispatch",
         "one for each row that was dispatched",
         "of torch.float32", "call it once, after finish_dispatch", "allowed are auto, torch",
         "allowed are raise, drop", "give a number above 0", "give a number above 0",
         "allowed are None, torch.float8_e4m3fn", "give 1 or more",
-        "give 0 µs or more", "top_k=3 of 2 experts: give at most as many",
+        "give 0 µs or more", "channels=3: a dispatcher has its own", "mailbox_bytes=4096: a",
+        "crossover_bytes={'all_gather': 1}: a", "top_k=3 of 2 experts: give at most as many",
         "3 experts on 2 ranks: give a multiple", "top_k=0: give 1 or more",
     )  # fmt: skip
     assert [words in text for words, text in zip(said, found, strict=True)] == [True] * len(said), found

@@ -64,9 +64,7 @@ def test_experts_of_transformers_beside_other_parallelism(four_ranks: Ranks, nam
 def test_what_cannot_be_taken_is_named(two_ranks: Ranks, tmp_path: Path) -> None:
     for (again, longer), left, is_restored, autocast in two_ranks.run(programs.refusals, str(tmp_path)):
         assert again.startswith("Misconfigured: model.layers.0.mlp.experts is overlapped already: call restore()")
-        assert longer.startswith(
-            "Misconfigured: 5 tokens, more than any rank had in the first call: give OverlapOptions"
-        )
+        assert longer.startswith("Misconfigured: rank 0 dispatches 3 tokens at once, more than max_tokens=2: give a")
         assert is_restored
         assert autocast == "in 2 parts; some calls as it was: autocast, which computes experts in another dtype"
         assert left == [

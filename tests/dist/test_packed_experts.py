@@ -1,4 +1,4 @@
-"""Tokens in slabs, and in pushes of exact sizes, come and go as with torch's all_to_all_single, bit by bit."""
+"""Tokens in slabs come and go as with torch's all_to_all_single, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.dist import packed_experts_programs as programs
 from tests.support.mortal_ranks import run_once
 from tests.support.ranks import Ranks
 
-MECHANISMS = pytest.mark.parametrize("mechanism", ["slabs", "push"])
+MECHANISMS = pytest.mark.parametrize("mechanism", ["slabs"])
 
 
 @MECHANISMS
@@ -30,15 +30,9 @@ def test_slabs_in_a_capture(three_ranks: Ranks) -> None:
     assert three_ranks.run(programs.compared, 3, 40, "slabs", True) == [[]] * 3
 
 
-def test_pushes_in_a_capture_are_refused(two_ranks: Ranks) -> None:
-    """The error names what may be captured."""
-    assert all("take 'gather' or 'slabs'" in said for said in two_ranks.run(programs.refused_in_a_capture))
-
-
-@MECHANISMS
-def test_streams(two_ranks: Ranks, mechanism: str) -> None:
+def test_streams(two_ranks: Ranks) -> None:
     """On software GPUs, whose copies linger."""
-    assert two_ranks.run(programs.on_software_gpus, 4, 30, mechanism) == [[]] * 2
+    assert two_ranks.run(programs.on_software_gpus, 4, 30) == [[]] * 2
 
 
 @MECHANISMS
@@ -67,7 +61,7 @@ def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanis
 
 @MECHANISMS
 def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
-    """It takes what had no room in the first; pushes have room for all."""
+    """It takes what had no room in the first."""
     first, second = two_ranks.run(programs.overflown, mechanism, "second_round")
     assert first == ("nothing", "nothing", 0, [True] * 12)
     assert second == ("nothing", "nothing", 0, [False] * 12)

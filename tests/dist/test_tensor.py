@@ -54,9 +54,29 @@ def test_a_rank_that_dies_is_named(name: str) -> None:
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
     """Each says what is allowed."""
     found = two_ranks.run(programs.shapes_that_do_not_fit)[0]
-    said = ("give one but the last", "give a matrix [k, n]", "give a multiple", "allowed are 'sum' and 'avg'",
-            "no process group 'nobody'")  # fmt: skip
-    assert [words in text for words, text in zip(said, found, strict=True)] == [True] * 5, found
+    said = ("give 0 to 0", "give a matrix [k, n]", "give a multiple", "allowed are 'sum' and 'avg'",
+            "no process group 'nobody'", "dimension -2 of a tensor of shape (3, 8): give 0 to 0")  # fmt: skip
+    assert [words in text for words, text in zip(said, found, strict=True)] == [True] * 6, found
+
+
+@pytest.mark.parametrize(
+    ("operands", "words"), [("row", "give rows of two dimensions or more"), ("integers", "give floating-point numbers")]
+)
+def test_operands_that_do_not_fit_are_refused_by_all_operations(two_ranks: Ranks, operands: str, words: str) -> None:
+    """Alike, with what is allowed."""
+    found = two_ranks.run(programs.operands_that_do_not_fit, operands)[0]
+    assert [text.startswith("Misconfigured: ") and words in text for text in found] == [True] * 3, found
+
+
+def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks) -> None:
+    """At the first call, before one rank goes another way than the other."""
+    for text in two_ranks.run(programs.options_that_differ):
+        assert text.startswith("Misconfigured: the ranks do not match: {'mechanism': 'torch'")
+
+
+def test_a_group_ends_when_torch_destroys_it(two_ranks: Ranks) -> None:
+    """Its communicator, threads and memory do."""
+    assert two_ranks.run(programs.ended_with_its_group) == [(True, False)] * 2
 
 
 def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:

@@ -38,6 +38,11 @@ def test_messages_can_be_coalesced(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.coalesced) == [[1.0], [0.0]]
 
 
+def test_an_abort_does_not_wait_for_messages(two_ranks: Ranks) -> None:
+    """Its time-out is longer than a test may take."""
+    assert two_ranks.run(programs.aborted)[0] == "this communicator was closed; make a new one"
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_has_the_losses_of_gloo(three_ranks: Ranks, schedule: str) -> None:
     """On an axis of a mesh, with activations of several pieces: shapes and activations by mailboxes alone."""

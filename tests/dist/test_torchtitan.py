@@ -12,7 +12,7 @@ from tests.support.ranks import Ranks
 STOCK = "AllToAllTokenDispatcher"
 
 
-@pytest.mark.parametrize("mechanism", ["torch", "gather", "push", "slabs", "auto"])
+@pytest.mark.parametrize("mechanism", ["torch", "gather", "slabs", "auto"])
 def test_tokens_reach_their_experts(two_ranks: Ranks, mechanism: str) -> None:
     """Two layers share a dispatcher, which the first dispatch makes for the rank with most tokens."""
     for early, made, paths in two_ranks.run(programs.routed, [5, 12], {"mechanism": mechanism}, STOCK, False):
@@ -20,7 +20,7 @@ def test_tokens_reach_their_experts(two_ranks: Ranks, mechanism: str) -> None:
         assert mechanism in ("auto", *paths)
 
 
-@pytest.mark.parametrize("mechanism", ["torch", "gather", "push", "slabs"])
+@pytest.mark.parametrize("mechanism", ["torch", "gather", "slabs"])
 def test_scores_before_experts(two_ranks: Ranks, mechanism: str) -> None:
     """They travel beside the tokens, which takes a second dispatcher."""
     for _, made, _ in two_ranks.run(programs.routed, [9, 4], {"mechanism": mechanism}, STOCK, True):
@@ -32,6 +32,11 @@ def test_buffers_are_made_when_meshes_are_wired(two_ranks: Ranks) -> None:
     options: dict[str, Any] = {"mechanism": "gather", "hidden": programs.HIDDEN, "max_tokens": 16}
     for early, made, _ in two_ranks.run(programs.routed, [7, 7], options, STOCK, False):
         assert (early, made) == (1, 1)
+
+
+def test_dispatchers_end_with_their_group(two_ranks: Ranks) -> None:
+    """Their threads and memory are given back when torch destroys it."""
+    assert two_ranks.run(programs.ended) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("scores_first", [False, True])

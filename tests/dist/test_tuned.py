@@ -177,9 +177,9 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
     for difference, report in two_ranks.run(programs.expert_parallel, str(tmp_path)):
         assert difference < 1e-11
         first, second = report.modules
-        assert first.choice == "push by tuning: exchange says so"
+        assert first.choice == "slabs by tuning: exchange says so"
         assert (first.torch_why, second.torch_why) == ("", "leave by tuning: exchange says so")
-        assert {row.path for row in report.calls} == {"push"}
+        assert {row.path for row in report.calls} == {"slabs"}
 
 
 @pytest.mark.needs("transformers")
@@ -193,7 +193,7 @@ def test_layers_of_experts_are_found_by_size(two_ranks: Ranks, factor: float, fo
 @pytest.mark.needs("transformers")
 def test_experts_that_are_left_on_gpus_are_taken_for_a_choice(two_ranks: Ranks, tmp_path: Path) -> None:
     """It was measured; all others stay, with the reason that they have without a file."""
-    expected = [("push by tuning: exchange says so", ""), ("", "not measured")]
+    expected = [("slabs by tuning: exchange says so", ""), ("", "not measured")]
     assert two_ranks.run(programs.experts_not_asked_for, str(tmp_path)) == [expected] * 2
 
 

@@ -329,7 +329,7 @@ def abort_with_buckets(_: Session) -> list[str]:
         buckets = [torch.ones(1000) for _bucket in range(5)]
         communicator, background = group.communicator(), group.background()
         run = functools.partial(all_reduce_in_pieces, communicator)
-        futures = [background.start(functools.partial(run, one, "sum", 1.0), one, one) for one in buckets]
+        futures = [background.start(functools.partial(run, one, "sum", 1.0), 0, one).future for one in buckets]
         group.abort()
         seen = [_ended_with(future) for future in futures]
     else:

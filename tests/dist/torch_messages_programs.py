@@ -226,3 +226,22 @@ def groups_made_and_destroyed(_: Session, count: int) -> float:
         dist.barrier(group)  # gloo fails on a rank that still connects to one that has destroyed the group again
         dist.destroy_process_group(group)
     return time.monotonic() - started
+
+
+def aborted(_: Session) -> str:
+    """What is said to a receive that rank 1 never sends for, when rank 0 aborts the group."""
+    options, said = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=600), ""
+    with on_software_gpus(options) as (group, gpu):
+        peer = {"group_dst": 1} if dist.get_rank() == 0 else {"group_src": 0}
+        (dist.send if dist.get_rank() == 0 else dist.recv)(torch.ones(3), group=group, **peer)
+        gpu.synchronize()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            work: Any = dist.irecv(torch.zeros(3), group=group, group_src=1)
+            group.abort()
+            try:
+                work.wait()
+            except CounterpointError as error:
+                said = str(error)
+        dist.barrier()
+    return said

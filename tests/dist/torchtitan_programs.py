@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import torchtitan as dispatching
 from tests.support import toy_torchtitan as toy
 
-__all__ = ["linears", "routed"]
+__all__ = ["ended", "linears", "routed"]
 HIDDEN, EXPERTS, TOP_K = 16, 8, 3
 
 
@@ -21,6 +21,10 @@ def of_all_ranks(own: Tensor) -> list[Tensor]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own.detach())
     return found
+
+
+def made_of(mesh: Any) -> list[Any]:
+    return list(dispatching._DISPATCHERS._made.get(mesh.get_group(), {}).values())
 
 
 def routed(session: Session, tokens: list[int], options: dict[str, Any], kind: str, scores_first: bool) -> Any:
@@ -34,23 +38,38 @@ def routed(session: Session, tokens: list[int], options: dict[str, Any], kind: s
     weights = [torch.randn(local, HIDDEN, HIDDEN) / 4 for _ in range(2)]
     more = {"pad_multiple": 8} if kind == "TorchAOTokenDispatcher" else {}
     cfg = getattr(toy, kind).Config(num_experts=EXPERTS, top_k=TOP_K, score_before_experts=scores_first, **more)
-    dispatching._DISPATCHERS.clear()
+    dispatching._DISPATCHERS.close(dist.group.WORLD)
     with toy.installed() as ours:
         layers = [toy.RoutedExperts(ours.token_dispatcher(cfg, **options), weight) for weight in weights]
     mesh = init_device_mesh("cpu", (session.world_size,), mesh_dim_names=("ep",))
     for layer in layers:
         layer.token_dispatcher.wire_meshes(ep_mesh=mesh)
-    made_early = len(dispatching._DISPATCHERS)
+    made_early = len(made_of(mesh))
     out = x
     for layer, score, chosen in zip(layers, scores, ids, strict=True):
         out = out + layer(out, score, chosen)
     out.square().sum().backward()
     _beside_one_process(session, x, scores, ids, layers, out)
-    found = list(dispatching._DISPATCHERS.values())
+    found = made_of(mesh)
     paths = {row.path for each in found for row in each.report().rows}
-    for each in found:
-        each.close()
+    dispatching._DISPATCHERS.close(mesh.get_group())
     return made_early, len(found), paths
+
+
+def ended(session: Session) -> tuple[bool, bool]:
+    """Whether the dispatcher of a group is open before the group is destroyed, and after that."""
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    cfg = toy.AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=1)
+    with toy.installed() as ours:
+        weight = torch.randn(EXPERTS // session.world_size, HIDDEN, HIDDEN)
+        layer = toy.RoutedExperts(ours.token_dispatcher(cfg, mechanism="gather"), weight)
+    layer.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    layer(torch.randn(4, HIDDEN), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.long))
+    (made,) = made_of(mesh)
+    is_open = made._mechanism is not None
+    dist.destroy_process_group(group)
+    return is_open, made._mechanism is not None
 
 
 def _beside_one_process(session: Session, x: Any, scores: Any, ids: Any, layers: Any, out: Tensor) -> None:

@@ -261,7 +261,7 @@ def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelRepor
     programs = expert_parallel_programs
     spread = programs.Spread()
     pairs = (
-        choice("exchange", "push", where=("model.layers.0.*",), stock="torch"),
+        choice("exchange", "slabs", where=("model.layers.0.*",), stock="torch"),
         choice("exchange", LEAVE, where=("model.layers.1.*",), stock="torch"),
     )
     with warnings.catch_warnings():
@@ -295,7 +295,7 @@ def experts_by_size(_: Session, factor: float, folder: str) -> list[str]:
 def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
     """What is said of each layer of experts that is left but for a choice, where only the first has one."""
     programs = expert_parallel_programs
-    spread, chosen = programs.Spread(), choice("exchange", "push", where=("model.layers.0.*",), stock="torch")
+    spread, chosen = programs.Spread(), choice("exchange", "slabs", where=("model.layers.0.*",), stock="torch")
     with warnings.catch_warnings(), patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
         warnings.simplefilter("ignore")  # its own
         model = programs.transformers_model(spread, folder)

@@ -25,7 +25,7 @@ SIZES = (1 << 20, 3 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes of the full a
 
 def case_of(name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> Case:
     """An operation on this rank's GPU."""
-    return Case(name, num_bytes, dtype, torch.device("cuda", dist.get_rank()), group)
+    return Case(name, num_bytes, dtype, torch.device("cuda", torch.cuda.current_device()), group)
 
 
 def cases(group: Any) -> Iterator[Case]:
@@ -101,7 +101,7 @@ def on_two_streams(ours: Any) -> str:
 
 def in_symmetric_memory(ours: Any) -> str:
     """An all_gather in place in a tensor of the communicator's."""
-    communicator = ours.communicator(torch.device("cuda", dist.get_rank()))
+    communicator = ours.communicator(torch.device("cuda", torch.cuda.current_device()))
     rank, n, block = dist.get_rank(), dist.get_world_size(), 1 << 22
     output = communicator.empty(n * block, dtype=torch.float32)
     output[rank * block : (rank + 1) * block] = rank
@@ -125,7 +125,7 @@ def timed(group: Any, call: Callable[[Any], object]) -> float:
 
 def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size,
         timeout=timedelta(seconds=120),

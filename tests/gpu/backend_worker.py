@@ -225,7 +225,7 @@ SCENARIOS = {
 
 def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     where = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=where, rank=rank, world_size=world_size, device_id=device)

@@ -36,9 +36,9 @@ class World:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", self.rank)
+        self.device = torch.device("cuda", torch.cuda.current_device())
         group = dist.group.WORLD
-        self.rig = Rig(group, self.rank, output_bytes=LARGEST, staging_bytes=LARGEST)
+        self.rig = Rig(group, self.device.index, output_bytes=LARGEST, staging_bytes=LARGEST)
 
     def data(self, seed: int, rank: int, num_bytes: int, dtype: str) -> torch.Tensor:
         """What `rank` gives in the case `seed`, as a tensor of `dtype`: the same wherever it is made."""
@@ -217,7 +217,7 @@ def beside_a_gemm(world: World) -> dict[str, str]:
         margins = []
         for _ in range(6):
             torch.cuda.synchronize()
-            dist.barrier(device_ids=[world.rank])
+            dist.barrier(device_ids=[world.device.index])
             torch.cuda.synchronize()
             first, ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begins = torch.cuda.Event(enable_timing=True)
@@ -259,7 +259,7 @@ def captured_by_the_caller(world: World) -> dict[str, str]:
     mine, graph = out[world.rank * unit : (world.rank + 1) * unit], torch.cuda.CUDAGraph()
     mine.fill_(world.rank)
     torch.cuda.synchronize()
-    dist.barrier(device_ids=[world.rank])
+    dist.barrier(device_ids=[world.device.index])
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         mine.add_(1)
         world.rig.bound(lowered, torch.cuda.current_stream().cuda_stream)()
@@ -279,14 +279,15 @@ SCENARIOS: tuple[Callable[[World], dict[str, str]], ...] = (
 
 def main(folder: Path, answer: Path) -> None:
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=40),
-        device_id=torch.device("cuda", rank),
+        device_id=device,
     )
     world = World()
     mine: dict[str, dict[str, str]] = {}

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ from collectives_random import Draws
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError, PeerTimeout
+from tests.support.gpu_ranks import free_bytes
 
 BUDGET_S = float(os.environ.get("COUNTERPOINT_RANDOM_S", "20"))  # for the random calls
 TIMEOUT_S = 20.0
@@ -70,7 +72,7 @@ def stepped(device: torch.device, early: bool) -> dict[str, str]:
             if step in (STEPS // 10, STEPS - 1):
                 torch.cuda.synchronize()
                 transport: Any = communicator._transport
-                seen.append((torch.cuda.mem_get_info(device)[0] >> 20, len(transport.context.memory._regions)))
+                seen.append((free_bytes(device) >> 20, len(transport.context.memory._regions)))
         communicator.check()
     (free, regions), (free_later, regions_later) = seen
     return {
@@ -109,10 +111,104 @@ def captured(device: torch.device) -> dict[str, str]:
         return {"seen": "equal" if found == wanted else f"{found} instead of {wanted}"}
 
 
+def new_threads(device: torch.device) -> dict[str, str]:
+    """What each verb is told in a thread of its own that has done nothing on a GPU, and in autograd's."""
+    n, rank, made = dist.get_world_size(), dist.get_rank(), dict[str, Any]()
+    mine, received = torch.ones(n, 1024, device=device), torch.empty(n, 1024, device=device)
+    torch.cuda.synchronize()
+
+    def opens() -> None:
+        made["all"] = Communicator(device=device, timeout_s=TIMEOUT_S, mailbox_bytes=1 << 20, channels=3)
+
+    def calls(name: str, *options: Any, **keywords: Any) -> Callable[[], object]:
+        return lambda: getattr(made["all"], name)(*options, **keywords)
+
+    def empties(early: bool) -> None:
+        made["block"] = None  # its memory is collected by this thread
+        made["block"] = made["all"].empty(n, 1024, early_release=early)
+
+    def pools() -> None:
+        with made["all"].memory_pool():
+            made["pooled"] = torch.empty(1 << 20, device=device)
+
+    def sends() -> None:
+        work = made["all"].send(mine, (rank + 1) % n, async_op=True)
+        made["all"].recv(received, (rank - 1) % n)
+        work.wait()
+
+    def cuts() -> None:
+        rows = made["all"].empty(n * n, 1024)
+        work = made["all"].partitioned_all_gather(rows, mine, chunk_rows=1, supplied=False, channel=1)
+        work.ready(1)
+        work.arrived(1)
+        work.finish()
+        made["cut"] = rows
+
+    def begins() -> None:
+        made["work"] = made["all"].all_reduce(mine, "max", async_op=True)
+
+    class Gathers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Any) -> Any:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            communicator = made["all"]
+            made["gathered"] = communicator.empty(n, 64)
+            communicator.all_gather(made["gathered"], made["gathered"][rank].fill_(rank))
+            return gradient
+
+    def differentiates() -> None:
+        Gathers.apply(torch.ones(4, device=device, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+
+    verbs: list[tuple[str, Callable[[], object]]] = [
+        ("Communicator", opens),
+        ("empty", lambda: empties(False)),
+        ("empty(early_release)", lambda: empties(True)),
+        ("all_gather", lambda: made["all"].all_gather(made["block"], made["block"][rank])),
+        ("empty", lambda: empties(False)),
+        ("memory_pool", pools),
+        ("is_symmetric", lambda: made["all"].is_symmetric(made["block"])),
+        ("record_stream", lambda: made["all"].record_stream(made["block"])),
+        ("all_reduce", calls("all_reduce", mine, "max")),
+        ("reduce_scatter", lambda: made["all"].reduce_scatter(made["block"][rank], mine, "max")),
+        ("broadcast", calls("broadcast", mine)),
+        ("all_to_all", lambda: made["all"].all_to_all(made["block"], mine)),
+        ("barrier", calls("barrier", channel=2)),
+        ("send", sends),
+        ("partitions", cuts),
+        ("async_op", begins),
+        ("is_completed", lambda: made["work"].is_completed()),
+        ("wait", lambda: made["work"].wait()),
+        ("wait(timeout_s)", lambda: made["work"].wait(TIMEOUT_S)),
+        ("backward", differentiates),
+        ("check", calls("check")),
+        ("close", calls("close")),
+    ]
+    told = list[str]()
+
+    def tries(name: str, verb: Callable[[], object]) -> None:
+        try:
+            verb()
+        except Exception as error:
+            told.append(f"{name}: {type(error).__name__}: {error}")
+
+    for name, verb in verbs:
+        thread = threading.Thread(target=tries, args=(name, verb))
+        thread.start()
+        thread.join()
+        if not all_of(not told, device):
+            break
+    torch.cuda.synchronize()
+    return {"told": "\n".join(told)}
+
+
 LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
     "steps": lambda device: stepped(device, False),
     "early steps": lambda device: stepped(device, True),
     "captured": captured,
+    "new threads": new_threads,
     "random": random_calls,
 }
 
@@ -145,7 +241,7 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 def main(what: str, folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     where = f"file://{folder / ('rendezvous ' + what).replace(' ', '_')}"
     backend = "gloo" if what == "kill" else "cpu:gloo,cuda:nccl"  # NCCL would end a process whose peer has died

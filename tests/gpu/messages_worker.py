@@ -217,7 +217,7 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 def main(what: str, folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     where = f"file://{folder / ('rendezvous ' + what).replace(' ', '_')}"
     known = "gloo" if what == "kill" else "cpu:gloo,cuda:nccl"  # NCCL would end a process whose peer has died

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks
+from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -18,10 +18,8 @@ Seen = dict[str, dict[str, str]]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    import torch
-
     folder = tmp_path_factory.mktemp("backend")
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = world_size_here()
     ended = run_ranks(WORKER, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S)
     ended.well()
     print(ended.logs[0])

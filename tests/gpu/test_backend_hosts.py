@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks
+from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(4)
 
@@ -18,9 +18,7 @@ NO_FAST_PATH = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    import torch
-
-    folder, world_size = tmp_path_factory.mktemp("hosts"), min(torch.cuda.device_count(), 8) // 2 * 2
+    folder, world_size = tmp_path_factory.mktemp("hosts"), world_size_here() // 2 * 2
     ended = run_ranks(
         WORKER, folder, folder=folder, world_size=world_size, timeout_s=400, paths=[BENCHMARKS],
         environment=NO_FAST_PATH,

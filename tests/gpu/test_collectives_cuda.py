@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks
+from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -23,9 +23,7 @@ Seen = list[dict[str, dict[str, str]]]  # for each rank, scenario by scenario, w
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    import torch
-
-    folder, world_size = tmp_path_factory.mktemp("collectives"), min(torch.cuda.device_count(), 8)
+    folder, world_size = tmp_path_factory.mktemp("collectives"), world_size_here()
     answer = folder / "answer.json"
     run_ranks(
         WORKER, folder, answer, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS]
@@ -64,11 +62,13 @@ def test_sums_are_nearer_to_float64_than_nccls(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.own_gpus("which of two ends first is a matter of time")
 def test_all_gather_ends_before_a_resident_gemm(seen: Seen, how: str) -> None:
     """96 MiB gathered beside an 8192³ GEMM that began first: it ends before the GEMM, on every rank."""
     assert of(seen, "beside_a_gemm")[f"beside a GEMM, {how}"] == {"before"}
 
 
+@pytest.mark.own_gpus("a copy within a GPU may be a kernel")
 def test_no_kernel_and_no_local_copy(seen: Seen) -> None:
     """The profiler sees copies from GPU to GPU, and nothing that needs an SM."""
     assert of(seen, "no_kernel")["seen"] == {"Memcpy PtoP"}

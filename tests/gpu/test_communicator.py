@@ -12,23 +12,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks
+from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(2)
 
 WORKER = Path(__file__).with_name("communicator_worker.py")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 TIMEOUT_S = 200
 Seen = dict[str, dict[str, str]]
 
 
 def spawned(folder: Path, what: str, master: str = "0") -> tuple[list[int], list[Seen]]:
     """Exit codes of all ranks, and what those wrote down that came to their end."""
-    import torch
-
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = world_size_here()
     ended = run_ranks(
-        WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS],
+        WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS, ROOT],
         environment={"MASTER": master},
     )  # fmt: skip
     answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
@@ -69,6 +68,11 @@ def test_a_thousand_steps_take_no_more_memory_than_a_hundred(live: list[Seen], s
 def test_calls_can_be_captured(live: list[Seen]) -> None:
     """Sync and async, between kernels, in a graph of the caller's."""
     assert of(live, "captured", "seen") == {"equal"}
+
+
+def test_every_verb_works_in_a_thread_without_a_context(live: list[Seen]) -> None:
+    """Threads that have done nothing on a GPU, autograd's among them, on the first GPU as on the others."""
+    assert of(live, "new threads", "told") == {""}
 
 
 @pytest.mark.parametrize("master", ["0", "1"])

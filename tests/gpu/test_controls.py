@@ -16,7 +16,10 @@ from counterpoint.controls.parse import parse_mechanism
 from counterpoint.records.measurement import Evidence, Observation
 from tests.support.gpu_ranks import run_ranks
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.own_gpus("its controls show in how SMs are divided, and NCCL sends over sockets there"),
+]
 
 WORKER = Path(__file__).with_name("controls_worker.py")
 TIMEOUT_S = 150

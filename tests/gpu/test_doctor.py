@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it asks for the GPUs of the machine")]
 
 LIMIT_S = 120
 FACTS = """

@@ -18,7 +18,7 @@ from counterpoint.tuning.exporters import export
 from counterpoint.tuning.from_trace import pairs_of_traces
 from tests.support.example_tuned import example_tuned, tuned_pair
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("its traces show copies between GPUs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.own_gpus("its traces show copies between GPUs")
+
 ROOT = Path(__file__).parents[2]
 
 

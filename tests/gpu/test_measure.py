@@ -10,6 +10,8 @@ import pytest
 
 from counterpoint.records.measurement import Measurement, Row
 
+pytestmark = pytest.mark.own_gpus("it measures times")
+
 MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta", "zero_sm")
 
 

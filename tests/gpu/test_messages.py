@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks
+from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -23,9 +23,7 @@ Seen = dict[str, dict[str, str]]
 
 def spawned(folder: Path, what: str) -> tuple[list[int], list[Seen]]:
     """Exit codes of all ranks, and what those wrote down that came to their end."""
-    import torch
-
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = world_size_here()
     ended = run_ranks(WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S)
     answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
     if what == "live":
@@ -50,6 +48,7 @@ def test_messages_of_any_size_go_through_mailboxes(live: list[Seen]) -> None:
     assert sum(int(rank["random"]["count"]) for rank in live) >= 100
 
 
+@pytest.mark.own_gpus("a copy within a GPU may be a kernel")
 def test_nothing_on_the_sender_uses_an_sm(live: list[Seen]) -> None:
     """Its GPU ran copies to the peer and no kernel: 1 of each small message, 8 of 128 MiB in pieces of 16."""
     assert (live[0]["profile"]["others"], int(live[0]["profile"]["count"])) == ("[]", 11)

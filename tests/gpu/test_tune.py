@@ -11,6 +11,8 @@ import pytest
 from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import LEAVE, Tuned
 
+pytestmark = pytest.mark.own_gpus("it measures times")
+
 BUDGET_S = 120
 PAIRS = """
 [[pair]]

@@ -11,6 +11,8 @@ import pytest
 
 from counterpoint.machine.profile import GROUPS, Profile, read_profile
 
+pytestmark = pytest.mark.own_gpus("it measures times")
+
 PREDICTED = re.compile(r"([\d.]+)% off")
 
 

@@ -15,6 +15,8 @@ from counterpoint.tuning.script.confirm import difference
 from counterpoint.tuning.script.launch import launch_script
 from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
 
+pytestmark = pytest.mark.own_gpus("it measures times")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = "torchrun --standalone --nproc-per-node 2 {} --overlap --steps 100000 --tokens 1024"
 

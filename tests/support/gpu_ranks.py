@@ -1,9 +1,10 @@
-"""Processes of a worker, one for each GPU: started together, with NVLink multicast off, and none left behind."""
+"""Processes of a worker, one for each GPU, or several under --ranks-per-gpu: started together, none left behind."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -11,19 +12,72 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import counterpoint
+from counterpoint.rehearsed import rank_variables, visible_devices
 
-__all__ = ["Ended", "run_ranks", "run_scenarios", "scenario_results"]
+__all__ = [
+    "Ended",
+    "are_shared",
+    "free_bytes",
+    "run_ranks",
+    "run_scenarios",
+    "scenario_results",
+    "torchrun",
+    "world_size_here",
+]
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+
+
+def ranks_per_gpu() -> int:
+    """How many ranks share a GPU, as `--ranks-per-gpu` says."""
+    return int(os.environ.get("COUNTERPOINT_TEST_RANKS_PER_GPU", "1"))
+
+
+def are_shared() -> bool:
+    """Whether ranks share GPUs."""
+    return ranks_per_gpu() > 1
+
+
+def world_size_here() -> int:
+    """Ranks that fit on all GPUs of this machine, up to 8."""
+    import torch
+
+    return min(torch.cuda.device_count() * ranks_per_gpu(), 8)
+
+
+def free_bytes(device: Any) -> int:
+    """Free memory of a GPU; where ranks share it, less than nothing by what torch holds for this one."""
+    import torch
+
+    return -torch.cuda.memory_reserved(device) if are_shared() else torch.cuda.mem_get_info(device)[0]
+
+
+def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:
+    """The command that runs a script on so many ranks, in a rehearsal if they share GPUs."""
+    words = ["--standalone", "--nproc-per-node", str(ranks), script, *arguments]
+    if are_shared():
+        return [sys.executable, "-m", "counterpoint", "rehearse", shlex.join(["torchrun", *words])]
+    return [sys.executable, "-m", "torch.distributed.run", *words]
+
+
+def place_of(rank: int, world_size: int) -> dict[str, str]:
+    """The variables that give a rank its GPU."""
+    if not are_shared():
+        return {"LOCAL_RANK": str(rank)}
+    import torch
+
+    gpus = visible_devices(torch.cuda.device_count())
+    return rank_variables(rank, ranks_per_host=world_size, gpus=gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +119,7 @@ def run_ranks(
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
-            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **place_of(rank, world_size)}
             with log.open("wb") as out:
                 command = [sys.executable, str(worker), *map(str, arguments)]
                 workers.append(subprocess.Popen(command, env=shared | mine, stdout=out, stderr=out))
@@ -104,7 +158,7 @@ def run_scenarios(
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     if by_default:
         torch.set_default_device(device)
@@ -130,10 +184,8 @@ def run_scenarios(
 
 
 def scenario_results(worker: Path, folder: Path, *, timeout_s: float) -> list[dict[str, dict[str, str]]]:
-    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8."""
-    import torch
-
-    world_size, root = min(torch.cuda.device_count(), 8), Path(__file__).parents[2]
+    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8 ranks."""
+    world_size, root = world_size_here(), Path(__file__).parents[2]
     ended = run_ranks(worker, folder, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root])
     ended.well()
     print(ended.logs[0])

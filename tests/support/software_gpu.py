@@ -11,8 +11,9 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ __all__ = ["SoftwareDriver", "SoftwareGpu"]
 
 Action = Callable[[], object]
 Before = Callable[[str], None]
-NOT_READY, INVALID, CAPTURE_UNSUPPORTED = 600, 1, 900
+NOT_READY, INVALID, INVALID_CONTEXT, CAPTURE_UNSUPPORTED = 600, 1, 201, 900
 
 
 class Stream:
@@ -80,8 +81,31 @@ class Event:
         self.capture: Capture | None = None
 
 
+def _refusing(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """`function` of a driver, which refuses in a thread that no context is current in, as that of a GPU does."""
+    nothing = [None] * NUM_RESULTS.get(function.__name__, 0)
+
+    @wraps(function)
+    def called(driver: SoftwareDriver, *arguments: Any) -> tuple[Any, ...]:
+        return function(driver, *arguments) if driver.has_context() else (INVALID_CONTEXT, *nothing)
+
+    return called
+
+
+NUM_RESULTS = {
+    "cuEventCreate": 1,
+    "cuGraphInstantiate": 1,
+    "cuStreamCreateWithPriority": 1,
+    "cuStreamEndCapture": 1,
+    "cuStreamGetCaptureInfo": 5,
+    "cuStreamIsCapturing": 1,
+}
+
+
 class SoftwareDriver:
     """The functions of `cuda.bindings.driver` that collectives call; each gives its error first.
+
+    All but those of contexts refuse in a thread without a current context.
 
     Args:
         before: called with the name of each action right before it runs, in the thread of its stream.
@@ -100,7 +124,42 @@ class SoftwareDriver:
         self.before = before
         self.streams: dict[int, Stream] = {}
         self._handles = itertools.count(1)
+        self._thread = threading.local()
         self.launches = 0
+
+    def __init_subclass__(cls) -> None:
+        cls.refuse_without_context()
+
+    @classmethod
+    def refuse_without_context(cls) -> None:
+        """The class's own functions of the driver begin with a look at the thread."""
+        for name, function in list(vars(cls).items()):
+            if name.startswith("cu") and not name.startswith(("cuCtx", "cuThread")):
+                setattr(cls, name, _refusing(function))
+
+    @property
+    def _contexts(self) -> list[int]:
+        """Those of this thread, the last of which is current."""
+        found: list[int] = self._thread.__dict__.setdefault("contexts", [])
+        return found
+
+    def has_context(self) -> bool:
+        """Whether a context is current in this thread."""
+        return bool(self._contexts)
+
+    def cuCtxGetCurrent(self) -> tuple[int, int]:
+        return 0, self._contexts[-1] if self._contexts else 0
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
+        self._contexts[-1:] = [context]
+        return (0,)
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int]:
+        self._contexts.append(context)
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:
+        return 0, self._contexts.pop()
 
     @staticmethod
     def CUstreamBatchMemOpParams() -> SimpleNamespace:
@@ -131,10 +190,6 @@ class SoftwareDriver:
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[int]:
         self.enqueue(stream, "copy", lambda: ctypes.memmove(target, source, num_bytes))
-        return (0,)
-
-    def cuMemcpyDtoHAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[int]:
-        self.enqueue(stream, "copy to host", lambda: ctypes.memmove(target, source, num_bytes))
         return (0,)
 
     def cuMemsetD32Async(self, target: int, value: int, count: int, stream: int) -> tuple[int]:
@@ -229,14 +284,12 @@ class SoftwareDriver:
             self.streams[stream].put(action)
         return (0,)
 
-    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
-        return (0,)
-
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
         return 0, 0
 
 
 CLOSED: list[Action] = []
+SoftwareDriver.refuse_without_context()
 
 
 def _marking(event: Event, capture: Capture | None) -> Action:
@@ -276,21 +329,23 @@ class SoftwareMemory(SharedMemory):
 
 
 class SoftwareGpu:
-    """What stands in for `gpu.Gpu`.
+    """What stands in for `gpu.Gpu`; a thread has no context until it uses this GPU otherwise than by a communicator.
 
     Args:
         before: as of `SoftwareDriver`.
         driver: makes its driver.
     """
 
+    context = 1
+
     def __init__(self, before: Before | None = None, driver: type[SoftwareDriver] = SoftwareDriver) -> None:
         self.device, self.name = torch.device("cpu"), "software"
         self.driver = driver(before)
-        self._main = self.new_stream()
         self._current = threading.local()
+        self._main = self.new_stream()
         self.summed_on: set[int | None] = set()  # SMs that sums were asked to run on
 
-    def why_not(self, group: Any) -> str | None:
+    def why_not(self, group: Any, *, share_gpu: bool) -> str | None:
         return None
 
     def memory(self, group: Any) -> SoftwareMemory:
@@ -319,11 +374,21 @@ class SoftwareGpu:
         return lambda: self.driver.enqueue(stream, "reduce", run)
 
     def enter_thread(self) -> None:
-        """Any thread may call a software driver."""
+        """Gives this thread the context."""
+        self.driver.cuCtxSetCurrent(self.context)
 
-    def current(self) -> nullcontext[None]:
-        """Any context is this one's."""
-        return nullcontext()
+    def is_current(self) -> bool:
+        """Whether this thread has the context."""
+        return self.driver.has_context()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Lends this thread the context."""
+        self.driver.cuCtxPushCurrent(self.context)
+        try:
+            yield
+        finally:
+            self.driver.cuCtxPopCurrent()
 
     def relaxed(self) -> nullcontext[None]:
         """It forbids nothing."""
@@ -333,11 +398,9 @@ class SoftwareGpu:
         """Its memory needs no stream."""
         return nullcontext()
 
-    def pinned_numbers(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int64)
-
     def new_stream(self) -> int:
-        """A stream of the caller's."""
+        """A stream of the caller's; as torch's, it makes the context current."""
+        self.enter_thread()
         return self.driver.cuStreamCreateWithPriority(0, 0)[1]
 
     def use(self, stream: int) -> None:
@@ -345,7 +408,8 @@ class SoftwareGpu:
         self._current.stream = stream
 
     def kernel(self, action: Action) -> None:
-        """`action`, in the order of the current stream."""
+        """`action`, in the order of the current stream; as torch's, it makes the context current."""
+        self.enter_thread()
         self.driver.enqueue(self.current_stream(), "kernel", action)
 
     def synchronize(self) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "counterpoint"
-FLOOR = {"errors", "records", "version"}
+FLOOR = {"errors", "records", "rehearsed", "version"}
 ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the floor and itself
     "errors": set(),
     "version": set(),
     "records": set(),
+    "rehearsed": set(),
     "machine": set(),
     "trace": set(),
     "diagnosis": {"trace", "machine", "pair", "collectives"},
@@ -31,12 +32,23 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     | {"monitoring"},
     "torch_backend": {"parallel"},
     "torchtitan": {"parallel"},
+    "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
-NO_TORCH = {"errors", "records", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
+NO_TORCH = {"errors", "records", "rehearsed", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
-GPU_ROOMS = {"collectives", "controls", "measurement", "pair", "parallel", "torch_backend", "torchtitan", "tuning"}
+GPU_ROOMS = {
+    "collectives",
+    "controls",
+    "measurement",
+    "pair",
+    "parallel",
+    "rehearsal",
+    "torch_backend",
+    "torchtitan",
+    "tuning",
+}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 

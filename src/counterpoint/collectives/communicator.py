@@ -35,14 +35,13 @@ from counterpoint.collectives.connect import GpuStandIn, device_profile, open_tr
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
-from counterpoint.collectives.program.late_sizes import FIELDS
 from counterpoint.collectives.program.operations import find_operation
-from counterpoint.collectives.submit import late_sizes, partitioned, request
+from counterpoint.collectives.submit import partitioned, request
 from counterpoint.collectives.submit.fallback import Fallback, Path
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import TensorList, reduction_name, tensor_list
 from counterpoint.collectives.work import PartitionedWork, Work
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import CounterpointError, Misconfigured
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +113,7 @@ class Communicator:
             debug=options.debug,
         )
         self._send_or_recv = request.send_recv if self._transport.mailbox_channel is None else request.message
-        self._close = weakref.finalize(self, self._transport.close)
+        self._dropped = weakref.finalize(self, self._transport.abort)  # in any thread: it may not wait for peers
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.world_size} on {self.device}, profile: {self.profile})"
@@ -128,9 +127,19 @@ class Communicator:
     def close(self) -> None:
         """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid.
 
-        On a GPU this waits for the calls under way; on CPUs those that wait for a peer fail.
+        On a GPU this waits for the calls under way; on CPUs those that wait for a peer fail. A communicator that is
+        dropped is aborted: see `abort`.
         """
-        self._close()
+        if self._dropped.detach():
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the communicator without waiting for peers: calls under way fail, and what they write is invalid.
+
+        Those that end by themselves within a quarter of a second end well.
+        """
+        if self._dropped.detach():
+            self._transport.abort()
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one.
@@ -139,6 +148,14 @@ class Communicator:
         are right only if this raises nothing after they were waited for.
         """
         self._transport.check()
+
+    def give_up(self, error: CounterpointError) -> BaseException:
+        """End the communicator with an error of this rank, whose peers are told why instead of waiting for it.
+
+        Returns:
+            The error that its calls raise from now on: this one, or an earlier one.
+        """
+        return self._transport.failure.set(error)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set how many seconds a rank waits for another before it gives up, from now on; on this rank only."""
@@ -357,45 +374,6 @@ class Communicator:
             return self._submitter.submit(request.all_to_all, output, input, channel, async_op, leave_own)
         sizes = output_split_sizes, input_split_sizes
         return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
-
-    def all_to_all_vdev(self, output: Tensor, input: Tensor, blocks: Tensor, *, channel: int = 0) -> Work:
-        """Send rows of the input to each rank, as many and where to as a table on the device says.
-
-        The host waits for nothing: on a GPU a thread of this rank issues the copies when it sees the table, and
-        `Work.wait` lets the current stream wait for the arrivals, also before that. Receivers have to know from
-        elsewhere how many rows came. This rank's own rows stay in the input. The call runs beside others of its
-        channel. Torch takes no such call, and a graph capture cannot hold it.
-
-        Args:
-            output: new tensor of `empty(early_release=True)`, `[rows, ...]`, equal in shape on all ranks; rows that no
-                rank sends are not written.
-            input: `[rows, ...]`, of torch's memory; not overwritten before the call `is_completed`, but it may be
-                dropped.
-            blocks: int64, `[world_size, 3]`: first row in `input`, first row in the `output` of that rank, and number
-                of rows. Rows that several ranks send to one do not overlap. On a GPU kept as it is until the current
-                stream has passed this call.
-            channel: counts the call.
-
-        Returns:
-            The call's work.
-
-        Raises:
-            Misconfigured: the tensors do not fit, `output` was used before, or the current stream is in a capture.
-        """
-        if (
-            blocks.shape != (self.world_size, FIELDS)
-            or str(blocks.dtype) != "torch.int64"
-            or not blocks.is_contiguous()
-        ):
-            raise Misconfigured(
-                f"all_to_all_vdev: blocks of {blocks.dtype}, {tuple(blocks.shape)}; give contiguous int64 numbers, "
-                f"{(self.world_size, FIELDS)}"
-            )
-        if blocks.device != self.device:
-            raise Misconfigured(f"all_to_all_vdev: blocks on {blocks.device}; give them on {self.device}")
-        build = late_sizes.all_to_all_vdev
-        work = self._submitter.submit(build, output, input, channel, True, blocks.data_ptr())
-        return cast("Work", work)
 
     def partitioned_all_gather(
         self,

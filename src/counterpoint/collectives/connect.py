@@ -17,6 +17,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.submission import Transport
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile, profile_of
+from counterpoint.rehearsed import is_rehearsal
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +36,17 @@ class GpuStandIn(Protocol):
 _BOARDS_BYTES = 1 << 16  # most shared host memory beside the statuses of a GPU communicator, whose data is on the GPU
 
 
-def available(group: ProcessGroup | None = None, *, device: Device = None) -> str | None:
+def available(group: ProcessGroup | None = None, *, device: Device = None, share_gpu: bool | None = None) -> str | None:
     """Return why the ranks of `group` cannot make a `Communicator`; None if they can.
 
-    All ranks call it together and get the same answer. `group` and `device` mean what they mean for `Communicator`.
+    All ranks call it together and get the same answer. The arguments mean what they mean for `Communicator`.
     """
     reason = why_not(gather_values(group, ProcessCard.of_this_process()))
     gpu = _gpu(group, device)
-    return reason if reason is not None or gpu is None else gpu.why_not(group)
+    if reason is not None or gpu is None:
+        return reason
+    found: str | None = gpu.why_not(group, share_gpu=is_rehearsal() if share_gpu is None else share_gpu)
+    return found
 
 
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
@@ -90,14 +94,14 @@ def open_transport(
         Misconfigured: an option has no effect on this device, or the ranks' options differ.
     """
     gpu = _gpu(group, device)
-    for name in ("graphs", "sum_sms", "mailbox_bytes"):
+    for name in ("graphs", "sum_sms", "mailbox_bytes", "share_gpu"):
         value = getattr(options, name)
         if gpu is None and value is not None:
             raise Misconfigured(f"{name}={value} on a CPU: there are none; leave it out")
     if gpu is not None and before_step is not None:
         raise Misconfigured("before_step on a GPU: its steps run without the host; leave it out")
     check_agreement(group, options.shared(on_gpu=gpu is not None, crossover_bytes=crossover_bytes, profile=profile))
-    reason = available(group, device=device)
+    reason = available(group, device=device, share_gpu=options.share_gpu)
     if reason is not None:
         raise Unsupported(reason)
     if gpu is None:
@@ -145,7 +149,7 @@ def _on_gpu(
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     channels = options.channels + (1 if options.mailbox_bytes is None else 3)
-    with _joined(group, channels, _BOARDS_BYTES, options.timeout_s, names) as (boards, watchdog):
+    with _joined(group, channels, _BOARDS_BYTES, options.timeout_s, names) as (boards, watchdog), gpu.current():
         transport = raise_together(
             group, lambda: CudaTransport(gpu, gpu.memory(group), boards, watchdog, options, profile)
         )

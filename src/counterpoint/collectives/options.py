@@ -33,6 +33,8 @@ class CommunicatorOptions:
         graphs: on GPUs, replay a repeated call from a CUDA graph; None: yes.
         sum_sms: on GPUs, most SMs that the sum kernel of a reduction runs on, with one large block each, so that it
             takes no more from a concurrent GEMM; None: no limit, faster if a GEMM leaves SMs free (`GemmSmLimit`).
+        share_gpu: on GPUs, let several ranks use one GPU: values and order are right, times are not; None: only where
+            `counterpoint rehearse` runs the script.
         profile: measured figures of this machine, or their file; None: the file that the variable COUNTERPOINT_PROFILE
             names, else the figures shipped for this GPU, else those of H200. `repr` of the communicator says which
             are assumed.
@@ -52,6 +54,7 @@ class CommunicatorOptions:
     reserve_bytes: int | None = None
     graphs: bool | None = None
     sum_sms: int | None = None
+    share_gpu: bool | None = None
     crossover_bytes: Mapping[str, int] | None = None
     profile: Profile | str | Path | None = None
 
@@ -86,7 +89,7 @@ class CommunicatorOptions:
             same["crossover_bytes"] = dict(crossover_bytes)
         if on_gpu:
             same |= {"max_bytes": self.max_bytes, "reserve_bytes": self.reserve_bytes}
-            same |= {"mailbox_bytes": self.mailbox_bytes}
+            same |= {"mailbox_bytes": self.mailbox_bytes, "share_gpu": self.share_gpu}
         return same
 
 
@@ -103,5 +106,6 @@ class OptionKeywords(TypedDict, total=False):
     reserve_bytes: int | None
     graphs: bool | None
     sum_sms: int | None
+    share_gpu: bool | None
     crossover_bytes: Mapping[str, int] | None
     profile: Profile | str | Path | None

@@ -12,6 +12,7 @@ from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
+from counterpoint.pair.tuned_choices import KNOBS
 
 _BASE = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -23,7 +24,7 @@ class Knob:
     `build` gets the value of each key, None for one that was not given.
     """
 
-    keys: dict[str, str]  # key: its allowed values, in words
+    keys: tuple[str, ...]
     build: Callable[[dict[str, str | None]], Control]
 
 
@@ -39,16 +40,16 @@ def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
     given: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in KEYS:
-            raise Misconfigured(f"mechanism {name!r} has the unknown key {key!r}; choose from: {', '.join(KEYS)}")
+        if key not in KNOBS:
+            raise Misconfigured(f"mechanism {name!r} has the unknown key {key!r}; choose from: {', '.join(KNOBS)}")
         if key in given:
             raise Misconfigured(f"mechanism {name!r} sets {key} twice; give it once")
-        if (KEYS[key] == "") != ("=" not in setting) or (KEYS[key] and not value):
-            form = f"{key}={KEYS[key]}" if KEYS[key] else f"{key}, without a value"
+        if (KNOBS[key] == "") != ("=" not in setting) or (KNOBS[key] and not value):
+            form = f"{key}={KNOBS[key]}" if KNOBS[key] else f"{key}, without a value"
             raise Misconfigured(f"mechanism {name!r}: {setting!r} is not complete; write {form}")
         given[key] = value
     controls = [
-        knob.build({key: given.get(key) for key in knob.keys}) for knob in _KNOBS if knob.keys.keys() & given.keys()
+        knob.build({key: given.get(key) for key in knob.keys}) for knob in _CONTROLS if given.keys() & {*knob.keys}
     ]
     return base, tuple(controls)
 
@@ -59,7 +60,7 @@ def _number(values: dict[str, str | None], key: str) -> int | None:
     try:
         return None if value is None else int(value)
     except ValueError:
-        raise Misconfigured(f"{key}={value} is not a number; write {key}={KEYS[key]}") from None
+        raise Misconfigured(f"{key}={value} is not a number; write {key}={KNOBS[key]}") from None
 
 
 def _needed(values: dict[str, str | None], key: str) -> int:
@@ -91,26 +92,23 @@ def _occupancy(values: dict[str, str | None]) -> Control:
     return OccupancyShaping(blocks_per_sm=_number(values, "blocks_per_sm"), smem_bytes=_number(values, "smem"))
 
 
-_KNOBS = (  # streams first: green contexts take over the priorities of the streams that they replace
-    Knob(keys={"priority": "high|default|low|NUMBER"}, build=_priority),
-    Knob(keys={"green": "COMPUTE_SMS"}, build=lambda v: GreenContexts(compute_sms=_needed(v, "green"))),
+_CONTROLS = (  # streams first: green contexts take over the priorities of the streams that they replace
+    Knob(keys=("priority",), build=_priority),
+    Knob(keys=("green",), build=lambda v: GreenContexts(compute_sms=_needed(v, "green"))),
     Knob(
-        keys={"max_ctas": "N", "min_ctas": "N"},
+        keys=("max_ctas", "min_ctas"),
         build=lambda v: NcclCtas(max_ctas=_number(v, "max_ctas"), min_ctas=_number(v, "min_ctas")),
     ),
-    Knob(keys={"cga_cluster": "N"}, build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
+    Knob(keys=("cga_cluster",), build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
     Knob(
-        keys={"cta_policy": "default|efficiency|zero"},
+        keys=("cta_policy",),
         build=lambda v: NcclCtaPolicy(policy=v["cta_policy"]),  # type: ignore[arg-type]  # it refuses unknown words itself
     ),
-    Knob(keys={"windows": ""}, build=lambda v: NcclWindows()),
-    Knob(keys={"gemm_sms": "N|fit"}, build=_gemm_sms),
-    Knob(keys={"blocks_per_sm": "N", "smem": "BYTES"}, build=_occupancy),
-    Knob(keys={"order": "comm_resident"}, build=_order),
+    Knob(keys=("windows",), build=lambda v: NcclWindows()),
+    Knob(keys=("gemm_sms",), build=_gemm_sms),
+    Knob(keys=("blocks_per_sm", "smem"), build=_occupancy),
+    Knob(keys=("order",), build=_order),
 )
-
-KEYS: dict[str, str] = {key: values for knob in _KNOBS for key, values in knob.keys.items()}
-"""Every key and its allowed values in words; "" for a key without a value."""
 
 VARIABLES: dict[str, str] = {
     "max_ctas": "NCCL_MAX_CTAS",

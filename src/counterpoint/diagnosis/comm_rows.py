@@ -9,11 +9,13 @@ from functools import lru_cache
 import numpy as np
 
 from counterpoint.diagnosis.places import PHASES, NamedRanges, module_of
+from counterpoint.errors import BadTrace
 from counterpoint.trace import classify
 from counterpoint.trace.timeline import F64, I32, I64, Bools, CollectiveInfo, GpuOps, HostKind, Kind, Timeline
 
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
 _DDP = re.compile(r"^DistributedDataParallel\.forward")
+_MOST_RANKS = 1 << 24  # of a group: more GPUs than there are in any machine
 _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
 
 
@@ -58,7 +60,10 @@ def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
     names = [timeline.names[i] for i in gpu.name[first].tolist()]
     runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
     copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
-    size = np.array([(info and info.group_size) or timeline.world_size or 0 for info in infos], np.int32)
+    sizes = [(info and info.group_size) or timeline.world_size or 0 for info in infos]
+    if max(sizes, default=0) > _MOST_RANKS:
+        raise BadTrace(f"a group of {max(sizes)} ranks: give a trace as its profiler wrote it", path=timeline.path)
+    size = np.array(sizes, np.int32)
     ops = tuple(_op(*row) for row in zip(infos, _host_ops(timeline, first), names, strict=True))
     grid = gpu.grid[first].astype(np.int64)
     places, told = ranges.launches(first)

@@ -29,7 +29,7 @@ _NAMED_WORTH = 0.01  # of a cause: evidence leaves out names with less
 _ALIKE = 0.5  # of what the host that pauses most pauses: such hosts are named, ...
 _NEARLY = 0.9  # ... if they are not all, and have this share of what all pause
 _PART = 0.1  # of a cause: phases and modules with less are not told in words
-_TITLE = {
+IDLE_TITLES = {
     "operation": "The GPUs run dry while the host is in long operations",
     "launch": "The GPUs wait for launches: host-bound",
     "allocator": "The GPUs wait for the allocator",
@@ -300,7 +300,7 @@ def _named(cause: IdleCause, held: _Held | None) -> tuple[HostTime, ...]:
 
 
 def _title(job: TracedJob, cause: IdleCause, held: _Held | None) -> str:
-    title = _TITLE[cause.category]
+    title = IDLE_TITLES[cause.category]
     named, us = _named(cause, held), held.us if held else cause.us
     if cause.category == "operation" and named and named[0].us >= 0.5 * us:
         title = f"The GPUs run dry while the host is in {short_name(named[0].name)}"

@@ -6,7 +6,6 @@ none shows SMs. What a trace cannot show is not seen, which is no proof either w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.tuned_calls import PairCalls
-from counterpoint.errors import Misconfigured, printable
 from counterpoint.pair.tuned_choices import mechanism_base, stays_with_torch
 from counterpoint.records.effect import KnobState
 from counterpoint.records.tuning import TunedPair
@@ -30,8 +28,6 @@ _FOLLOW = (
     "COUNTERPOINT_TUNED; print(counterpoint.report(group)) after a step says why torch made a call"
 )
 _GROUPS = "make the process groups with it, or set its variables before they are made: counterpoint tune --to env"
-_WORDS = {"gemm_sms": ("fit",), "priority": ("high", "default", "low")}  # that a knob may have in place of a number
-_NUMBERS = ("max_ctas", "min_ctas", "cga_cluster", *_WORDS)
 _MATMULS = (
     "the limit reaches GEMMs of torch in the thread that launches them, and only persistent ones; choices that name "
     "several limits are not applied"
@@ -55,9 +51,6 @@ def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob:
         pair: of the tuning.
         calls: of the pair on this rank; None: the choice does not count on this machine.
         knob: the base of the pair's mechanism, or one of its knobs: `max_ctas=8`.
-
-    Raises:
-        Misconfigured: a knob lacks its number.
     """
     if calls is None:
         return Sight(
@@ -66,8 +59,6 @@ def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob:
     if knob == mechanism_base(pair):
         return _stays(digest, pair, calls) if stays_with_torch(pair) else _moved(digest, pair, calls)
     key, _, value = knob.partition("=")
-    if key in _NUMBERS and value not in _WORDS.get(key, ()) and not re.fullmatch(r"-?[0-9]{1,9}", value):
-        raise Misconfigured(f"{printable(pair.mechanism)}: {printable(knob)} needs a number, as in {key}=8")
     if key not in _PROOFS:
         return Sight(state="not_seen", seen="a trace does not hold it", fix=_measured(pair))
     return _PROOFS[key](digest, pair, calls, value)

@@ -312,6 +312,9 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
     elif category == "queued":
         cause, detail = "unknown", None
         evidence = f"{dry}, with work queued that waited for something else: an event, a stream, another rank"
+    elif category == "nothing_recorded":
+        cause, detail = "unknown", category
+        evidence = f"{dry}, before the first event of its trace or after the last"
     elif operation is None:
         detail = None
         evidence = (

@@ -102,6 +102,12 @@ class Driver:
         """Return the primary context of a device."""
         return self._get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
 
+    def free_bytes(self) -> int:
+        """Return the free memory of the current context's device."""
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
+
     def use(self, context: int) -> None:
         """Make `context` current for the calls that follow."""
         self.call("cuCtxSetCurrent", c_void_p(context))
@@ -165,6 +171,16 @@ def visible_gpus() -> tuple[str, ...]:
     """Return the names of the GPUs that CUDA shows to this process; raise `Unsupported` without a driver."""
     driver = Driver()
     return tuple(driver.name(ordinal) for ordinal in range(driver.device_count()))
+
+
+def free_bytes(device: int) -> int:
+    """Return the free memory of a GPU; raise `Unsupported` if it cannot be asked. Its context exists for that long."""
+    driver = Driver()
+    driver.use(driver.context(device))
+    try:
+        return driver.free_bytes()
+    finally:
+        driver.call("cuDevicePrimaryCtxRelease_v2", c_int(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -231,6 +231,8 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.
     """
+    if path == "":
+        raise Misconfigured("an empty path of a profile: give the path of one, or None")
     named = os.environ.get(VARIABLE) if path is None else path
     if not named:
         return None
@@ -287,7 +289,7 @@ def parse_profile(content: bytes, name: str) -> Profile:
     if len(content) > MAX_BYTES:
         raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a profile has some kilobytes")
     try:
-        gpu = msgspec.json.decode(content, type=_Named).gpu
+        gpu = _NAMED.decode(content).gpu
         return _completed(content, shipped_profile(gpu), _as_shipped(gpu))
     except (msgspec.DecodeError, RecursionError) as error:
         raise Misconfigured(f"{name} is no profile: {printable(str(error))}; see docs/reference/profile.md") from None
@@ -321,6 +323,10 @@ class _Named(Record, frozen=True, kw_only=True):
     """Reads the GPU of a file alone."""
 
     gpu: Name
+
+
+# msgspec crashes where two threads first use a kind of record at the same time: it learns its fields then. So here.
+_NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
+from typing import Any
 
 from counterpoint.errors import Misconfigured, printable
 
@@ -37,6 +39,23 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Misconfigured(f"{name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+
+
+def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
+    """Return the tables of a file's text; `name` and `advice` are for messages.
+
+    Raises:
+        Misconfigured: it is no TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        why = "tables and arrays are nested too deep"
+    except tomllib.TOMLDecodeError as error:
+        why = f"not TOML: {printable(str(error), 200)}"
+    except ValueError:  # of int()
+        why = "a number has thousands of digits"
+    raise Misconfigured(f"{name}: {why}; {advice}")
 
 
 def _head(path: Path, limit: int) -> bytes:

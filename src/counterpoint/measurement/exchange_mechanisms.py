@@ -25,8 +25,8 @@ from counterpoint.parallel.expert.options import ExpertOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORCED = ("gather", "push", "slabs")  # mechanisms that a call may be unable to take
-_OURS = ("gather", "push", "slabs", "auto")  # copies by copy engines: their memory is of torch's kind CUDA
+FORCED = ("gather", "slabs")  # mechanisms that a call may be unable to take
+_OURS = ("gather", "slabs", "auto")  # copies by copy engines: their memory is of torch's kind CUDA
 _NVSHMEM: Literal["NVSHMEM"] = "NVSHMEM"  # a backend of torch's symmetric memory
 
 

@@ -269,10 +269,14 @@ def _at(failure: RankFailure, during: str) -> str:
 
 def hung(ranks: Sequence[Remains], *, during: str, logs: str, timeout_s: float) -> PeerTimeout:
     """Return the error to raise when no result has come for `timeout_s`; the logs end with faulthandler's stacks."""
-    first = sorted(ranks, key=lambda r: _where(r) != SILENT)  # the likely cause, whatever its number
-    at = "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")
-    reason = f"no progress for {timeout_s:g} s {during}: {at}"
+    reason = f"no progress for {timeout_s:g} s {during}: {stuck_at(ranks)}"
     return PeerTimeout(f"{reason}; raise --timeout if it was only slow; logs: {logs}", ranks=_ranks(ranks))
+
+
+def stuck_at(ranks: Sequence[Remains]) -> str:
+    """Return in words where up to four ranks stand, those first that did not answer: the likely cause."""
+    first = sorted(ranks, key=lambda r: _where(r) != SILENT)
+    return "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")
 
 
 def _where(rank: Remains) -> str:

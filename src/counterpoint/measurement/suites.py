@@ -188,7 +188,7 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
     return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
 
 
-EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "push", "slabs", "auto")
+EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "slabs", "auto")
 EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
 
 

@@ -28,6 +28,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measurement.launch import PARENT_VARIABLE, VARIABLES
 from counterpoint.measurement.resume import finished
 from counterpoint.records.measurement import Block, Environment, Outcome, Plan, RankFailure
+from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
     from counterpoint.measurement.session import Session
@@ -76,6 +77,8 @@ class Worker:
             from counterpoint.measurement.session import Session
         except ModuleNotFoundError as error:
             raise Unsupported(f"{error.name} is not installed: pip install 'counterpoint[torch]'") from None
+        if is_rehearsal():
+            raise Unsupported(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
         plan = self.plan
         session = Session(plan.device, timeout_s=plan.timeout_s)
         session.check_agreement("the plan", msgspec.json.encode(plan).decode())

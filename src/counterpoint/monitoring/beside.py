@@ -20,9 +20,10 @@ import msgspec
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
 from counterpoint.diagnosis.engine import digest_file
+from counterpoint.diagnosis.idle import IDLE_TITLES
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
-from counterpoint.records.diagnosis import Diagnosis, Straggler
+from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler
 from counterpoint.records.watch import WatchedStep
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
@@ -30,6 +31,8 @@ COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.moni
 _POLL_S = 0.1
 _STILL_S = 60.0  # ranks of which nothing has come for so long are left out
 _LONGEST_DETAIL = 60
+_OF_RECORDING = ("nothing_recorded", "no_launch_recorded", "earlier_work", "profiler")  # of no other step
+_WORTH = 0.03  # of a step: causes that take less are not told
 _SLOWED = 1.25  # recorded steps over usual ones, from which the line tells both
 
 
@@ -189,28 +192,39 @@ def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_
 def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler | None:
     """Return the rank that makes the others wait longest, unless recording may have made it late.
 
-    Where hosts are the limit, recording slows each launch, and not on all ranks alike.
+    Where hosts are the limit, recording slows each launch, and not on all ranks alike. It begins and ends on each rank
+    at another time.
     """
-    if not diagnosis.stragglers:
-        return None
-    late = diagnosis.stragglers[0]
+    late = next((one for one in diagnosis.stragglers if one.detail != "nothing_recorded"), None)
     by_recording = diagnosis.totals.duration_us - steps * usual_us if usual_us is not None else 0.0
-    return None if late.detail == "launch" and late.delay_us <= by_recording else late
+    return None if late and late.detail == "launch" and late.delay_us <= by_recording else late
 
 
 def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, usual_us: float | None) -> str:
-    """Say it as `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`."""
+    """Say it as `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`.
+
+    Of one rank, which communicates with nobody: `step 1500: 156 ms, GPU idle 12 %, 15 ms: the GPUs wait for input (next)`.
+    """
     seen = len(diagnosis.ranks)
     some = f" ({seen} of {diagnosis.world_size} ranks)" if seen < diagnosis.world_size else ""
-    hidden = diagnosis.totals.hidden
-    share = "no communication seen" if hidden is None else f"{hidden * 100:.0f} % hidden"
-    recorded_us = diagnosis.totals.duration_us / steps
+    totals, idle = diagnosis.totals, diagnosis.idle
+    share = "no communication seen" if totals.hidden is None else f"{totals.hidden * 100:.0f} % hidden"
+    recorded_us = totals.duration_us / steps
     took = _milliseconds(recorded_us)
     if usual_us is not None and recorded_us > _SLOWED * usual_us:
         took = f"{_milliseconds(usual_us)} ({took} while recorded)"
+    causes: list[IdleCause] = []
+    if diagnosis.world_size == 1 and idle is not None:
+        share = f"GPU idle {100 * idle.idle_us / recorded_us:.0f} %"
+        causes = [c for c in idle.causes if c.category in IDLE_TITLES and c.category not in _OF_RECORDING]
+        causes = [c for c in causes if c.us > _WORTH * recorded_us]
     said = [f"step {step}{some}: {took}", share]
-    findings = [f for f in diagnosis.findings if f.kind != "straggler"]
-    if late is not None:
+    findings = [f for f in diagnosis.findings if f.kind not in ("straggler", "not_recorded")]
+    if causes:
+        title = IDLE_TITLES[causes[0].category]
+        where = "".join(f" ({one.name[:_LONGEST_DETAIL]})" for one in causes[0].operations[:1])
+        said.append(f"{_milliseconds(causes[0].us)}: {title[0].lower()}{title[1:]}{where}")
+    elif late is not None:
         said.append(f"rank {late.rank} late {_milliseconds(late.delay_us / steps)}: {_why(late)}")
     elif findings:
         worst = findings[0]

@@ -2,18 +2,17 @@
 
     torch   counts, a wait of the host, and NCCL's all_to_all with exact sizes, both ways
     gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered
-    push    copy engines move exactly the rows that are wanted; a thread of the host reads the sender's counts
     slabs   copy engines move a fixed number of rows to each rank, however many are wanted: for graphs
 
 A time is that of a dispatch and a combine together, with what is computed beside them. With n ranks, T tokens of a rank
 and k experts of each, a GPU receives and sends, both times:
 
-    torch, push   T k (n - 1) / n rows, more on the rank whose experts are wanted most
-    slabs         as many times the capacity factor, in as many rounds as that rank needs
-    gather        T (n - 1) rows, however they are routed
+    torch   T k (n - 1) / n rows, more on the rank whose experts are wanted most
+    slabs   as many times the capacity factor, in as many rounds as that rank needs
+    gather  T (n - 1) rows, however they are routed
 
 So gather moves less where k > n. Elsewhere, with nothing to hide behind, torch is left with the exchange, against the
-prediction: on 2 H200 Mixtral's layer (k = n = 2) took 11.4 ms by torch, 12.0 by gather, 12.5 by push (2026-11-23).
+prediction: on 2 H200 Mixtral's layer (k = n = 2) took 11.4 ms by torch, 12.0 by gather (2026-11-23).
 Transport hides behind compute as the profile says of its mechanism; kernels that select, permute and add up rows do not
 hide at all, which is on the safe side. Not in it: tokens that go to two experts of one rank count twice, a host that is
 behind, ranks that are late, several hosts.
@@ -31,9 +30,8 @@ from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.arrivals import COPY_ENGINES
 from counterpoint.pair.together import disturbance, kept_us
 
-ExpertMechanism = Literal["torch", "gather", "push", "slabs"]
-MECHANISMS: tuple[ExpertMechanism, ...] = ("torch", "gather", "push", "slabs")  # the simplest first
-EAGER: tuple[ExpertMechanism, ...] = ("torch", "gather", "push")
+ExpertMechanism = Literal["torch", "gather", "slabs"]
+MECHANISMS: tuple[ExpertMechanism, ...] = ("torch", "gather", "slabs")  # the simplest first
 CAPTURED: tuple[ExpertMechanism, ...] = ("gather", "slabs")  # no host takes part: these can be recorded in a graph
 MARGIN = 0.10  # of what an exchange adds to the compute beside it: nearer to each other, predictions are a guess
 FIXED = 0.7  # from this share of a time on, that of an exchange without tokens, it is one of decoding
@@ -122,7 +120,7 @@ def choose_expert(
     Args:
         task: the exchange.
         profile: of the machine; None: the default one, H200.
-        offered: mechanisms to choose from, such as those that run here; None: `EAGER`, or `CAPTURED` in a graph.
+        offered: mechanisms to choose from, such as those that run here; None: `MECHANISMS`, or `CAPTURED` in a graph.
         margin: part of what it adds by which a mechanism must be beaten to be passed over, 0 to 1.
         host_us: what the host needs to issue a dispatch and a combine by each mechanism: none is taken to be shorter;
             None: nothing.
@@ -132,7 +130,7 @@ def choose_expert(
     """
     profile = profile or default_profile()
     able = CAPTURED if task.captured else MECHANISMS
-    wanted = (CAPTURED if task.captured else EAGER) if offered is None else offered
+    wanted = able if offered is None else offered
     allowed = [name for name in able if name in wanted]
     if not 0 <= margin < 1 or not allowed:
         given = f"margin={margin}, offered={', '.join(wanted) or 'nothing'}"
@@ -194,14 +192,6 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", counts_us + 2 * rows_us),))
 
 
-def _push(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what copies of exact sizes take; a thread of the host reads the counts and submits them."""
-    rows_us = _copied_us(task, task.most_rows / task.ranks, profile)
-    submitted_us = profile.rates.copy_us + profile.efficiency.host_us
-    comms = (("all_to_all", 2 * (submitted_us + rows_us)),)
-    return _Parts(kernels_us=_repacked_us(task, profile), comms=comms)
-
-
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
     """Return what copies of a fixed size take, and as many rounds as the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
@@ -223,7 +213,6 @@ def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
 _PARTS: Mapping[ExpertMechanism, Callable[[ExpertExchange, Profile], _Parts]] = {
     "torch": _torch,
     "gather": _gather,
-    "push": _push,
     "slabs": _slabs,
 }
 

@@ -16,6 +16,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
 from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
+from counterpoint.pair.row_curves import DTYPES
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
 
@@ -23,11 +24,28 @@ Field = Literal["device", "gpu", "torch", "nccl", "counterpoint"]
 
 COLLECTIVE_MECHANISMS = ("nccl", "nccl_zero_cta", "gloo", "zero_sm")
 """Bases of the mechanisms of pairs whose compute does not depend on the collective."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
+"""The operations of pairs whose compute does not depend on the collective."""
 EXCHANGE = "exchange"
 """The operation of tokens that travel to their experts and back."""
+KNOBS: Mapping[str, str] = {
+    "priority": "high|default|low|NUMBER",
+    "green": "COMPUTE_SMS",
+    "max_ctas": "N",
+    "min_ctas": "N",
+    "cga_cluster": "N",
+    "cta_policy": "default|efficiency|zero",
+    "windows": "",
+    "gemm_sms": "N|fit",
+    "blocks_per_sm": "N",
+    "smem": "BYTES",
+    "order": "comm_resident",
+}
+"""Every knob that may follow the base of a mechanism, and its allowed values in words; "" for one without a value."""
 FARTHEST = 2.0
 """A pair stands for calls of up to so many times its size, and down to as small a part."""
 _STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases that torch runs
+_NUMBERS = {"NUMBER": "-?[0-9]{1,9}"} | dict.fromkeys(("N", "COMPUTE_SMS", "BYTES"), "[0-9]{1,9}")
 _MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
 
 
@@ -73,12 +91,11 @@ class Choices:
         here: this machine; only its device, GPU and versions are compared.
 
     Raises:
-        Misconfigured: a pair has a mechanism that its operation cannot have.
+        Misconfigured: a pair cannot be; see `check_choices`.
     """
 
     def __init__(self, tuning: Tuned, here: Environment) -> None:
-        for pair in tuning.pair:
-            _check_mechanism(pair)
+        check_choices(tuning)
         self.differences = tuple(_differences(tuning.made, here))
         taken = [_TAKEN[one.field][1] for one in self.differences]
         self.pairs = tuple(pair for pair in tuning.pair if not any(is_taken(pair) for is_taken in taken))
@@ -186,14 +203,35 @@ def _differences(made: Environment, here: Environment) -> Iterable[MachineDiffer
                 return
 
 
-def _check_mechanism(pair: TunedPair) -> None:
-    allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
-    if _is_dependent(pair):
-        allowed = TENSOR_MECHANISMS
-    elif pair.operation == EXCHANGE:
-        allowed = EXPERT_MECHANISMS
-    if mechanism_base(pair) not in (LEAVE, *allowed):
-        raise Misconfigured(
-            f"a pair of {printable(pair.operation)} has mechanism {printable(pair.mechanism)!r}: allowed are "
-            f"{LEAVE}, {', '.join(allowed)}, with knobs as in nccl+max_ctas=8"
-        )
+def check_choices(tuning: Tuned) -> None:
+    """Raise Misconfigured, with what is allowed, for an operation, dtype, mechanism or knob that there is not."""
+    for pair in tuning.pair:
+        allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
+        if _is_dependent(pair):
+            allowed = TENSOR_MECHANISMS
+        elif pair.operation == EXCHANGE:
+            allowed = EXPERT_MECHANISMS
+        _check("operation", pair.operation, (*COLLECTIVES, *get_args(TensorOperation), EXCHANGE))
+        for dtype in (pair.dtype, pair.computed_in):
+            _check("dtype", dtype, tuple(DTYPES))
+        what = f"a pair of {pair.operation} has mechanism {printable(pair.mechanism)!r}"
+        if mechanism_base(pair) not in (LEAVE, *allowed):
+            raise Misconfigured(f"{what}: allowed are {LEAVE}, {', '.join(allowed)}, with knobs as in nccl+max_ctas=8")
+        for knob in mechanism_knobs(pair):
+            if not _is_knob(knob):
+                forms = ", ".join(f"{key}={values}".removesuffix("=") for key, values in KNOBS.items())
+                raise Misconfigured(f"{what}: allowed knobs are {forms}, with numbers of up to 9 digits")
+
+
+def _check(what: str, given: str, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        raise Misconfigured(f"a pair has {what} {printable(given)!r}: allowed are {', '.join(allowed)}")
+
+
+def _is_knob(knob: str) -> bool:
+    """Return whether a knob is known, and its value one that it can have."""
+    key, equals, value = knob.partition("=")
+    if key not in KNOBS or bool(equals) != bool(KNOBS[key]):
+        return False
+    words = [_NUMBERS.get(word, word) for word in KNOBS[key].split("|")]
+    return any(re.fullmatch(word, value) for word in words)

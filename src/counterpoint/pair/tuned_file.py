@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,34 +9,38 @@ from typing import Any
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import read_text
+from counterpoint.machine.read_file import parse_toml, read_text
+from counterpoint.pair.tuned_choices import check_choices
 from counterpoint.records.toml import toml_table
 from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
 
 MAX_BYTES = 1 << 22
+_TUNED = msgspec.json.Decoder(Tuned)  # msgspec learns its fields here: it crashes where two threads do so at once
 
 
 def read_tuned(path: str | Path) -> Tuned:
     """Return the tuning in a file; raise Misconfigured, with the field and what is allowed, if it is none."""
     text = read_text(Path(path), limit=MAX_BYTES, advice="give a file that `counterpoint tune` wrote")
-    try:
-        return parse_tuned(text)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
-        name = printable(str(path))
-        raise Misconfigured(f"{name} is no tuning: {printable(str(error))}; see docs/reference/tune.md") from None
+    return parse_tuned(text, printable(str(path)))
 
 
-def parse_tuned(text: str) -> Tuned:
-    """Return the tuning in the text of a file.
+def parse_tuned(text: str, name: str = "the text") -> Tuned:
+    """Return the tuning in the text of a file, which errors call by its name.
 
     Raises:
-        tomllib.TOMLDecodeError: it is no TOML.
-        msgspec.ValidationError: a field is missing, unknown or has a value that is not allowed.
+        Misconfigured: it is no TOML, or a field is missing, unknown or has a value that is not allowed.
     """
-    content = tomllib.loads(text)
+    what, see = f"{name} is no tuning", "see docs/reference/tune.md"
+    content = parse_toml(text, what, see)
     if content.get("schema") != TUNING_SCHEMA:
-        raise msgspec.ValidationError(f"schema = {content.get('schema')!r}; this version reads {TUNING_SCHEMA!r}")
-    return msgspec.convert(content, Tuned)
+        given = printable(repr(content.get("schema")))
+        raise Misconfigured(f"{what}: schema = {given}; this version reads {TUNING_SCHEMA!r}; {see}")
+    try:
+        found = msgspec.convert(content, Tuned)
+        check_choices(found)
+    except (msgspec.ValidationError, Misconfigured) as error:
+        raise Misconfigured(f"{what}: {printable(str(error), 600)}; {see}") from None
+    return found
 
 
 def tuned_toml(tuning: Tuned) -> str:

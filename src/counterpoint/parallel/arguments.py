@@ -13,12 +13,6 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
-def is_bucket(operation: str, output: Tensor) -> bool:
-    """Return whether a call is taken for a reduction of a bucket of gradients: a flat tensor, in a backward pass."""
-    is_reduced = operation in ("all_reduce", "reduce_scatter")
-    return is_reduced and output.dim() == 1 and torch._C._current_graph_task_id() != -1
-
-
 def num_bytes_of(tensor: Tensor) -> int:
     """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
     return tensor.numel() * tensor.element_size()

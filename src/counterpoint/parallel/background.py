@@ -2,24 +2,27 @@
 
 To launch a collective takes the host some 60 to 130 us in Python. In a backward pass that time delays the launches of
 matmuls, and where the host is the limit it is lost. Here the pass only records an event and hands the bucket over.
+
+The thread also runs the callbacks of a call's future, and collectives that these make: after the call, and before the
+one that was handed over next. So their order is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.work import Work
+from counterpoint.errors import Misconfigured, PeerTimeout
 
-Future: TypeAlias = Any
-"""A `torch.futures.Future`."""
 PIECE_BYTES = 1 << 28
 """Largest part of a bucket that is reduced at once: staging and landing are as large, and stay.
 
@@ -27,6 +30,7 @@ Before its first step DDP has one bucket, of all gradients.
 """
 Run: TypeAlias = Callable[[int], object]
 """Queues work on the current stream, with calls of the communicator on the channel that it is given."""
+_PAUSE_S = 1e-3
 
 
 def pieces(values: Tensor) -> Sequence[Tensor]:
@@ -34,30 +38,83 @@ def pieces(values: Tensor) -> Sequence[Tensor]:
     return (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
 
 
-def all_reduce_in_pieces(communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int) -> None:
-    """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`."""
-    for piece in pieces(values):
-        communicator.all_reduce(piece, op, factor=factor, channel=channel)
+def all_reduce_in_pieces(
+    communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int, *, async_op: bool = False
+) -> list[Work]:
+    """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`; return the works, if any."""
+    works = [
+        communicator.all_reduce(piece, op, factor=factor, channel=channel, async_op=async_op)
+        for piece in pieces(values)
+    ]
+    return [work for work in works if work is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Holds what is kept for a tensor: the channel of work on it, and the event of the stream that wrote it."""
+class BackgroundCall:
+    """Represents a call that the thread starts; see `Work`.
 
-    channel: int
-    behind: Any  # torch.cuda.Event; None on a CPU
+    `future` gets `value` when the call has ended; on a GPU already when it is queued, and streams that wait for the
+    future wait for the call.
+    """
+
+    path: Literal["zero_sm", "torch"] = "zero_sm"
+
+    def __init__(self, background: Background, run: Run, channel: int, value: Any) -> None:
+        self._background, self.run, self.channel, self.value = background, run, channel, value
+        self.future: Any = background.new_future()
+        self.behind: Any = None  # torch.cuda.Event of the stream that wrote the tensors; None on a CPU
+        self.ended: Any = None  # torch.cuda.Event behind the call; None on a CPU
+        self.captured = False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let the current stream wait for the call (on a CPU, this thread); with `timeout_s` the host waits, too.
+
+        Returns:
+            True.
+
+        Raises:
+            PeerTimeout: `timeout_s` has passed, or a rank died or did not come in time.
+            Misconfigured: the thread itself waits for a call that it has still to start.
+        """
+        if not self.future.done() and self._background.is_this_thread():
+            raise Misconfigured(
+                "a callback waits for a call that was handed over behind its own; wait for it outside of the callback"
+            )
+        if timeout_s is not None and not self.captured:
+            deadline = time.monotonic() + timeout_s
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(
+                        f"an asynchronous call has not ended within {timeout_s:g} s; wait again, or longer"
+                    )
+                time.sleep(_PAUSE_S)
+        self.future.wait()
+        if self.ended is not None:
+            self._background.communicator.check()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
+        return not self.captured and bool(self.future.done()) and (self.ended is None or bool(self.ended.query()))
+
+    def exception(self) -> BaseException | None:
+        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        if not self.future.done():
+            return None
+        try:
+            self.future.value()
+        except Exception as error:
+            return error
+        return None
 
 
-@dataclass(slots=True)
-class _Item:
-    run: Run
-    place: _Place
-    value: Any
-    future: Future
+class _Done:
+    """Counts the calls that the thread has done; only the thread writes it."""
+
+    count = 0
 
 
 class Background:
-    """Starts work on a communicator in the order in which it was handed over, on as many channels as there are.
+    """Starts work on a communicator in the order in which it was handed over, on any of its channels.
 
     Nothing else may use the communicator's channels before `drain` has returned.
 
@@ -66,64 +123,59 @@ class Background:
     """
 
     def __init__(self, communicator: AnyCommunicator) -> None:
-        self._communicator, self._device, self._channels = communicator, communicator.device, communicator.channels
-        self._on_gpu = self._device.type == "cuda"
-        streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self._channels)] if self._on_gpu else []
+        self.communicator, self._device, self.channels = communicator, communicator.device, communicator.channels
+        on_gpu = self._device.type == "cuda"
+        streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self.channels)] if on_gpu else []
         self._streams: list[Any] = streams
-        self._items: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
-        self._places: dict[int, _Place] = {}
+        self._items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
         self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
-        self._is_idle = True
-        thread = threading.Thread(
-            target=_serve, args=(self._items, self._device, streams), name="counterpoint-buckets", daemon=True
+        self._lock, self._handed, self._done = threading.Lock(), 0, _Done()
+        self._thread = threading.Thread(
+            target=_serve,
+            args=(self._items, self._device, streams, self._done),
+            name="counterpoint-buckets",
+            daemon=True,
         )
-        thread.start()
+        self._thread.start()
         self._close = weakref.finalize(self, self._items.put, None)  # None ends the thread
 
-    def start(self, run: Run, tensor: Tensor, value: Any) -> Future:
-        """Hand `run` over, behind the current stream; in a graph capture its work is queued at once.
+    def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
+        """Hand `run` over, behind the current stream.
 
-        Work on a tensor in symmetric memory always runs on the same channel, whose prepared calls are then repeated.
+        In a graph capture its work is queued at once, and so is that of a callback in the thread.
 
         Args:
             run: queues the work.
-            tensor: what it works on.
+            channel: channel of its calls, equal on all ranks; a bucket that keeps its channel repeats prepared calls.
             value: what the future gets.
 
         Returns:
-            A future that gets it when the work has ended; on a GPU already when it is queued, and streams that
-            wait for the future wait for the work.
+            The call.
         """
-        devices: Any = [self._device] if self._on_gpu else []
-        future: Future = torch.futures.Future(devices=devices)
-        place = self._place(tensor)
-        item = _Item(run, place, value, future)
-        if self._on_gpu:
-            place.behind.record(self._current_stream())
-            if torch.cuda.is_current_stream_capturing():
-                self.drain()
-                stream = self._streams[place.channel]
-                with torch.cuda.stream(stream):
-                    _run(item, stream)
-                return future
-        self._is_idle = False
-        self._items.put(item)
-        return future
+        call = BackgroundCall(self, run, channel, value)
+        stream: Any = None
+        if self._streams:
+            stream, call.behind, call.ended = self._streams[channel], torch.cuda.Event(), torch.cuda.Event()
+            call.behind.record(self._current_stream())
+            call.captured = torch.cuda.is_current_stream_capturing()
+        if call.captured or self.is_this_thread():
+            self.drain()
+            with torch.cuda.stream(stream):
+                _run(call, stream)
+            return call
+        with self._lock:
+            self._handed += 1
+            self._items.put(call)
+        return call
 
-    def stream_of(self, tensor: Tensor) -> Any:
-        """Return torch's stream that runs work on this tensor; None on a CPU."""
-        return self._streams[self._place(tensor).channel] if self._streams else None
+    def new_future(self) -> Any:
+        """Return a `torch.futures.Future` of tensors on the communicator's device."""
+        devices: Any = [self._device] if self._streams else []
+        return torch.futures.Future(devices=devices)
 
-    def _place(self, tensor: Tensor) -> _Place:
-        """Return a tensor's place; in plain memory, whose addresses differ between ranks, that has channel 0."""
-        if not self._communicator.is_symmetric(tensor):
-            return _Place(0, torch.cuda.Event() if self._on_gpu else None)
-        address = tensor.data_ptr()
-        place = self._places.get(address)
-        if place is None:
-            event = torch.cuda.Event() if self._on_gpu else None
-            place = self._places[address] = _Place(len(self._places) % self._channels, event)
-        return place
+    def is_this_thread(self) -> bool:
+        """Return whether the caller is a callback in the thread."""
+        return threading.current_thread() is self._thread
 
     def _current_stream(self) -> Any:
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -133,21 +185,32 @@ class Background:
         return stream
 
     def drain(self) -> None:
-        """Return when all that was handed over is queued (on a CPU: has ended)."""
-        if self._is_idle:
+        """Return when all that was handed over is queued (on a CPU: has ended), and its callbacks have run.
+
+        In the thread itself this returns at once: what was handed over comes after the callback there.
+        """
+        if self._done.count == self._handed or self.is_this_thread():
             return
         reached = threading.Event()
         self._items.put(reached)
         reached.wait()
-        self._is_idle = True
 
     def close(self) -> None:
         """End the thread, after what was handed over."""
         self.drain()
+        self.abort()
+
+    def abort(self) -> None:
+        """Let the thread end after what was handed over, without waiting for it; the communicator fails it."""
         self._close()
 
 
-def _serve(items: queue.SimpleQueue[_Item | threading.Event | None], device: torch.device, streams: list[Any]) -> None:
+def _serve(
+    items: queue.SimpleQueue[BackgroundCall | threading.Event | None],
+    device: torch.device,
+    streams: list[Any],
+    done: _Done,
+) -> None:
     current: Any = None
     if streams:
         torch.cuda.set_device(device)
@@ -155,20 +218,23 @@ def _serve(items: queue.SimpleQueue[_Item | threading.Event | None], device: tor
         if isinstance(item, threading.Event):
             item.set()
             continue
-        stream: Any = streams[item.place.channel] if streams else None
+        stream: Any = streams[item.channel] if streams else None
         if stream is not current:
             torch.cuda.set_stream(stream)
             current = stream
         _run(item, stream)
+        done.count += 1
         del item  # it keeps tensors alive
 
 
-def _run(item: _Item, stream: Any) -> None:
+def _run(call: BackgroundCall, stream: Any) -> None:
     try:
         if stream is not None:
-            stream.wait_event(item.place.behind)
-        item.run(item.place.channel)
+            stream.wait_event(call.behind)
+        call.run(call.channel)
+        if stream is not None:
+            call.ended.record(stream)
     except Exception as error:
-        item.future.set_exception(error)
+        call.future.set_exception(error)
     else:
-        item.future.set_result(item.value)
+        call.future.set_result(call.value)

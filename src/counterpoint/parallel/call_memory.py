@@ -24,11 +24,10 @@ class CallMemory:
 
     Args:
         communicator: whose calls they are.
-        keeps: False: `empty` makes new memory, too, as `all_to_all_vdev` wants it.
     """
 
-    def __init__(self, communicator: Communicator, *, keeps: bool = True) -> None:
-        self._communicator, self._keeps = communicator, keeps
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._free: list[tuple[Tensor, int]] = []  # with the stream that used it last
         self._lent: dict[int, Tensor] = {}  # by address
         self._shared: dict[str, Tensor] = {}  # by role
@@ -36,7 +35,7 @@ class CallMemory:
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that peers may write; all ranks ask for the same sizes in the same order."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not self._keeps or not num_bytes:
+        if not num_bytes:
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
         fitting = [one for one in self._free if num_bytes <= one[0].nbytes <= _MOST_WASTE * num_bytes]
         if fitting:

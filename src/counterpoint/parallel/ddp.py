@@ -155,7 +155,7 @@ class HookState:
             self.communicator.close()
         self._is_on = False
 
-    def average(self, bucket: Tensor) -> Future:
+    def average(self, bucket: Tensor, number: int) -> Future:
         """Replace a flat bucket by its average over all ranks, behind the current stream; return a future of it."""
         if not self._is_on:
             self._by_torch += 1
@@ -171,7 +171,10 @@ class HookState:
             self._copied += 1
         self._num_bytes += bucket.nbytes
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
-        future: Future = self._background.start(partial(run, values), values, bucket)
+        # By its number a bucket keeps its channel, whose prepared calls are then repeated; not by where it lies, since
+        # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
+        channel = number % self.communicator.channels
+        future: Future = self._background.start(partial(run, values), channel, bucket).future
         return future
 
     def _average(self, values: Tensor, channel: int) -> None:
@@ -244,7 +247,7 @@ def hook(state: HookState, bucket: GradBucket) -> Future:
     Returns:
         A future of the bucket, in stream order on a GPU.
     """
-    return state.average(bucket.buffer())
+    return state.average(bucket.buffer(), bucket.index())
 
 
 hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # DDP compares them, not text

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import read_text
+from counterpoint.machine.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.check_pair import check_pair
@@ -29,12 +28,12 @@ def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
     """Return the pairs in a file; raise Misconfigured, with the pair and what is allowed, if one cannot be measured."""
     text = read_text(Path(path), limit=MAX_BYTES, advice=_ADVICE)
     name = printable(str(path))
+    content = parse_toml(text, f"{name} holds no pairs", _ADVICE)
+    if "schema" in content:
+        raise Misconfigured(f"{name} is what tune has chosen; give the pairs that it was made from, or --to FORM")
     try:
-        content: dict[str, Any] = tomllib.loads(text)
-        if "schema" in content:
-            raise Misconfigured(f"{name} is what tune has chosen; give the pairs that it was made from, or --to FORM")
         pairs = msgspec.convert(content, _PairsFile).pair
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise Misconfigured(f"{name} holds no pairs: {printable(str(error))}; {_ADVICE}") from None
     for number, pair in enumerate(pairs, 1):
         try:

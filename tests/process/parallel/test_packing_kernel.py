@@ -11,10 +11,9 @@ from tests.support.routing import ROUTINGS
 from tests.support.triton_script import ran
 
 CASES: list[dict[str, Any]] = [
-    *({"kind": kind, "rank": rank, "ranks": ranks, "gaps": gaps}
-      for kind in ROUTINGS for rank, ranks in ((0, 2), (2, 3)) for gaps in (True, False)),
+    *({"kind": kind, "rank": rank, "ranks": ranks} for kind in ROUTINGS for rank, ranks in ((0, 2), (2, 3))),
     {"kind": "random", "rank": 1, "ranks": 4, "scaled": True, "first": 1, "room": 69},
-    {"kind": "random", "rank": 0, "ranks": 1, "local": 4, "scaled": True, "first": 69, "room": 69, "gaps": False},
+    {"kind": "random", "rank": 0, "ranks": 1, "local": 4, "scaled": True, "first": 69, "room": 69},
     {"kind": "distinct", "rank": 7, "ranks": 8, "local": 1, "top_k": 8, "tokens": 40},
     {"kind": "random", "rank": 1, "ranks": 2, "tokens": 0},
 ]  # fmt: skip

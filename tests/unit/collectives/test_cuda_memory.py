@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory, distributed_c10d
 
-from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, _addresses, _environment, _Region, why_not
+from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, _addresses, _prepare_process, _Region, why_not
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -43,16 +47,18 @@ def test_memory_that_is_not_mapped_is_refused() -> None:
         _addresses((0x1000, 0x2000, 0), 0, 0x1000)
 
 
-@pytest.mark.parametrize("before", [None, "0"])
-def test_multicast_is_off_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    """torch is told not to use it, whatever the environment says, which is put back afterwards."""
-    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    with _environment():
-        inside = os.environ[name]
-    assert (inside, os.environ.get(name)) == ("1", before)
+NAME = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_multicast_is_off_unless_the_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    """From the opening of the first communicator on."""
+    monkeypatch.setattr(os, "environ", {} if before is None else {NAME: before})
+    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: "CUDA", raising=False)
+    _prepare_process(0)
+    assert os.environ[NAME] == after
 
 
 @pytest.fixture
@@ -83,3 +89,16 @@ def test_an_address_outside_is_refused(memory: CudaMemory, at: Location) -> None
     """No address is made of what lies outside of a region."""
     with pytest.raises(Misconfigured, match="make the same call on every rank"):
         memory.address(0, at, 16)
+
+
+def test_a_new_region_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch, memory: CudaMemory) -> None:
+    """It is made in the middle of training, when another thread may read a variable."""
+    tensor = torch.zeros(16, dtype=torch.uint8)
+    handle = SimpleNamespace(buffer_ptrs=(0x1000, tensor.data_ptr()))
+    memory.group = None
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda tensor, name: handle)
+    monkeypatch.setattr(distributed_c10d, "_get_process_group_name", lambda group: "0")
+    with monkeypatch.context() as during:
+        during.setattr(os, "environ", MappingProxyType({}))  # refuses to be written
+        region = memory._map(tensor, owner=tensor)
+    assert memory.address(0, Location(region, 3), 1) == 0x1003

@@ -11,7 +11,7 @@ import torch
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
-from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location
+from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, NotReusable
 from counterpoint.errors import Unsupported
 
 
@@ -20,15 +20,15 @@ class Heap:
 
     def __init__(self) -> None:
         self.memory = SharedMemory(world_size=1, rank=0, channels=1, max_bytes=1 << 24)
-        self.released, self.not_now = list[int](), False
+        self.released = list[int]()
+        self.reason: NotReusable | None = None
         self.pool = EarlyPool(self.memory, region_bytes=16 * BLOCK_BYTES, release=self._release)
 
-    def _release(self, block: EarlyBlock) -> bool:
-        if self.not_now:
-            return False
-        self.released.append(block.number)
-        block.ready = True
-        return True
+    def _release(self, block: EarlyBlock) -> NotReusable | None:
+        if self.reason is None:
+            self.released.append(block.number)
+            block.ready = True
+        return self.reason
 
     def make(self, num_bytes: int) -> Any:
         return self.pool.empty(num_bytes, dtype=torch.uint8)
@@ -61,12 +61,23 @@ def test_what_cannot_be_released_now_is_released_later(heap: Heap) -> None:
     """And is not used again before."""
     tensor = heap.make(100)
     del tensor
-    heap.not_now = True
+    heap.reason = "later"
     other = heap.make(100)
     before = list(heap.released)
-    heap.not_now = False
+    heap.reason = None
     heap.pool.collect()
     assert (before, heap.released, heap.block(other).number) == ([], [0], 1)
+
+
+def test_what_is_never_released_is_not_asked_for_again(heap: Heap) -> None:
+    """Each call would ask for every block that a graph has, else."""
+    tensor = heap.make(100)
+    del tensor
+    heap.reason = "never"
+    heap.pool.collect()
+    heap.reason = None
+    heap.pool.collect()
+    assert heap.released == []
 
 
 def test_a_block_is_used_again_by_its_like(heap: Heap) -> None:

@@ -7,9 +7,10 @@ import pytest
 from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
-from counterpoint.controls.parse import KEYS, parse_mechanism
+from counterpoint.controls.parse import parse_mechanism
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
+from counterpoint.pair.tuned_choices import KNOBS
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_names_come_back(name: str) -> None:
     [
         ("", "must begin with its base"),
         ("max_ctas=8", "must begin with its base"),
-        ("nccl+speed=9", f"unknown key 'speed'; choose from: {', '.join(KEYS)}"),
+        ("nccl+speed=9", f"unknown key 'speed'; choose from: {', '.join(KNOBS)}"),
         ("nccl+max_ctas=8+max_ctas=4", "sets max_ctas twice"),
         ("nccl+max_ctas", "write max_ctas=N"),
         ("nccl+max_ctas=", "write max_ctas=N"),

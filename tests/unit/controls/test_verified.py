@@ -14,8 +14,9 @@ from counterpoint.controls import observe as module
 from counterpoint.controls.control import Lanes
 from counterpoint.controls.gemm_sms import GemmSmLimit
 from counterpoint.controls.observe import verified
-from counterpoint.controls.parse import KEYS, parse_mechanism
+from counterpoint.controls.parse import parse_mechanism
 from counterpoint.errors import NoEffect, Unsupported
+from counterpoint.pair.tuned_choices import KNOBS
 from counterpoint.records.measurement import Evidence, Observation
 
 RAN = msgspec.json.decode(Path(__file__).with_name("seen_2xh200.json").read_bytes(), type=dict[str, Observation])
@@ -111,7 +112,7 @@ def test_a_knob_idle_on_another_rank_is_raised_here(monkeypatch: pytest.MonkeyPa
 VALUES = {"priority": "high", "cta_policy": "zero", "order": "comm_resident", "windows": ""}
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KNOBS)
 def test_every_control_says_what_to_do(key: str) -> None:
     """No NoEffect without a remedy."""
     setting = f"{key}={VALUES.get(key, '2')}".removesuffix("=")

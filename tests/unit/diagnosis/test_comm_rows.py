@@ -7,6 +7,7 @@ import pytest
 from counterpoint.diagnosis.comm_rows import comm_rows
 from counterpoint.diagnosis.places import NamedRanges
 from counterpoint.diagnosis.stragglers import _STRUCTURAL
+from counterpoint.errors import BadTrace
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import host, op, rank, timeline
 
@@ -57,3 +58,10 @@ def test_metadata_outweigh_the_host() -> None:
     assert operation(SEND_RECV, "nccl:all_to_all", info=CollectiveInfo(op="broadcast")) == "broadcast"
     assert operation(SEND_RECV, "nccl:all_to_all", info=CollectiveInfo(op="coalesced")) == "all_to_all"
     assert operation(SEND_RECV, None, info=CollectiveInfo(op="all_to_all")) == "all_to_all"
+
+
+def test_a_group_of_impossible_size_is_a_bad_trace() -> None:
+    """Of more ranks than 32 bits count, which a file may say."""
+    read = timeline(rank(op("ncclDevKernel_AllGather", 0, 10, kind=Kind.COMM)), 0, 99_999_999_999)
+    with pytest.raises(BadTrace, match="a group of 99999999999 ranks"):
+        comm_rows(read, NamedRanges.of(read))

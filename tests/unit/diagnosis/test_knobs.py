@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.controls.parse import KEYS
 from counterpoint.diagnosis.tuning_effect import find_tuning_effect
 from counterpoint.errors import BadTrace, Misconfigured
+from counterpoint.pair.tuned_choices import KNOBS
 from counterpoint.records.effect import KnobEffect, TuningEffect
 from counterpoint.records.tuning import LEAVE, Tried, TunedPair
 from counterpoint.rendering.effect_terminal import render_tuning_effect
@@ -236,10 +236,11 @@ def test_tokens_by_nccl_refute_an_exchange_by_copies() -> None:
     assert knobs(pair, copied(0, 40)) == {"push": "took_effect"}
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KNOBS)
 def test_no_knob_is_called_proved_by_a_trace_without_calls(key: str) -> None:
     """It is not seen, with what to do: also those of which a trace never holds anything."""
-    value = {"": "", "high|default|low|NUMBER": "=high", "default|efficiency|zero": "=zero"}.get(KEYS[key], "=8")
+    words = {"": "", "high|default|low|NUMBER": "=high", "default|efficiency|zero": "=zero"}
+    value = (words | {"comm_resident": "=comm_resident"}).get(KNOBS[key], "=8")
     found = the(effect((chosen(f"nccl+{key}{value}"),), (gemm(0, 100),)), f"{key}{value}")
     assert (found.state, bool(found.fix)) == ("not_seen", True)
 
@@ -308,7 +309,7 @@ def test_a_trace_without_a_gpu_is_refused() -> None:
 
 @pytest.mark.parametrize("mechanism", ["nccl+max_ctas=x", "zero_sm+gemm_sms="])
 def test_a_knob_without_its_number_is_refused(mechanism: str) -> None:
-    with pytest.raises(Misconfigured, match="needs a number"):
+    with pytest.raises(Misconfigured, match="allowed knobs are"):
         effect((chosen(mechanism),), (comm("all_gather", 0, 9),))
 
 

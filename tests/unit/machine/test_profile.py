@@ -220,6 +220,12 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> No
     assert str(raised.value).isprintable()
 
 
+def test_an_empty_path_is_refused() -> None:
+    """It is no way to say that there is none, and a variable that was not set ends in it."""
+    with pytest.raises(Misconfigured, match="an empty path of a profile: give the path of one, or None"):
+        profile_of(None, "")
+
+
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_crossovers_are_what_was_measured(operation: str) -> None:
     """Below the crossover NCCL is faster alone, or within 2 %; from it on the library is, or within 1 %."""

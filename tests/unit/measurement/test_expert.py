@@ -119,14 +119,14 @@ def test_transport_on_sms_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Launched(kind="kernel", name="ncclDevKernel_SendRecv(ncclDevKernelArgs)", grid=(24, 1, 1))
     permuting = Launched(kind="kernel", name="_permute_kernel", grid=(4096, 1, 1))
     copy = Launched(kind="copy", name="Memcpy PtoP (Device -> Device)", bytes=1 << 20)
-    ran = {"torch": (nccl, permuting), "gather": (permuting, copy), "push": (nccl, copy)}
+    ran = {"torch": (nccl, permuting), "gather": (permuting, copy), "slabs": (nccl, copy)}
     monkeypatch.setattr(expert, "sides_of_all", lambda lanes, device: [((), comm) for comm in ran.values()])
     found = expert._observed(cast(Any, SeenSession()), dict.fromkeys(ran, cast(Any, None)), cast(Any, None))
     assert {name: one.usage and one.usage.comm_ctas for name, one in found.items()} == {
-        "torch": 24, "gather": 0, "push": 24,
+        "torch": 24, "gather": 0, "slabs": 24,
     }  # fmt: skip
-    assert [name for name, one in found.items() if one.marked] == ["push"]
-    assert found["push"].marked == "its transport took SMs: a kernel of 24 blocks"
+    assert [name for name, one in found.items() if one.marked] == ["slabs"]
+    assert found["slabs"].marked == "its transport took SMs: a kernel of 24 blocks"
 
 
 @pytest.mark.parametrize(

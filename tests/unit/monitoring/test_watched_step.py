@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 import counterpoint
+from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
 from counterpoint.diagnosis.engine import Engine, digest_file
 from counterpoint.errors import BadTrace, Misconfigured
 from counterpoint.monitoring.beside import put, wait_for, watched_step
 from counterpoint.monitoring.exporters import JsonLines, Prometheus, TensorBoard, numbers
-from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.records.watch import WatchedStep
 from counterpoint.trace.source import Limits, TraceFile
+from counterpoint.trace.timeline import HostKind
+from tests.support.job_builder import Rank, comm, digested, host, op, rank
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 
@@ -66,6 +69,41 @@ def test_the_line_tells_usual_steps_from_recorded_ones() -> None:
     found = diagnosed("fsdp-healthy")
     assert watched_step(found, 500, (), 100e3).line.startswith("step 500: 100 ms (156 ms while recorded), ")
     assert watched_step(found, 500, (), 150e3).line.startswith("step 500: 156 ms, ")
+
+
+def test_the_edge_of_a_recording_is_nobodys_fault() -> None:
+    """The trace of one rank ends 10 ms before those of the others: that says nothing of the training."""
+    (late, *others) = diagnosed("fsdp-host-stall").stragglers
+    edge = msgspec.structs.replace(late, cause="unknown", detail="nothing_recorded")
+    found = msgspec.structs.replace(diagnosed("fsdp-host-stall"), stragglers=(edge, *others))
+    cut = Finding(
+        kind="not_recorded", cost_us=9e6, severity="high", title="Nothing was recorded", evidence="", advice=""
+    )
+    said = watched_step(msgspec.structs.replace(found, findings=(cut, *found.findings)), 500, ())
+    assert (said.late_rank, "Nothing was recorded" in said.line, "nothing was" in said.line) == (None, False, False)
+
+
+def test_a_host_that_is_late_before_its_first_event_is_not_blamed() -> None:
+    """One of three ranks begins to record 10 ms after the others."""
+    edge = 10_000.0
+
+    def recorded(first: float) -> Rank:
+        gathers = [comm("AllGather", first, edge + 100.0, seq=1), comm("AllGather", edge + 300.0, edge + 400.0, seq=2)]
+        return rank(op("gemm", edge + 100.0, edge + 300.0), *gathers, steps=[(0.0, edge + 500.0)])
+
+    digests = [digested(recorded(edge if number == 2 else 50.0), number, 3) for number in range(3)]
+    found = diagnose_digests(digests, ["0", "1", "2"]).diagnosis
+    assert [one.detail for one in found.stragglers] == ["nothing_recorded"]
+    assert watched_step(found, 500, ()).late_rank is None
+
+
+def test_the_line_of_one_rank_is_of_its_gpu_and_host() -> None:
+    """It communicates with nobody: how long its GPU idles, for what, and in which operation of the host."""
+    item = host("aten::item", 100.0, 700.0, HostKind.OP)
+    parts = [op("gemm", 10.0, 100.0), item, op("gemm", 720.0, 1000.0, launch=705.0)]
+    found = diagnose_digests([digested(rank(*parts, steps=[(0.0, 1000.0)]))], ["0"]).diagnosis
+    line = watched_step(found, 500, ()).line
+    assert line == "step 500: 1.0 ms, GPU idle 63 %, 0.6 ms: the GPUs run dry at synchronisations (aten::item)"
 
 
 def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:

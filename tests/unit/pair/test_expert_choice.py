@@ -12,7 +12,6 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.expert_choice import (
     CAPTURED,
-    EAGER,
     MECHANISMS,
     ExpertExchange,
     choose_expert,
@@ -45,7 +44,7 @@ def test_decode_sizes_are_left_to_torch(layer: ExpertExchange, ranks: int, token
 
 def test_the_reason_of_a_refusal_has_its_figures() -> None:
     """Who is refused reads why: how much of the time of ours would pass without any token."""
-    why = choose_expert(replace(QWEN, tokens=64)).why
+    why = choose_expert(replace(QWEN, tokens=64), offered=("torch", "gather")).why
     assert why.startswith("64 tokens are too few for gather: ")
     assert why.endswith(" µs would pass without any")
 
@@ -59,12 +58,12 @@ def test_the_reason_of_a_refusal_has_its_figures() -> None:
         (replace(DEEPSEEK, beside_us=5000), "gather"),
         (replace(MIXTRAL, ranks=2), "torch"),  # measured: 11.4 ms a layer, 12.0 by gather
         (replace(MIXTRAL, ranks=2, beside_us=3800), "gather"),
-        (replace(MIXTRAL, beside_us=9600), "push"),  # 4 times the bytes of push
+        (replace(MIXTRAL, beside_us=9600), "slabs"),  # gather moves 3 times the bytes of slabs
         (MIXTRAL, "torch"),  # alone, nothing hides
     ],
 )
 def test_the_choice_for_known_layers(layer: ExpertExchange, mechanism: str) -> None:
-    """Top-8 is gathered; top-2 on 8 ranks is pushed where something hides it, and left to NCCL where nothing does."""
+    """Top-8 is gathered; top-2 on 8 ranks goes in slabs where something hides it, else by NCCL."""
     assert choose_expert(layer).mechanism == mechanism
 
 
@@ -72,7 +71,7 @@ def test_the_choice_for_known_layers(layer: ExpertExchange, mechanism: str) -> N
 def test_no_mechanism_that_is_predicted_to_lose_is_chosen(layer: ExpertExchange) -> None:
     """Ours is chosen only where it is predicted to beat torch by the margin, and nothing offered beats it by that."""
     plan = choose_expert(layer)
-    added = {name: plan.predicted_us[name] - layer.beside_us for name in EAGER}
+    added = {name: plan.predicted_us[name] - layer.beside_us for name in MECHANISMS}
     if plan.mechanism != "torch":
         assert added[plan.mechanism] <= 0.9 * added["torch"]
         assert 0.9 * added[plan.mechanism] <= min(added.values()) + 1e-6
@@ -96,7 +95,7 @@ def test_more_tokens_take_longer(layer: ExpertExchange, more: int) -> None:
 
 
 def test_a_graph_gets_a_mechanism_without_the_host() -> None:
-    """Neither torch nor push can be recorded, whatever the sizes."""
+    """Torch cannot be recorded, whatever the sizes."""
     for tokens in (1, 8192):
         assert choose_expert(replace(MIXTRAL, captured=True, tokens=tokens)).mechanism in CAPTURED
     assert choose_expert(replace(MIXTRAL, captured=True)).mechanism == "slabs"  # fewer bytes
@@ -104,7 +103,7 @@ def test_a_graph_gets_a_mechanism_without_the_host() -> None:
 
 
 def test_only_what_is_offered_is_chosen() -> None:
-    """As where push does not run, or slabs may drop rows; all predictions are there all the same."""
+    """As where slabs may drop rows; all predictions are there all the same."""
     plan = choose_expert(replace(MIXTRAL, beside_us=9600), offered=("gather", "torch"))
     assert plan.mechanism in ("torch", "gather")
     assert set(plan.predicted_us) == set(MECHANISMS)
@@ -113,7 +112,7 @@ def test_only_what_is_offered_is_chosen() -> None:
 def test_a_mechanism_takes_no_less_than_its_host() -> None:
     """Where the host of ours is slower than all of torch's way, torch's way it is."""
     torch_us = choose_expert(QWEN).predicted_us["torch"]
-    plan = choose_expert(QWEN, host_us={"gather": 2 * torch_us, "push": 2 * torch_us})
+    plan = choose_expert(QWEN, host_us={"gather": 2 * torch_us, "slabs": 2 * torch_us})
     assert (plan.mechanism, plan.predicted_us["gather"]) == ("torch", 2 * torch_us)
 
 
@@ -123,10 +122,10 @@ def test_the_same_figures_give_the_same_choice() -> None:
 
 
 def test_routing_to_one_rank_does_not_lengthen_a_gather() -> None:
-    """It gathers all tokens anyway: only its kernels have more rows, and those of one rank by push many more copies."""
+    """It gathers all tokens anyway: only its kernels have more rows, and one rank of torch gets many more."""
     skewed = replace(QWEN, imbalance=2.0)
     longer = {name: parts_us(skewed, name) - parts_us(QWEN, name) for name in MECHANISMS}
-    assert longer["gather"] < 0.35 * longer["push"]
+    assert longer["gather"] < 0.35 * longer["torch"]
 
 
 @pytest.mark.parametrize(("layer", "measured_us"), [(QWEN, 130), (replace(MIXTRAL, ranks=2), 220)])
@@ -160,5 +159,5 @@ def test_wrong_options_are_named() -> None:
     """A margin out of range, and nothing that a graph could hold."""
     with pytest.raises(Misconfigured, match=r"margin=1.0, .*give 0 <= margin < 1"):
         choose_expert(QWEN, margin=1.0)
-    with pytest.raises(Misconfigured, match=r"offered=torch, push: .* at least one of gather, slabs"):
-        choose_expert(replace(QWEN, captured=True), offered=("torch", "push"))
+    with pytest.raises(Misconfigured, match=r"offered=torch: .* at least one of gather, slabs"):
+        choose_expert(replace(QWEN, captured=True), offered=("torch",))

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import Choices, matmul_workload
+from counterpoint.pair.tuned_choices import COLLECTIVES, Choices, matmul_workload
 from counterpoint.records.tuning import LEAVE, Tried, Tuned, TunedPair
 from tests.support.example_tuned import example_tuned
 
@@ -169,10 +170,17 @@ def test_nothing_is_found_in_an_empty_tuning() -> None:
         ),
         (
             changed(GATHER, operation="exchange"),
-            "a pair of exchange has mechanism 'zero_sm': allowed are leave, torch, gather",
+            "a pair of exchange has mechanism 'zero_sm': allowed are leave, torch, gather, slabs,",
         ),
+        (changed(GATHER, operation="gather_all"), "operation 'gather_all': allowed are all_gather"),
+        (changed(GATHER, compute_dtype="int7"), "dtype 'int7': allowed are bfloat16"),
     ],
 )
-def test_a_mechanism_of_another_operation_is_refused(pair: TunedPair, said: str) -> None:
+def test_a_choice_that_cannot_be_is_refused(pair: TunedPair, said: str) -> None:
     with pytest.raises(Misconfigured, match=said):
         Choices(tuned(pair), HERE)
+
+
+def test_operations_are_those_that_can_be_measured() -> None:
+    """A choice of any other was not made by `tune`."""
+    assert measured_by("torch") == COLLECTIVES

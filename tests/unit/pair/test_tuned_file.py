@@ -45,6 +45,13 @@ def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> Non
         ("[made]", "[made", "line"),
         ("us = ", "us = -", ">= 0"),
         ("seconds = ", "seconds = nan # ", ">= 0"),
+        ("seconds = ", f"seconds = {'9' * 5000} # ", "a number has thousands of digits"),
+        ('"zero_sm"', '"zero_sm+foo=bar"', "allowed knobs are priority="),
+        ('"zero_sm"', '"zero_sm+chunk_bytes=-5"', "allowed knobs are priority="),
+        ('"zero_sm"', f'"zero_sm+gemm_sms={"9" * 20}"', r"gemm_sms=N\|fit, .*with numbers of up to 9 digits"),
+        ('"zero_sm"', '"zero_sm+windows=1"', "allowed knobs are"),
+        ('"all_gather"', '"all_gathers"', "operation 'all_gathers': allowed are all_gather, reduce_scatter"),
+        ('mechanism = "zero_sm"', 'mechanism = "zero_sm"\ndtype = "bf16"', "dtype 'bf16': allowed are bfloat16"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, before: str, after: str, said: str) -> None:

@@ -54,13 +54,12 @@ def test_the_least_that_fits_is_taken(communicator: Any) -> None:
     assert len(communicator.made) == 4
 
 
-def test_memory_that_is_not_kept_is_new_each_time(communicator: Any) -> None:
+def test_shared_memory_is_new_each_time(communicator: Any) -> None:
     """Peers are told when it is free."""
-    memory = CallMemory(communicator, keeps=False)
+    memory = CallMemory(communicator)
     for _ in range(2):
-        memory.give_back(memory.empty(64, dtype=torch.uint8))
-    memory.shared("gathered", 64, dtype=torch.uint8)
-    assert communicator.made == [True, True, True]
+        memory.shared("gathered", 64, dtype=torch.uint8)
+    assert communicator.made == [True, True]
 
 
 @pytest.mark.parametrize(("last", "waited_for"), [(0, "the default stream"), (7, "stream 7")])

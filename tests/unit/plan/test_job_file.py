@@ -91,6 +91,10 @@ latency_us = 2
             'compression.method = "gzip": give one of powersgd, quantized, randomk, topk',
         ),
         (changed("zero = 3", "zero = 4"), "parallel.zero = 4: give one of 0, 1, 2, 3"),
+        (
+            changed("dp = 8", 'dp = 8\nexpert_exchange = "push"'),
+            'parallel.expert_exchange = "push": give one of all_to_all, gather, slabs',
+        ),
         ('model = "llama3-8b"', "there is no table [training]"),
         (
             changed('[model]\nname = "llama3-8b"', "[model]\nlayers = 3"),

@@ -290,14 +290,6 @@ def test_experts_recomputed_have_their_exchanges_hidden_again() -> None:
     assert again.parts["expert_us"] < 1.6 * kept.parts["expert_us"]
 
 
-def test_pushes_need_ranks_of_one_node() -> None:
-    """Copy engines reach no further; on one rank of ep nothing is pushed."""
-    assert job(SPARSE, dp=16, ep=8, expert_exchange="push").parallel.expert_exchange == "push"
-    assert job(SPARSE, dp=16, expert_exchange="push").parallel.ep == 1
-    with pytest.raises(Misconfigured, match="copy engines reach the GPUs of a node; give a smaller ep, or another"):
-        job(FINE, dp=16, ep=16, expert_exchange="push")
-
-
 def tiny(**kwargs: Any) -> Job:
     """A layer with too little work for its kernels: 128 tokens of a narrow model, eager."""
     narrow = Model(layers=16, hidden=1024, heads=16, gated=True, vocab=1024)

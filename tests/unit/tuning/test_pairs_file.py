@@ -94,7 +94,9 @@ def test_a_pair_that_cannot_be_measured_is_refused(tmp_path: Path, fields: dict[
         read_pairs(written(tmp_path, **fields))
 
 
-@pytest.mark.parametrize("text", ["", "pair = 3", "[[pair", "[[pairs]]\noperation = 'x'", "pair = []"])
+@pytest.mark.parametrize(
+    "text", ["", "pair = 3", "[[pair", "[[pairs]]\noperation = 'x'", "pair = []", "x = " + "9" * 5000]
+)
 def test_a_file_without_pairs_says_what_to_give(tmp_path: Path, text: str) -> None:
     path = tmp_path / "pairs.toml"
     path.write_text(text)

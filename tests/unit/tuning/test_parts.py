@@ -80,10 +80,10 @@ def test_a_pair_of_unknown_order_counts_by_the_mean_over_orders() -> None:
 
 def test_an_exchange_is_dispatch_and_combine() -> None:
     """Their times add up, and another exchange has none of them."""
-    machine = PlantedMachine(together_us=lambda _, name, order: {"torch": 900.0, "push": 500.0}[name])
-    measured = machine.measure_parts("t", [part_of(EXCHANGE, ["torch", "push"])], device="cpu", world_size=2, rounds=6)
+    machine = PlantedMachine(together_us=lambda _, name, order: {"torch": 900.0, "slabs": 500.0}[name])
+    measured = machine.measure_parts("t", [part_of(EXCHANGE, ["torch", "slabs"])], device="cpu", world_size=2, rounds=6)
     found = times_of(EXCHANGE, measured)
-    assert {each.mechanism: each.us for each in found.tried} == {"torch": 900.0, "push": 500.0}
+    assert {each.mechanism: each.us for each in found.tried} == {"torch": 900.0, "slabs": 500.0}
     assert (
         times_of(StepPair(operation="exchange", compute="tiny 64 zipf", bytes_per_rank=1, ranks=2), measured).tried
         == ()
@@ -113,16 +113,18 @@ def test_a_mechanism_is_compared_with_stock_in_each_round() -> None:
 def test_both_legs_of_an_exchange_are_compared_together() -> None:
     """The difference to stock is that of their sum."""
     machine = PlantedMachine(
-        together_us=lambda _, name, order: {"torch": 900.0, "push": 500.0}[name], noise=0.01, drift=0.001
+        together_us=lambda _, name, order: {"torch": 900.0, "slabs": 500.0}[name], noise=0.01, drift=0.001
     )
-    measured = machine.measure_parts("t", [part_of(EXCHANGE, ["torch", "push"])], device="cpu", world_size=2, rounds=12)
-    stock, push = times_of(EXCHANGE, measured).tried
+    measured = machine.measure_parts(
+        "t", [part_of(EXCHANGE, ["torch", "slabs"])], device="cpu", world_size=2, rounds=12
+    )
+    stock, slabs = times_of(EXCHANGE, measured).tried
     legs = [
         {row.mechanism: np.array(row.time.rounds_us, float) for row in measured.blocks if row.what.startswith(leg)}
         for leg in LEGS
     ]
-    less = legs[0]["torch"] - legs[0]["push"] + legs[1]["torch"] - legs[1]["push"]
-    assert stock.us - push.us == pytest.approx(np.sort(less)[1:-1].mean(), abs=0.002)
+    less = legs[0]["torch"] - legs[0]["slabs"] + legs[1]["torch"] - legs[1]["slabs"]
+    assert stock.us - slabs.us == pytest.approx(np.sort(less)[1:-1].mean(), abs=0.002)
 
 
 def test_a_measurement_without_its_rounds_gives_medians() -> None:

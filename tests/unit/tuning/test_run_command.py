@@ -24,7 +24,7 @@ def test_the_script_is_found(command: str, launcher: str, script: str) -> None:
     """Behind all options of the launcher; `-m counterpoint...` comes between."""
     parsed = parse_command(command)
     assert (" ".join(parsed.launcher), " ".join(parsed.script)) == (launcher, script)
-    assert " ".join(parsed.arguments) == f"{launcher} -m {SCRIPT} {script}"
+    assert " ".join(parsed.arguments(SCRIPT)) == f"{launcher} -m {SCRIPT} {script}"
 
 
 def test_variables_before_a_command() -> None:

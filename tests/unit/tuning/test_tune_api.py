@@ -156,9 +156,9 @@ def test_a_second_run_chooses_alike(tune: Callable[..., Tuned]) -> None:
 
 def test_dependent_pairs_and_exchanges_are_decided_too(tune: Callable[..., Tuned]) -> None:
     """Each against torch, its stock."""
-    machine = PlantedMachine(together_us=truth(cuts=1200.0, push=1300.0), noise=0.002)
+    machine = PlantedMachine(together_us=truth(cuts=1200.0, slabs=1300.0), noise=0.002)
     found = tune(machine, MATMUL, EXCHANGE)
-    assert [(pair.mechanism, pair.stock) for pair in found.pair] == [("cuts", "torch"), ("push", "torch")]
+    assert [(pair.mechanism, pair.stock) for pair in found.pair] == [("cuts", "torch"), ("slabs", "torch")]
 
 
 def test_a_prediction_is_kept_beside_each_time(tune: Callable[..., Tuned]) -> None:

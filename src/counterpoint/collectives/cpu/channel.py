@@ -20,7 +20,6 @@ from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, mismatch
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
 from counterpoint.collectives.program.calls import Buffer, Span
-from counterpoint.collectives.program.late_sizes import FIELDS, filled_in
 from counterpoint.collectives.program.operations import most_staging_bytes
 from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.collectives.program.steps import (
@@ -121,11 +120,6 @@ class CpuCall:
         self.local = dict(submission.local)
         self.reduced = threading.Event()
         self.reduced.set()
-        self._filled: Program | None = None  # the program of a call with late sizes
-        if submission.late is not None and submission.program is not None:
-            numbers = (ctypes.c_int64 * (FIELDS * self.memory.world_size)).from_address(submission.late.table)
-            blocks = submission.late.blocks(list(numbers))
-            self._filled = filled_in(submission.program, blocks, submission.late.row_bytes)
 
     def run_lane(self, lane: int) -> None:
         """Run one lane of this call in that lane's thread; the `COPY` lane runs the call and starts `REDUCE`."""
@@ -165,8 +159,6 @@ class CpuCall:
     def _program(self) -> Program:
         """Return this rank's program; the ranks meet first in debug mode, or to exchange split sizes."""
         rows = self._met() if self.submission.meets else []
-        if self._filled is not None:
-            return self._filled
         if self.submission.program is not None:
             return self.submission.program
         assert isinstance(self.submission.call, UnevenSplits)

@@ -19,7 +19,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging_slices
-from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished, used_twice
+from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished
 from counterpoint.collectives.submit.tensors import CPU
 from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured, Unsupported
@@ -98,8 +98,6 @@ class CpuTransport:
             raise unfinished(before.current)
         early = submission.early
         handshake = early is None or early.handshake
-        if submission.late is not None and handshake:
-            raise Misconfigured(used_twice(submission.current(number)))
         if early is not None:
             early.block.ready = False
         channel = self._channels[submission.channel]
@@ -135,18 +133,21 @@ class CpuTransport:
         self.watchdog.close()
         self.memory.close()
 
+    def abort(self) -> None:
+        """Do as `close`, which waits for no peer."""
+        self.close()
+
     def _early_region(self, num_bytes: int) -> int:
         region = self.memory.create(num_bytes)
         self.watchdog.statuses[self.memory.rank].early_regions[len(self.early.regions)] = region
         return region
 
-    def _release(self, block: EarlyBlock) -> bool:
-        """Signal the peers that a block is free, and return True; its tensor has died, so no load of it can follow."""
+    def _release(self, block: EarlyBlock) -> None:
+        """Signal the peers that a block is free: its tensor has died, so no load of it can follow."""
         if block.ready or self.failure.error is not None:
-            return True
+            return
         word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)
         for peer in range(self.memory.world_size):
             if peer != self.memory.rank:
                 self.memory.statuses[peer].early[block.number][word] = 1
         block.ready = True
-        return True

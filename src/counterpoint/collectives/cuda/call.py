@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any, Literal
 
 from counterpoint.collectives.cuda.context import CudaContext
+from counterpoint.collectives.cuda.device import in_context
 from counterpoint.collectives.cuda.driver import Bound, Executor, Graph, ReductionLauncher
 from counterpoint.collectives.cuda.events import EventPool, StreamPoint
 from counterpoint.collectives.cuda.lower import DriverCall
@@ -141,7 +142,7 @@ class CudaWork:
         ended: StreamPoint,
         keep: tuple[Any, ...],
     ) -> None:
-        self._context, self._submission = context, submission
+        self._context, self._gpu, self._submission = context, context.gpu, submission
         self.number, self.record, self.prepared = number, record, prepared
         self.began, self.ended, self.keep = began, ended, keep
         self.begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
@@ -156,6 +157,7 @@ class CudaWork:
         """Return the name and number of the call, for errors and the watchdog."""
         return self._submission.current(self.number)
 
+    @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
         """Let the current stream wait for the end; the host waits only with `timeout_s`, for up to that many seconds.
 
@@ -180,6 +182,7 @@ class CudaWork:
         self.keep = ()  # this stream now waits for the end, so later users of the memory on it do, too
         return True
 
+    @in_context
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
         return not self.ended.capture and self._context.events.passed(self.ended)

@@ -139,7 +139,7 @@ class CallQueue:
         """Queue the call after the last one of the channel, and record its memory; return its begin and its end."""
         events = self.context.events
         stream = self.stream if submission.async_op else current
-        last, begin = self.last.get(capture), None
+        last, begin = self._last(capture), None
         if stream != current:
             begin = events.record(current, capture)  # counts as the call's begin: its own stream runs only calls
             events.wait(stream, begin)
@@ -154,6 +154,17 @@ class CallQueue:
             return begin, begin  # `finish` records the end
         end = self.last[capture] = prepared.last = events.record(stream, capture)
         return begin, end
+
+    def _last(self, capture: int) -> StreamPoint | None:
+        """Return the end of the latest call in this capture; at the first call in one, forget captures that ended."""
+        if capture not in self.last:
+            current, events = self.context.gpu.capture_of, self.context.events
+            self.last = {
+                number: point
+                for number, point in self.last.items()
+                if number in (0, current(events.handle(point.stream)))
+            }
+        return self.last.get(capture)
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
         """Record in `StreamOrder` which memory the call uses; repeated calls do so only after memory was freed."""

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from counterpoint.collectives.cuda.device import Gpu
+from counterpoint.collectives.cuda.device import Gpu, in_context
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
 from counterpoint.collectives.cuda.memory import FlagLayout
 from counterpoint.collectives.host.announce import Announcer
@@ -43,6 +43,7 @@ class Growth:
         self.epoch = 0
         """Counts the regions made: after a new one an address may mean something else."""
 
+    @in_context
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
         """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
@@ -15,6 +16,31 @@ from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class _OnGpu(Protocol):
+    _gpu: Any
+
+
+_Object = TypeVar("_Object", bound=_OnGpu)
+
+
+def in_context(
+    method: Callable[Concatenate[_Object, _Arguments], _Result],
+) -> Callable[Concatenate[_Object, _Arguments], _Result]:
+    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
+
+    @wraps(method)
+    def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        if self._gpu.is_current():
+            return method(self, *arguments, **keywords)
+        with self._gpu.current():
+            return method(self, *arguments, **keywords)
+
+    return run
 
 
 @lru_cache(maxsize=1)
@@ -48,10 +74,15 @@ class Gpu:
             torch.cuda.current_stream().synchronize()  # makes the context, if nothing has yet
             _, self._context = self.driver.cuCtxGetCurrent()
         self._raw_stream = raw_stream()
+        self._current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self._thread = threading.local()
 
-    def why_not(self, group: Any) -> str | None:
-        """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it."""
-        return why_not(gather_values(group, CudaCard.of(self.device.index)))
+    def why_not(self, group: Any, *, share_gpu: bool) -> str | None:
+        """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it.
+
+        With `share_gpu` two ranks may use one GPU.
+        """
+        return why_not(gather_values(group, CudaCard.of(self.device.index)), share_gpu=share_gpu)
 
     def memory(self, group: Any) -> SymmetricMemory:
         """Return the symmetric memory that this GPU shares with the GPUs of the group."""
@@ -108,20 +139,28 @@ class Gpu:
     def _exchange(self, mode: Any) -> Any:
         return self.driver.cuThreadExchangeStreamCaptureMode(mode)[1]
 
+    def is_current(self) -> bool:
+        """Return whether the calling thread is in a context of this GPU: torch's current device there is this GPU.
+
+        Torch counts device 0 as current in a new thread, such as autograd's, which has no context until its first
+        kernel, so that the driver would refuse to make an event there. Such a thread gets the context here, once.
+        """
+        if self._current_device() != self.device.index:
+            return False
+        if not hasattr(self._thread, "entered"):
+            if not int(self.driver.cuCtxGetCurrent()[1]):
+                self.driver.cuCtxSetCurrent(self._context)
+            self._thread.entered = True
+        return True
+
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU's context the current one, and restore the thread's earlier context at the end."""
+        """Make this GPU's context the current one, and restore the thread's earlier context, or none, at the end."""
         self.driver.cuCtxPushCurrent(self._context)
         try:
             yield
         finally:
             self.driver.cuCtxPopCurrent()
-
-    def pinned_numbers(self, count: int) -> Any:
-        """Return so many numbers of 64 bits in pinned memory of the host."""
-        import torch
-
-        return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
     def synchronize(self) -> None:
         """Wait for the current stream."""

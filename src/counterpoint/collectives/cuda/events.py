@@ -8,7 +8,8 @@ from collections import deque
 from itertools import count
 from typing import Any
 
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.cuda.device import in_context
+from counterpoint.collectives.memory.pool import Location, NotReusable
 from counterpoint.errors import CounterpointError
 
 _PAUSE_S = 1e-4
@@ -118,23 +119,27 @@ class StreamOrder:
         if stream != into:
             self._uses[at].discard(stream)
 
-    def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | None:
+    @in_context
+    def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | NotReusable:
         """Return the points of streams that have to pass before these freed bytes are reused.
 
-        Return None if they cannot be reused: a graph may use them at any replay, or one of their streams is now in a
-        capture, whose points cannot be waited for from outside.
+        Return "never" if a graph may use them at any replay, "later" while one of their streams is in a capture, whose
+        points cannot be waited for from outside.
         """
         region, first, end = at.region, at.offset, at.offset + num_bytes
         with self._lock:
             places = [place for place in self._uses if place.region == region and first <= place.offset < end]
             streams = set[int]().union(*(self._uses[place] for place in places))
-            if _IN_A_GRAPH in streams or any(self._gpu.capture_of(self._events.handle(stream)) for stream in streams):
-                return None
+            if _IN_A_GRAPH in streams:
+                return "never"
+            if any(self._gpu.capture_of(self._events.handle(stream)) for stream in streams):
+                return "later"
             self.epoch += 1
             for place in places:
                 del self._uses[place]
         return tuple(self._events.record(stream) for stream in sorted(streams))
 
+    @in_context
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
         """Let the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
         stream = self._gpu.current_stream()

@@ -7,18 +7,17 @@ passes file descriptors between the processes of one host, and maps every peer's
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from counterpoint.collectives.host.status import MAX_CHUNKS, MAX_EARLY_BLOCKS
 from counterpoint.collectives.memory.pool import Location, SymmetricMemory
 from counterpoint.collectives.program.steps import flag_words
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.rehearsed import host_id
 
-_ENVIRONMENT = {  # torch reads them at every rendezvous
+_ENVIRONMENT = {  # torch reads them at every rendezvous; what the user has set stays
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch compares indices, equal if each rank sees only its GPU
 }
@@ -31,7 +30,7 @@ _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some o
 class CudaCard:
     """Describes a rank's GPU; the ranks exchange cards through their process group before they share memory."""
 
-    host: str  # boot id of the host, or its name
+    host: str  # `host_id`
     gpu: str  # UUID
     no_access: tuple[str, ...] = ()  # UUIDs of visible GPUs that this one cannot reach
     lacks: str | None = None  # why this process has no symmetric memory, whatever its peers have; None: it has
@@ -41,27 +40,32 @@ class CudaCard:
         """Return the card of this process with its GPU."""
         import torch
 
-        boot = Path("/proc/sys/kernel/random/boot_id")
         reach = torch.cuda.can_device_access_peer
         others = [other for other in range(torch.cuda.device_count()) if other != device]
         return cls(
-            host=boot.read_text().strip() if boot.exists() else os.uname().nodename,
+            host=host_id(),
             gpu=_uuid(device),
             no_access=tuple(_uuid(other) for other in others if not reach(device, other)),
             lacks=_lacking(device),
         )
 
 
-def why_not(cards: Sequence[CudaCard]) -> str | None:
-    """Return why these ranks cannot share GPU memory, the same on all; None if the cards show no obstacle."""
+def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
+    """Return why these ranks cannot share GPU memory, the same on all; None if the cards show no obstacle.
+
+    Two ranks of one GPU are an obstacle without `share_gpu`.
+    """
     for rank, card in enumerate(cards):
         if card.lacks is not None:
             return f"rank {rank}: {card.lacks}"
         if card.host != cards[0].host:
             return f"ranks 0 and {rank} are on different hosts; use one group for the ranks of each host"
         for peer, other in enumerate(cards[:rank]):
-            if card.gpu == other.gpu:
-                return f"ranks {peer} and {rank} use the same GPU; give each rank a GPU of its own"
+            if card.gpu == other.gpu and not share_gpu:
+                return (
+                    f"ranks {peer} and {rank} use the same GPU; give each rank a GPU of its own, or run "
+                    "the script by counterpoint rehearse, which lets ranks share one"
+                )
             if other.gpu in card.no_access or card.gpu in other.no_access:
                 return f"the GPUs of ranks {peer} and {rank} have no peer access to each other (no NVLink or PCIe P2P)"
     return None
@@ -83,14 +87,17 @@ def _lacking(device: int) -> str | None:
     if missing:
         return f"torch's symmetric memory has no {missing[0]}; use torch 2.11 to 2.13"
     try:
-        _use_cuda_backend(device)
+        _prepare_process(device)
     except Unsupported as error:
         return str(error)
     return None
 
 
-def _use_cuda_backend(device: int) -> None:
-    """Make CUDA the backend of this process's symmetric memory; torch prefers NVSHMEM if that is installed.
+def _prepare_process(device: int) -> None:
+    """Make CUDA the backend of this process's symmetric memory, without multicast unless the environment asks for it.
+
+    Torch prefers NVSHMEM if that is installed. Its check of device indices is off: `why_not` compares UUIDs. Variables
+    are set when the first communicator opens, and never later, when threads of NCCL or the user may read them.
 
     Raises:
         Unsupported: the process already has symmetric memory of another backend.
@@ -98,6 +105,8 @@ def _use_cuda_backend(device: int) -> None:
     import torch
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if not hasattr(_SymmetricMemory, "set_backend"):
         return  # this torch has no other backend
     current = _SymmetricMemory.get_backend(torch.device("cuda", device))
@@ -110,21 +119,6 @@ def _use_cuda_backend(device: int) -> None:
             f"symmetric memory of this process comes from {current}, and has to come from {_BACKEND}: {error}; "
             f"set TORCH_SYMMMEM={_BACKEND} before torch is imported"
         ) from error
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set `_ENVIRONMENT`: no multicast, and no check of device indices (`why_not` compares UUIDs); restore it after."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +144,7 @@ class CudaMemory:
         self.device = device
         self._regions: dict[int, _Region] = {}
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
-        _use_cuda_backend(device)
+        _prepare_process(device)
 
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros. All ranks call it together, with the same size.
@@ -193,8 +187,7 @@ class CudaMemory:
 
         name: Any = _get_process_group_name(self.group)  # `group_name` asks a backend, which groups may share
         try:
-            with _environment():
-                handle = rendezvous(tensor, name)
+            handle = rendezvous(tensor, name)
         except RuntimeError as error:
             raise Unsupported(
                 f"no {tensor.nbytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks "

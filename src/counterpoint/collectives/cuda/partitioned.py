@@ -11,6 +11,7 @@ from typing import Any
 
 from counterpoint.collectives.cuda.call import NEVER, CudaWork, Prepared
 from counterpoint.collectives.cuda.context import CudaContext
+from counterpoint.collectives.cuda.device import in_context
 from counterpoint.collectives.cuda.driver import Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamPoint
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
@@ -108,6 +109,7 @@ class PartitionedCudaWork(CudaWork):
         self.sent: tuple[BlockPartition, ...] = prepared.cut.sent
         self.received: tuple[BlockPartition, ...] = prepared.cut.received
 
+    @in_context
     def ready(self, count: int) -> None:
         """Let the first `count` partitions leave after what the current stream holds; see `PartitionedWork`."""
         cut, stream = self._cut, self._stream
@@ -119,6 +121,7 @@ class PartitionedCudaWork(CudaWork):
         cut.send(self._left, count).start(stream, events, capture)
         self._left = count
 
+    @in_context
     def ready_when(self, word: int, value: int) -> None:
         """Let the next partition leave when the word at this address is `value` or more; it is set to 0 then.
 
@@ -141,6 +144,7 @@ class PartitionedCudaWork(CudaWork):
         one, world_size = self.received[0], self.prepared.program.world_size
         return self._cut.word(0) - WORD_BYTES * (one.chunk * world_size + one.peer)
 
+    @in_context
     def arrived(self, count: int) -> None:
         """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
         count = min(count, len(self.received))
@@ -150,6 +154,7 @@ class PartitionedCudaWork(CudaWork):
         self._cut.receive(self._come, count).start(current, self._context.events, capture)
         self._come = count
 
+    @in_context
     def finish(self) -> None:
         """Let all partitions leave and arrive, and the current stream wait for that; see `PartitionedWork`."""
         if self.is_finished:

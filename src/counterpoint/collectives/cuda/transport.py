@@ -14,20 +14,20 @@ from typing import Any
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.cuda.channel import LANDING, CallQueue, CudaChannel
 from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
+from counterpoint.collectives.cuda.device import in_context
 from counterpoint.collectives.cuda.driver import Bound, Executor
 from counterpoint.collectives.cuda.events import EventPool, StreamOrder
-from counterpoint.collectives.cuda.late_sizes import LateQueue, PushThread, push_stream
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.mailbox import MailboxRoom
 from counterpoint.collectives.cuda.memory import CudaMemory, FlagLayout
 from counterpoint.collectives.cuda.torch_pool import TorchPool
-from counterpoint.collectives.cuda.watch import Watch
+from counterpoint.collectives.cuda.watch import GRACE_S, Watch
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.status import MAX_CHUNKS
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
-from counterpoint.collectives.memory.pool import Location, Pool, SymmetricMemory
+from counterpoint.collectives.memory.pool import Location, NotReusable, Pool, SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.mailbox import SLOTS, Mailbox
@@ -57,11 +57,11 @@ class CudaTransport:
         options: CommunicatorOptions,
         profile: Profile,
     ) -> None:
-        self.device, self._rates = gpu.device, profile.rates
+        self._gpu, self.device, self._rates = gpu, gpu.device, profile.rates
         self.watchdog = watchdog
         self._boards, self._chunk_bytes, self._staging_bytes = boards, options.chunk_bytes, options.staging_bytes
-        self.names, failure = watchdog.names, Failure(watchdog, prints=True)
-        waiter, events = PeerWaiter(watchdog, failure), EventPool(gpu.driver)
+        self.names, self.failure = watchdog.names, Failure(watchdog, prints=True)
+        waiter, events = PeerWaiter(watchdog, self.failure), EventPool(gpu.driver)
         order, mailbox = StreamOrder(events, gpu), _mailbox_of(memory, options)
         flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)
         meeting = Announcer(waiter, options.channels, steps=STEPS)
@@ -69,7 +69,7 @@ class CudaTransport:
         self.programs = Programs(memory.rank, self)
         self.context = CudaContext(
             gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,
-            failure=failure, growth=growth, programs=self.programs, options=options,
+            failure=self.failure, growth=growth, programs=self.programs, options=options,
         )  # fmt: skip
         self._side = Executor(driver=gpu.driver)  # its streams, but those of messages, never wait for a peer
         self._releases = int(self._side.stream())
@@ -92,8 +92,6 @@ class CudaTransport:
             self.pool.reserve()
         gpu.synchronize()
         self._torch_pool: TorchPool | None = None
-        self._late: dict[int, LateQueue] = {}  # by channel
-        self._pushes: PushThread | None = None
         self._queues: list[CallQueue] = [*self.channels]
         self.watch = Watch(self.context, self._queues, self._side)
 
@@ -151,6 +149,7 @@ class CudaTransport:
                 f"{submission.text}: on a GPU a rank receives into a tensor of empty() only; give it one"
             )
 
+    @in_context
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
         """Queue a call, or raise why not; return its work with `async_op`, else None. See `Transport.start`."""
         self.check()
@@ -162,8 +161,6 @@ class CudaTransport:
 
     def _queue_of(self, submission: Submission) -> CallQueue:
         """Return the queue of a call: its channel, or the line of a message, which is made at its first message."""
-        if submission.late is not None:
-            return self._late_queue(submission.channel)
         if submission.message is None or self._mailbox is None:
             return self.channels[submission.channel]
         line, is_new = self._mailbox.line(submission.channel, submission.line)
@@ -171,22 +168,11 @@ class CudaTransport:
             self._queues.append(line)
         return line
 
-    def _late_queue(self, channel: int) -> LateQueue:
-        """Return the queue of a channel's calls with late sizes, made at the first one."""
-        found = self._late.get(channel)
-        if found is None:
-            context = self.context
-            if self._pushes is None:
-                with context.gpu.relaxed():
-                    self._pushes = PushThread(context, push_stream(self._side))
-            found = self._late[channel] = LateQueue(context, self._side, channel, self._pushes)
-            self._queues.append(found)
-        return found
-
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""
         self.context.failure.check()
 
+    @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Record that `stream` uses a tensor of `empty`: its memory is reused after the work queued when it dies."""
         at = self.locate(tensor)
@@ -213,14 +199,19 @@ class CudaTransport:
             return
         drained = self.watch.drain()
         context.failure.close()
-        if self._pushes is not None:
-            self._pushes.close()
         self.watch.close()
         if drained:  # else streams are stuck, and destroying anything would wait for them
             with context.gpu.current():
                 self._give_back()
         context.watchdog.close()
         self._boards.close()
+
+    def abort(self) -> None:
+        """Fail the calls that do not end at once, then `close`: see `Transport.abort`."""
+        if self.context.watchdog.in_own_process():
+            self.watch.drain(GRACE_S)
+            self.context.failure.close()
+            self.close()
 
     def _give_back(self) -> None:
         for queue in self._queues:
@@ -231,6 +222,7 @@ class CudaTransport:
         self.context.events.close()
         self.context.memory.close()
 
+    @in_context
     def _taken(self, block: EarlyBlock) -> None:
         """Let the current stream wait for this rank's work on the block's previous tensor."""
         stream = self.context.gpu.current_stream()
@@ -238,23 +230,24 @@ class CudaTransport:
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
         self.context.order.taken_on(stream, 0, block.at, block.uses or ())
 
-    def _release(self, block: EarlyBlock) -> bool:
+    @in_context
+    def _release(self, block: EarlyBlock) -> NotReusable | None:
         """Signal the peers that a block, whose tensor has died, is free, after all work queued on the tensor.
 
         This runs in a thread that uses the communicator, never in a finalizer.
 
         Returns:
-            Whether the block is free; False while a graph capture is under way on one of its streams.
+            None if the block is free, else why it is not.
         """
         context = self.context
         if context.failure.error is not None:
-            return True
+            return None
         uses = context.order.freed(block.at, block.num_bytes)
-        if uses is None:
-            return False
+        if isinstance(uses, str):
+            return uses
         block.uses = uses
         if block.ready:
-            return True
+            return None
         for point in uses:
             context.events.wait(self._releases, point)
         bound = self._released.get(block.number)
@@ -262,7 +255,7 @@ class CudaTransport:
             bound = self._released[block.number] = self._side.bind([self._signals(block)], self._releases)
         bound()
         block.ready = True
-        return True
+        return None
 
     def _signals(self, block: EarlyBlock) -> MemoryOperations:
         memory = self.context.memory

@@ -43,17 +43,17 @@ class Watch:
         self._thread = threading.Thread(target=self._serve, name="counterpoint watch", daemon=True)
         self._thread.start()
 
-    def drain(self, timeout_s: float = _MOST_S) -> bool:
-        """Wait until no call is under way, after a failure for at most `timeout_s`; return whether that was reached."""
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no call is under way; return whether that was reached within `timeout_s`, or 10 s of a failure."""
         self._pause_s = _CLOSING_S
         self._wake.set()
-        deadline = None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while any(queue.under_way or queue.unshown for queue in self._queues):
             time.sleep(_CLOSING_S)
             if self._failure.error is not None:
-                deadline = deadline or time.monotonic() + timeout_s
-                if time.monotonic() > deadline:
-                    return False
+                deadline = deadline or time.monotonic() + _MOST_S
+            if deadline is not None and time.monotonic() > deadline:
+                return False
         return True
 
     def close(self) -> None:

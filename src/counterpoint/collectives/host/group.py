@@ -5,7 +5,7 @@ Every function is called by all ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from counterpoint.collectives.program.calls import Call, Span
@@ -40,13 +40,15 @@ def gather_values(group: Any, value: T) -> list[T]:
     return values
 
 
-def check_agreement(group: Any, options: dict[str, object]) -> None:
+def check_agreement(group: Any, options: Mapping[str, object]) -> None:
     """Raise Misconfigured on every rank if `options` are not the same on all of them."""
-    everyone = gather_values(group, options)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    first, *others = gather_values(group, options)
+    for rank, theirs in enumerate(others, start=1):
+        differ = [name for name in first | theirs if first.get(name) != theirs.get(name)]
+        if differ:
+            said = [{name: each.get(name) for name in differ} for each in (first, theirs)]
             raise Misconfigured(
-                f"the ranks do not match: {everyone[0]} on rank 0, {theirs} on rank {rank}; give all the same"
+                f"the ranks do not match: {said[0]} on rank 0, {said[1]} on rank {rank}; give all the same"
             )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from counterpoint.collectives.host.status import MAX_REGIONS, RankStatus, new_status, status_type
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.rehearsed import host_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class ProcessCard:
 
     system: str
     machine: str
-    host: str  # boot id, which is new with every boot
+    host: str  # `host_id`
     pid_namespace: str
     user: int
     pid: int
@@ -47,7 +48,7 @@ class ProcessCard:
         return cls(
             system=platform.system(),
             machine=platform.machine(),
-            host=Path("/proc/sys/kernel/random/boot_id").read_text().strip() if linux else platform.node(),
+            host=host_id(),
             pid_namespace=str(Path("/proc/self/ns/pid").readlink()) if linux else "",
             user=os.getuid(),
             pid=os.getpid(),

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS
-from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, SymmetricMemory, next_region_bytes
+from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, NotReusable, SymmetricMemory, next_region_bytes
 from counterpoint.errors import Unsupported
 
 _MOST_WASTE = 2  # a free block may be at most this many times as large as the tensor that takes it
@@ -61,7 +61,7 @@ class EarlyPool:
 
     `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further ones grow as those of
     `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`; it
-    signals the peers, or returns False if that has to wait. `taken` is called with a block that a new tensor takes.
+    signals the peers, or returns why it does not. `taken` is called with a block that a new tensor takes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EarlyPool:
         *,
         region_bytes: int = 1 << 22,
         create: Callable[[int], int] | None = None,
-        release: Callable[[EarlyBlock], bool],
+        release: Callable[[EarlyBlock], NotReusable | None],
         taken: Callable[[EarlyBlock], None] = lambda block: None,
     ) -> None:
         self._memory, self._create = memory, create or memory.create
@@ -111,7 +111,9 @@ class EarlyPool:
         with self._lock:
             for _ in range(len(self._dropped)):
                 block = self._dropped.popleft()
-                (self._free if self._release(block) else self._dropped).append(block)
+                reason = self._release(block)
+                if reason != "never":
+                    (self._dropped if reason == "later" else self._free).append(block)
 
     def _take(self, num_bytes: int) -> EarlyBlock:
         fitting = [block for block in self._free if num_bytes <= block.num_bytes <= _MOST_WASTE * num_bytes]

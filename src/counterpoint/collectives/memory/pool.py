@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 _SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # smallest size of a `GrowableRegion`, and its step when large
 _MOST_BYTES = 1 << 28  # largest region that a pool makes if no single tensor needs more
@@ -56,11 +56,15 @@ class SymmetricMemory(Protocol):
         """Free all regions; memory that tensors still use is freed when they die."""
 
 
+NotReusable: TypeAlias = Literal["later", "never"]
+"""Says that memory is not known to be free yet, so that one has to ask again, or never will be."""
+
+
 class ReusePolicy(Protocol):
     """Decides when the memory of a dead tensor may be used again, on a device whose streams run behind the host."""
 
-    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
-        """Return the work that must end before these freed bytes are reused; None: never reuse them."""
+    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
+        """Return the work that must end before these freed bytes are reused, or why they are not reused."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
         """Let the next user of the bytes at `at` wait for the work in `after`."""
@@ -72,7 +76,7 @@ class ReusePolicy(Protocol):
 class _ReuseAtOnce:
     """Reuses memory at once, for CPUs: all work on a tensor has ended when it dies."""
 
-    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | None:
+    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
         return ()
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
@@ -156,10 +160,12 @@ class Pool:
         """Put the blocks of dead tensors back among the free ones, and join neighbours."""
         if not self._dropped:
             return
-        while self._dropped:
+        for _ in range(len(self._dropped)):
             block = self._dropped.popleft()
             after = self._reuse.freed(block.at, block.num_bytes)
-            if after is not None:
+            if after == "later":
+                self._dropped.append(block)
+            elif after != "never":
                 insort(self._free, _Block(block.at, block.num_bytes, after))
         joined: list[_Block] = []
         for block in self._free:

@@ -105,9 +105,16 @@ class HierarchicalCommunicator:
 
         On CPUs calls under way fail at once; what they have begun between hosts ends when a peer's group does.
         """
+        self._end(self.inside.close)
+
+    def abort(self) -> None:
+        """Do as `close` without waiting for calls under way, which fail: `Communicator.abort`."""
+        self._end(self.inside.abort)
+
+    def _end(self, end_inside: Callable[[], None]) -> None:
         self._failed = self._failed or CounterpointError("this communicator is closed: make a new one")
         self._queue.put(None)
-        self.inside.close()
+        end_inside()
         for work in list(self._under_way):
             work.end(self._failed)
 
@@ -263,7 +270,7 @@ class HierarchicalCommunicator:
 
     def _release_peers(self) -> None:
         """Give an error to the ranks of this host that wait for this one."""
-        self.inside.close()
+        self.inside.abort()
 
 
 AnyCommunicator: TypeAlias = Communicator | HierarchicalCommunicator

@@ -17,7 +17,6 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
-from counterpoint.collectives.program.late_sizes import LateSizes
 from counterpoint.collectives.program.mailbox import Message
 from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
 from counterpoint.collectives.program.reductions import Reduction, widened
@@ -107,7 +106,6 @@ class RankContext(GroupRank):
         local: tuple[tuple[Buffer, TensorAddresses], ...] = (),
         overlaps: bool = False,
         partitioned: Literal["no", "output", "both"] = "no",
-        late: LateSizes | None = None,
         tuning: Tuning | None = None,
     ) -> Submission:
         """Return the submission of a call on these tensors, with channel 0 (`Submitter` sets the real one).
@@ -121,13 +119,7 @@ class RankContext(GroupRank):
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
-        if (
-            known is not None
-            and not layout
-            and partitioned == "no"
-            and not late
-            and self.fallback.takes(known, reduction)
-        ):
+        if known is not None and not layout and partitioned == "no" and self.fallback.takes(known, reduction):
             return Submission(
                 text=text, channel=0, line=-1, call=call, by_torch=True, reduction=reduction, overlaps=overlaps,
                 epoch=transport.epoch,
@@ -144,7 +136,6 @@ class RankContext(GroupRank):
             call=call,
             program=None if known is None else transport.programs.get(known, early is not None, layout, tuning),
             partitioned=partitioned,
-            late=late,
             meets=self.debug or known is None,
             reduction=reduction,
             layout=layout,

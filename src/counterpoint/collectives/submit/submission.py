@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from counterpoint.collectives.host.watchdog import CurrentCall, Watchdog
+from counterpoint.collectives.host.watchdog import CurrentCall, Failure, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
 from counterpoint.collectives.memory.pool import Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import TensorAddresses, TensorLayout, place_on_tensors
-from counterpoint.collectives.program.late_sizes import LateSizes
 from counterpoint.collectives.program.mailbox import Message
 from counterpoint.collectives.program.operations import all_to_all, plan
 from counterpoint.collectives.program.reductions import Reduction
@@ -64,7 +63,6 @@ class Submission:
     meets: bool = False  # all ranks announce and compare it before any begins
     async_op: bool = False  # the caller does not wait for it
     partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces
-    late: LateSizes | None = None  # what it pushes is known only when it is issued
     reduction: Reduction | None = None  # how values are combined, if the call reduces
     layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
     local: tuple[tuple[Buffer, TensorAddresses], ...] = ()  # addresses of several tensors, of buffers no peer writes
@@ -97,11 +95,6 @@ def unfinished(current: CurrentCall) -> Misconfigured:
     return Misconfigured(
         f"a call behind {current}, which is under way in partitions: finish it first, or take another channel"
     )
-
-
-def used_twice(current: CurrentCall) -> str:
-    """Return the error of a call with late sizes into a tensor that a call has used before."""
-    return f"{current} into a tensor that an earlier call has written: give it a new one of empty(early_release=True)"
 
 
 _MOST_PROGRAMS = 1024
@@ -151,6 +144,8 @@ class Transport(Tuner, Protocol):
     """Plans the programs of this rank."""
     watchdog: Watchdog
     """Says how long a rank waits for another, and which has died."""
+    failure: Failure
+    """Holds the error that ended the communicator."""
     names: tuple[int, ...]
     """Holds the numbers by which errors call the ranks."""
     mailbox_channel: int | None
@@ -196,3 +191,6 @@ class Transport(Tuner, Protocol):
 
     def close(self) -> None:
         """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""
+
+    def abort(self) -> None:
+        """Fail the calls under way, without waiting for peers, then free what can be freed. Any thread may call it."""

@@ -1,9 +1,13 @@
 """Be a torch process group: large collectives through a `Communicator`, the others through NCCL (gloo on CPUs).
 
-What decides is equal on all ranks: operation, size, dtype and reduction of a call. The communicator is made at the
-first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks of a host cannot share memory,
-torch's own backends make all calls, and the report says why. Messages between two GPUs of a host go through mailboxes
-(`messages.py`), whatever their size: both ends decide alike.
+What decides is equal on all ranks (`why_torch`): operation, size, dtype and reduction of a call, options that they have
+compared, and whether all have left `symmetric_memory`. Never where a tensor lies, or how: a call with an output that is
+not contiguous writes a copy first. All collectives run on one channel, in the order of the program; asynchronous
+all_reduces, and callbacks that make collectives, in a thread (`background.py`), which every later collective waits for.
+
+The communicator is made at the first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks
+of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
+of a host go through mailboxes (`messages.py`), whatever their size: both ends decide alike.
 
 No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
 gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
@@ -11,13 +15,13 @@ gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is h
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,16 +29,16 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from counterpoint.collectives.connect import device_profile
+from counterpoint.collectives.host.group import check_agreement
 from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.fallback import Fallback, TorchWork
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.arguments import call_options, is_bucket, num_bytes_of, op_and_factor, reduces
+from counterpoint.parallel.arguments import call_options, num_bytes_of, op_and_factor, reduces
 from counterpoint.parallel.backend import NAME
 from counterpoint.parallel.backend.hosts import (
-    HostsCommunicator,
     crossovers_over_hosts,
     grid_of_group,
     landing_bytes,
@@ -43,7 +47,7 @@ from counterpoint.parallel.backend.hosts import (
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import BackgroundWork, StartedWork, never_compiled, together
+from counterpoint.parallel.backend.work import StartedWork, never_compiled, together
 from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
 from counterpoint.parallel.tuned import FollowedTuning, TunedCall, follow_together
 from counterpoint.records.tuning import Tuned
@@ -51,7 +55,7 @@ from counterpoint.records.tuning import Tuned
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _NEVER = 1 << 62
-_BUCKET_BYTES = 1 << 22  # from this size on a bucket of gradients is taken: see `_crossover`
+_BUCKET_BYTES = 1 << 22  # from this size on reductions are taken by a group with symmetric memory: see `_crossover`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class BackendOptions(CommunicatorOptions):
         return timedelta(seconds=self.timeout_s)
 
 
+Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
+"""Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns its works."""
 _DECIDED_HERE: dict[str, Any] = {"crossover_bytes": None, "mailbox_bytes": None}  # not by the communicator
 
 
@@ -97,7 +103,7 @@ def _left_to_torch(name: str) -> Any:
     """Return a method that makes the same call of the inner group, and is not counted."""
 
     def call(self: CounterpointGroup, *args: Any, **keywords: Any) -> Any:
-        return getattr(self.inner.group, name)(*args, **keywords)
+        return getattr(self.by_torch, name)(*args, **keywords)
 
     call.__name__, call.__doc__ = name, f"Do `ProcessGroup.{name}` by the inner group."
     return call
@@ -133,6 +139,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._communicator: AnyCommunicator | None = None
         self._hosts: Grid | None = None
         self._crossovers: dict[str, int] | None = None
+        self._has_symmetric_memory = False
         self._tuning: FollowedTuning | None = None
         self.why_not = "one rank" if self._size == 1 else self.inner.why_alone
         self._background: Background | None = None
@@ -142,6 +149,7 @@ class CounterpointGroup(dist.ProcessGroup):
             options, self._options.mailbox_bytes, self._options.timeout_s, self._options.ranks_per_host
         )
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
+        self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
@@ -178,6 +186,14 @@ class CounterpointGroup(dist.ProcessGroup):
                 self.why_not = str(error)
         return self._hosts
 
+    def take_buckets(self) -> None:
+        """Take reductions from 4 MiB on from now on, unless the options say otherwise. All ranks call it together.
+
+        Their buckets of gradients lie where peers write them, so that they take few SMs, and run beside matmuls.
+        """
+        self._drain()  # calls in callbacks of earlier ones decide as before
+        self._has_symmetric_memory = True
+
     def background(self) -> Background:
         """Return what starts buckets on the group's communicator, which is there already."""
         if self._background is None:
@@ -185,17 +201,26 @@ class CounterpointGroup(dist.ProcessGroup):
             self._background = Background(self._communicator)
         return self._background
 
-    def close(self) -> None:
-        """Close the communicator; torch's own backends are not touched."""
+    @property
+    def by_torch(self) -> Any:
+        """Return the inner group, for a call behind those of callbacks: so its calls have one order on all ranks."""
+        self._drain()
+        return self.inner.group
+
+    def _drain(self) -> None:
         if self._background is not None:
-            self._background.close()
-        self._background = None
+            self._background.drain()
+
+    def close(self, how: Literal["close", "abort"] = "close") -> None:
+        """Close the communicator, or abort it; torch's own backends are not touched."""
+        background, self._background = self._background, None
         communicator, self._communicator = self._communicator, None
         self.why_not, self._hosts = "the group is shut down", None
+        ends = [one for one in (background, communicator) if one is not None]
+        for one in ends if how == "close" else ends[::-1]:  # an aborted communicator fails what the thread has to start
+            getattr(one, how)()
         self._running.clear()
-        if communicator is not None:
-            communicator.close()
-        self._pairs.close()
+        self._pairs.end(how)
         self.inner.unregister()
 
     def shutdown(self) -> None:
@@ -205,12 +230,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End the group without waiting for calls under way, and fail those that still have to be started."""
-        communicator = self._communicator
-        if isinstance(communicator, HostsCommunicator):
-            communicator.abort()
-        elif communicator is not None:
-            communicator.close()
-        self.close()
+        self.close("abort")
         self.inner.end("abort")
 
     # calls that a communicator may take
@@ -221,12 +241,8 @@ class CounterpointGroup(dist.ProcessGroup):
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("all_reduce", tensors, sum(map(num_bytes_of, tensors)), opts.reduceOp)
         if taken is None:
-            return self.inner.group.allreduce(tensors, opts)
-        if opts.asyncOp and is_bucket("all_reduce", tensors[0]):
-            reduce = partial(all_reduce_in_pieces, taken, tensors[0], *op_and_factor(opts.reduceOp))
-            background = self.background()
-            return BackgroundWork(background.start(reduce, tensors[0], tensors), tensors, background)
-        return self._all_reduce(taken, tensors[0], opts)
+            return self.by_torch.allreduce(tensors, opts)
+        return self._all_reduce(taken, tensors[0], opts, in_background=True)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
@@ -234,10 +250,12 @@ class CounterpointGroup(dist.ProcessGroup):
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("broadcast", tensors, sum(map(num_bytes_of, tensors)))
         if taken is None:
-            return self.inner.group.broadcast(tensors, opts)
+            return self.by_torch.broadcast(tensors, opts)
         root = opts.rootRank
         return self._started(
-            opts, tensors, lambda async_op: taken.broadcast(tensors[0], root, channel=_CHANNEL, async_op=async_op)
+            opts,
+            tensors[0],
+            lambda target, async_op: [taken.broadcast(target, root, channel=_CHANNEL, async_op=async_op)],
         )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -245,9 +263,11 @@ class CounterpointGroup(dist.ProcessGroup):
         opts = opts or c10d.AllgatherOptions()
         taken = self._take("all_gather", [output], output.nbytes)
         if taken is None:
-            return self.inner.group._allgather_base(output, input, opts)
+            return self.by_torch._allgather_base(output, input, opts)
         return self._started(
-            opts, [output], lambda async_op: taken.all_gather(output, input, channel=_CHANNEL, async_op=async_op)
+            opts,
+            output,
+            lambda target, async_op: [taken.all_gather(target, input, channel=_CHANNEL, async_op=async_op)],
         )
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -255,14 +275,14 @@ class CounterpointGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         taken = self._take("reduce_scatter", [output], input.nbytes, opts.reduceOp)
         if taken is None:
-            return self.inner.group._reduce_scatter_base(output, input, opts)
+            return self.by_torch._reduce_scatter_base(output, input, opts)
         op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
-            [output],
-            lambda async_op: taken.reduce_scatter(
-                output, input, op, factor=factor, channel=_CHANNEL, async_op=async_op
-            ),
+            output,
+            lambda target, async_op: [
+                taken.reduce_scatter(target, input, op, factor=factor, channel=_CHANNEL, async_op=async_op)
+            ],
         )
 
     def alltoall_base(
@@ -276,9 +296,11 @@ class CounterpointGroup(dist.ProcessGroup):
         else:
             taken = self._take("all_to_all", [output], output.nbytes)
         if taken is None:
-            return self.inner.group.alltoall_base(output, input, output_splits, input_splits, opts)
+            return self.by_torch.alltoall_base(output, input, output_splits, input_splits, opts)
         return self._started(
-            opts, [output], lambda async_op: taken.all_to_all(output, input, channel=_CHANNEL, async_op=async_op)
+            opts,
+            output,
+            lambda target, async_op: [taken.all_to_all(target, input, channel=_CHANNEL, async_op=async_op)],
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -328,7 +350,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return found
 
     def _message(self, work: Work | None, tensors: list[Tensor]) -> StartedWork:
-        started = self._kept(work, tensors)
+        started = self._kept(StartedWork([] if work is None else [work], tensors))
         if self._coalescing:
             self._coalesced.append(started)
         return started
@@ -340,7 +362,7 @@ class CounterpointGroup(dist.ProcessGroup):
         opts = opts or c10d.AllreduceCoalescedOptions()
         repeated = len({tensor.data_ptr() for tensor in tensors}) < len(tensors)  # reduced once by gloo
         if repeated or not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
-            return self.inner.group.allreduce_coalesced(tensors, opts)
+            return self.by_torch.allreduce_coalesced(tensors, opts)
         works = []
         for tensor in tensors:
             taken = self._take("all_reduce", [tensor], tensor.nbytes, opts.reduceOp)
@@ -352,14 +374,14 @@ class CounterpointGroup(dist.ProcessGroup):
         """Gather every rank's tensor in one, for each pair of an output and an input."""
         opts = opts or c10d.AllgatherOptions()
         if not self._takes_all("all_gather", outputs, outputs):
-            return self.inner.group.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return self.by_torch.allgather_into_tensor_coalesced(outputs, inputs, opts)
         return together([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Reduce each input over all ranks, a block on each."""
         opts = opts or c10d.ReduceScatterOptions()
         if not self._takes_all("reduce_scatter", outputs, inputs, opts.reduceOp):
-            return self.inner.group.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return self.by_torch.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -382,11 +404,12 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def barrier(self, *args: Any, **keywords: Any) -> Any:
         """Wait for all ranks, and as in torch's own backends for all earlier calls."""
-        if self._background is not None:
-            self._background.drain()
-        for work in self._running:
+        self._drain()
+        with self._keeping:
+            earlier = [work for work in self._running if work.is_started()]
+        for work in earlier:
             work.wait()
-        return self.inner.group.barrier(*args, **keywords)
+        return self.by_torch.barrier(*args, **keywords)
 
     allgather = _left_to_torch("allgather")
     allgather_coalesced = _left_to_torch("allgather_coalesced")
@@ -406,7 +429,7 @@ class CounterpointGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         """Begin a batch of calls, which go to torch except messages: `_end_coalescing` returns one work for all."""
         self._coalescing = True
-        self.inner.group._start_coalescing(device)
+        self.by_torch._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """End the batch that `_start_coalescing` began, and return its work."""
@@ -433,7 +456,8 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator = self._communicator
         assert communicator is not None
         place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
-        choice = self._choice(operation, outputs[0], num_bytes)
+        place += "" if outputs[0].is_contiguous() else ", not contiguous"
+        choice = self._choice(operation, num_bytes)
         place += "" if choice is None else f", {choice.why}"
         over_hosts = isinstance(communicator, HierarchicalCommunicator)
         self.counts.add(operation, num_bytes, "hosts" if over_hosts else "zero_sm", place)
@@ -458,24 +482,37 @@ class CounterpointGroup(dist.ProcessGroup):
         why = self.why_not or self._why_not_these(outputs)
         if why is not None:
             return why
-        output = outputs[0]
-        choice = self._choice(operation, output, num_bytes)
-        if choice is not None and choice.stays:
-            return choice.why
-        if choice is None and num_bytes < self._crossover(operation, output, num_bytes):
-            return "below the crossover"
+        device, dtype = outputs[0].device, outputs[0].dtype
+        if self._crossovers is None:
+            self._crossovers = self._measured(device)
+        why = self.why_not or self.why_torch(operation, num_bytes, dtype, op)
+        if why is not None:
+            return why
         if self._coalescing:
             return "coalesced"
-        if op is not None and not reduces(op, output.dtype):
+        return None if self.communicator(device) is not None else self.why_not
+
+    def why_torch(self, operation: str, num_bytes: int, dtype: torch.dtype, op: Any = None) -> str | None:
+        """Return why torch makes the calls of a kind; None: a communicator takes them.
+
+        The answer is the same on all ranks, which have to pass the same.
+
+        Args:
+            operation: as communicators name it.
+            num_bytes: size of the full array.
+            dtype: of the tensors.
+            op: torch's reduction; None: there is none.
+        """
+        choice = self._choice(operation, num_bytes)
+        if choice is not None and choice.stays:
+            return choice.why
+        if choice is None and num_bytes < self._crossover(operation):
+            return "below the crossover"
+        if op is not None and not reduces(op, dtype):
             return "a reduction that only torch has"
-        if not output.is_contiguous():
-            return "not contiguous"
-        communicator = self.communicator(output.device)
-        if communicator is None:
-            return self.why_not
-        lands = output.nbytes > PIECE_BYTES and self._device_type == "cuda" and not communicator.is_symmetric(output)
-        if lands and landing_bytes(communicator, operation, output.nbytes) > PIECE_BYTES:
-            return f"more than {PIECE_BYTES >> 20} MiB in plain memory"
+        may_land = self._device_type != "cuda" or self._has_symmetric_memory
+        if not may_land and self._hosts is not None and landing_bytes(self._hosts, operation, num_bytes) > PIECE_BYTES:
+            return f"more than {PIECE_BYTES >> 20} MiB without symmetric_memory"
         return None
 
     def _why_not_these(self, outputs: Sequence[Tensor]) -> str | None:
@@ -486,33 +523,27 @@ class CounterpointGroup(dist.ProcessGroup):
             return f"tensors on {outputs[0].device.type}"
         return "sparse" if outputs[0].layout is not torch.strided else None
 
-    def _choice(self, operation: str, output: Tensor, num_bytes: int) -> TunedCall | None:
-        """Return what the tuning chose for a call; None: nothing. All ranks read it together, at the first call."""
-        if self._crossovers is None:
-            self._crossovers = self._measured(output.device)
+    def _choice(self, operation: str, num_bytes: int) -> TunedCall | None:
+        """Return what the tuning chose for a call; None: nothing."""
         if self._tuning is None:
             return None
         return self._tuning.find(operation, ranks=self._size, num_bytes=num_bytes)
 
-    def _crossover(self, operation: str, output: Tensor, num_bytes: int) -> int:
+    def _crossover(self, operation: str) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
 
-        A flat tensor that is reduced in a backward pass is taken for a bucket of gradients (DDP, ZeRO), which runs
-        beside matmuls: there its own time matters less than the SMs that it would take from them. That holds in place:
-        what is copied from a landing takes SMs again.
+        A group with symmetric memory has buckets of gradients there, which are reduced beside matmuls: their own time
+        matters less than the SMs that NCCL would take from those. So their size decides, where none is given.
         """
-        assert self._crossovers is not None  # `_choice`
-        measured = self._crossovers.get(operation, 0)
-        if num_bytes >= measured or num_bytes < _BUCKET_BYTES or not is_bucket(operation, output):
-            return measured
+        measured = (self._crossovers or {}).get(operation, 0)
         given = operation in (self._options.crossover_bytes or {})
-        in_place = self._communicator is not None and self._communicator.is_symmetric(output)
-        return _BUCKET_BYTES if in_place and not given else measured
+        may_be_bucket = self._has_symmetric_memory and operation in ("all_reduce", "reduce_scatter") and not given
+        return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
     def _measured(self, device: torch.device) -> dict[str, int]:
         """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
 
-        They read the tuning here, too.
+        They read the tuning here, too, and compare the options that decide which way a call goes.
         An operation that was not measured beside NCCL is left to it, unless its size is given. Nothing is returned if
         there can be no communicator.
         """
@@ -522,33 +553,54 @@ class CounterpointGroup(dist.ProcessGroup):
         groups = [self.inner.group]
         self._tuning = follow_together(self._options.tuned, groups, device_type=self._device_type)
         profile = device_profile(self.inner.group, device, self._options.profile)
-        given = self._options.crossover_bytes or {}
+        given = dict(self._options.crossover_bytes or {})
+        decide = {"crossover_bytes": given, "profile": profile.digest, "mailbox_bytes": self._options.mailbox_bytes}
+        check_agreement(self.inner.group, decide)
         found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
-    def _all_reduce(self, taken: AnyCommunicator, tensor: Tensor, opts: Any) -> StartedWork:
+    def _all_reduce(
+        self, taken: AnyCommunicator, tensor: Tensor, opts: Any, *, in_background: bool = False
+    ) -> StartedWork:
         """Start an all_reduce by the communicator that takes it."""
         op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
-            [tensor],
-            lambda async_op: taken.all_reduce(tensor, op, factor=factor, channel=_CHANNEL, async_op=async_op),
+            tensor,
+            lambda target, async_op: all_reduce_in_pieces(
+                taken, target.view(-1), op, factor, _CHANNEL, async_op=async_op
+            ),
+            in_background=in_background,
         )
 
-    def _started(self, opts: Any, outputs: list[Tensor], start: Callable[[bool], Work | None]) -> StartedWork:
+    def _started(self, opts: Any, output: Tensor, start: Start, *, in_background: bool = False) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
-        if self._background is not None:
-            self._background.drain()
-        return self._kept(start(opts.asyncOp), outputs)
+        # which thread starts it does not change its place in the order of calls, so it may depend on the layout here
+        if opts.asyncOp and (in_background or not output.is_contiguous()):
+            call = self.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
+            return self._kept(StartedWork([call], [output], call.future))
+        self._drain()
+        if opts.asyncOp:
+            return self._kept(StartedWork([work for work in start(output, True) if work is not None], [output]))
+        _write(output, start)
+        return StartedWork([], [output])
 
-    def _kept(self, work: Work | None, outputs: list[Tensor]) -> StartedWork:
-        started = StartedWork([] if work is None else [work], outputs)
-        running = self._running
-        while running and (running[0].was_waited_for or running[0].is_completed()):
-            running.popleft()
-        if work is not None:
-            running.append(started)
+    def _kept(self, started: StartedWork) -> StartedWork:
+        with self._keeping:
+            running = self._running
+            while running and (running[0].was_waited_for or running[0].is_completed()):
+                running.popleft()
+            if started.works:
+                running.append(started)
         return started
+
+
+def _write(output: Tensor, start: Start) -> None:
+    """Run a call on the current stream: on its output, or if that is not contiguous on a copy that is copied back."""
+    target = output.contiguous()
+    start(target, False)
+    if target is not output:
+        output.copy_(target)
 
 
 def report(group: Any = None) -> BackendReport:

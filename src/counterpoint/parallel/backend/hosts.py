@@ -18,6 +18,7 @@ from counterpoint.collectives.multihost.phases import Grid, best_slice_bytes
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.background import PIECE_BYTES
 
 _HOST_BY_HOST = ("all_gather", "reduce_scatter", "all_to_all")
 """Names the collectives whose calls inside a host are of the blocks of one host each, not of the whole array."""
@@ -76,13 +77,15 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
     return {name: size * (grid.hosts if name in per_host else 1) for name, size in found.items()}
 
 
-def landing_bytes(communicator: AnyCommunicator, operation: str, num_bytes: int) -> int:
-    """Return how much of an output of `num_bytes` in plain memory has to land elsewhere at once on its way."""
-    if not isinstance(communicator, HierarchicalCommunicator) or operation == "reduce_scatter":
+def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
+    """Return how much of the output of a call of `num_bytes` has to land elsewhere at once, in plain memory."""
+    if operation == "all_reduce":
+        return min(num_bytes, PIECE_BYTES)
+    if operation == "reduce_scatter":
+        return num_bytes // grid.world_size
+    if grid.hosts == 1:
         return num_bytes
-    if operation in _HOST_BY_HOST:
-        return num_bytes // communicator.grid.hosts
-    return communicator.slice_bytes or best_slice_bytes(num_bytes)
+    return num_bytes // grid.hosts if operation in _HOST_BY_HOST else best_slice_bytes(num_bytes)
 
 
 def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
@@ -122,9 +125,9 @@ class HostsCommunicator(HierarchicalCommunicator):
         self._drop_groups()
 
     def abort(self) -> None:
-        """End the groups, and with them the calls under way; then close this communicator."""
+        """End the groups, and with them the calls under way; then abort this communicator."""
         self._abort_groups()
-        super().close()
+        super().abort()
 
     def _release_peers(self) -> None:
         """Give an error to the ranks that wait for this one: on other hosts, too, since its connections end."""

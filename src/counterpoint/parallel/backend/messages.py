@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,9 +56,9 @@ class MessagePair:
         """Set how many seconds a rank waits for the other, from now on."""
         self._communicator.set_timeout(timeout_s)
 
-    def close(self) -> None:
-        """End the communicator, which waits for messages under way."""
-        self._communicator.close()
+    def end(self, how: Literal["close", "abort"]) -> None:
+        """Close the communicator, which waits for messages under way, or abort it."""
+        getattr(self._communicator, how)()
         self._group.unregister()
 
 
@@ -81,12 +81,17 @@ class MessagePairs:
         self._store = c10d.PrefixStore("pairs/", options.store)
         self._options = CommunicatorOptions(channels=1, mailbox_bytes=mailbox_bytes, timeout_s=timeout_s)
         self._known: dict[int, MessagePair | str] = {}
+        self._decides = f"mailbox_bytes={mailbox_bytes}, ranks_per_host={ranks_per_host}"
+        self._store.set(_options_of(self._rank), self._decides)
+        self._agreed = set[int]()
         self._lock = threading.Lock()  # one thread at a time opens pairs
 
     def why_torch(self, peer: int, tensor: Tensor, tag: int) -> str | None:
         """Return why torch takes a message, the same on both ranks; None if the two may have mailboxes."""
         if tensor.device.type != self.device_type:
             return f"tensors on {tensor.device.type}"
+        if peer not in self._agreed:
+            self._agree(peer)
         if self._options.mailbox_bytes is None:
             return "mailbox_bytes is None"
         if peer == self._rank:
@@ -94,6 +99,16 @@ class MessagePairs:
         if peer // self._ranks_per_host != self._rank // self._ranks_per_host:
             return "on another host"
         return "a tag" if tag else None
+
+    def _agree(self, peer: int) -> None:
+        """Raise Misconfigured, on both ranks, if the options of `peer` that decide are others than those here."""
+        theirs = self._store.get(_options_of(peer)).decode()
+        if theirs != self._decides:
+            raise Misconfigured(
+                f"messages of ranks {self._rank} and {peer}: {self._decides} on rank {self._rank}, {theirs} on rank "
+                f"{peer}; give all ranks the same"
+            )
+        self._agreed.add(peer)
 
     def with_rank(self, peer: int, device: torch.device) -> MessagePair | str:
         """Return the pair of this rank and `peer`, opened at the first call, or why they cannot have mailboxes."""
@@ -116,12 +131,12 @@ class MessagePairs:
             if isinstance(pair, MessagePair):
                 pair.set_timeout(timeout_s)
 
-    def close(self) -> None:
-        """End all communicators."""
+    def end(self, how: Literal["close", "abort"]) -> None:
+        """Close or abort all communicators."""
         while self._known:
             pair = self._known.popitem()[1]
             if isinstance(pair, MessagePair):
-                pair.close()
+                pair.end(how)
 
     def _open(self, peer: int, device: torch.device) -> None:
         """Wait until the pair with `peer` is open; meanwhile open those that others want with this rank."""
@@ -188,6 +203,10 @@ class MessagePairs:
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context whose current stream is a new one: what is queued on the caller's may wait for other ranks."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _options_of(rank: int) -> str:
+    return f"options of {rank}"
 
 
 def _ranks_of(token: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from counterpoint.parallel.tables import aligned_rows
 _SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
-RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "push", "slabs", "torch"]
+RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "slabs", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class RoutedCalls:
 
     `path` is `zero_sm` for calls by copy engines (on CPUs: by this package's threads), `hosts` for those that go over
     several hosts, and `torch` for those that torch's own backend made. Tensor-parallel matmuls have `serial`, `cuts`
-    and `flagged` (`parallel/tensor`), tokens of experts `gather`, `push` and `slabs` (`parallel/expert`).
+    and `flagged` (`parallel/tensor`), tokens of experts `gather` and `slabs` (`parallel/expert`).
     """
 
     operation: str

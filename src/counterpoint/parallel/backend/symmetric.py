@@ -23,6 +23,8 @@ def symmetric_memory(group: Any = None) -> Iterator[None]:
             model = DistributedDataParallel(model)
 
     `Communicator.memory_pool` says what it asks of the ranks. The buckets that DDP makes anew later lie there, too.
+    From then on the group takes all_reduces and reduce_scatters of 4 MiB and more, unless `crossover_bytes` has a size
+    for them, and other calls of more than 256 MiB, wherever their tensors lie.
 
     Args:
         group: a group of backend `counterpoint`; None: the default one.
@@ -47,6 +49,7 @@ def symmetric_memory(group: Any = None) -> Iterator[None]:
             yield
     finally:
         handle.remove()
+    lender.take_buckets()
     for model in models:
         if model.process_group is lender:
             SymmetricBuckets(model, communicator)

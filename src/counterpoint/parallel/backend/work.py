@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torch._C._dynamo import eval_frame
 
 from counterpoint.collectives.work import Work
-from counterpoint.parallel.background import Background
 
 # as torch.compiler.disable, which would load the compiler
 _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -36,12 +35,12 @@ class StartedWork(TorchWork):
     Args:
         works: the communicator's works; none if the call has ended, or runs on the current stream.
         outputs: tensors that the call writes.
+        future: the future of the outputs; None: it is made when it is asked for.
     """
 
-    def __init__(self, works: list[Work], outputs: list[Tensor]) -> None:
+    def __init__(self, works: list[Work], outputs: list[Tensor], future: Any = None) -> None:
         super().__init__()
-        self.works, self._outputs = works, outputs
-        self._future: Any = None
+        self.works, self._outputs, self._future = works, outputs, future
         self.was_waited_for = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -59,6 +58,10 @@ class StartedWork(TorchWork):
     def block_current_stream(self) -> None:
         """Do as `wait`: on a GPU only the stream waits."""
         self.wait()
+
+    def is_started(self) -> bool:
+        """Return whether the call is under way or has ended: no thread has still to start it."""
+        return self._future is None or not self.works or self._future.done()
 
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error."""
@@ -113,61 +116,6 @@ class StartedWork(TorchWork):
         else:
             threading.Thread(target=wait, name="counterpoint-future", daemon=True).start()
         return future
-
-
-@never_compiled
-class BackgroundWork(TorchWork):
-    """Represents a call that another thread starts.
-
-    Args:
-        future: the future of its outputs.
-        outputs: tensors that the call writes.
-        background: what has the thread.
-    """
-
-    def __init__(self, future: Any, outputs: list[Tensor], background: Background) -> None:
-        super().__init__()
-        self._future, self._outputs, self._background = future, outputs, background
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call is queued and let the current stream wait for it (on a CPU, this thread)."""
-        self._future.wait()
-        return True
-
-    def synchronize(self) -> None:
-        """Do as `wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Do as `wait`."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the call has ended, with or without an error, and on a GPU those queued behind it, too."""
-        stream = self._background.stream_of(self._outputs[0])
-        return bool(self._future.done()) and (stream is None or bool(stream.query()))
-
-    def is_success(self) -> bool:
-        """Return whether there is no error."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        """Return the error that the call failed with; None if there is none, or it is not known yet."""
-        if not self._future.done():
-            return None
-        try:
-            self._future.value()
-        except Exception as error:
-            return error
-        return None
-
-    def result(self) -> list[Tensor]:
-        """Return the output tensors."""
-        return self._outputs
-
-    def get_future(self) -> Any:
-        """Return the future of the output tensors."""
-        return self._future
 
 
 def together(started: list[StartedWork]) -> StartedWork:

@@ -3,8 +3,8 @@
 - `dispatcher.py`: `Dispatcher`, for users, which decides which way calls go; `halves.py`: its derivatives.
 - `options.py`: its options and sizes; `mechanism.py`: what one way to move tokens does.
 - `all_to_all.py`: torch's all_to_all_single, the reference; `gathering.py`: all tokens to all ranks.
-- `slabs.py`: equally many rows to each rank; `push.py`: exactly those that are wanted. What both send, and tell each
-  other of it, is in `packing.py`, with its kernel in `packing_kernels.py`.
+- `slabs.py`: equally many rows to each rank. What ranks send, and tell each other of it, is in `packing.py`, with its
+  kernel in `packing_kernels.py`.
 - `permute.py`: between the order of tokens and that of this rank's experts; `permute_kernels.py`: in Triton.
 - `layers.py`: experts as grouped matmuls, and a layer of them in parts; `activation.py`: between the matmuls;
   `activation_kernels.py`: in Triton.

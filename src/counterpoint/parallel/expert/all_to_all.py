@@ -6,6 +6,10 @@ the order of choices. It works between any ranks, and cannot be captured in a gr
 
 from __future__ import annotations
 
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.host.group import gather_values, torch_function
+from counterpoint.collectives.host.shared_memory import ProcessCard, why_not
+from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.submit.tensors import flat_bytes
-from counterpoint.errors import Unsupported
+from counterpoint.errors import PeerTimeout, Unsupported
 from counterpoint.parallel.backend.report import RoutedPath
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room, too_many
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
+
+_DYING_S = 1.0  # from the end of a process's connections, of which torch hears, to its own
 
 
 @dataclass
@@ -28,9 +36,11 @@ class _Exchange:
 
     rows: Tensor
     work: Any
+    named: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        with self.named():
+            self.work.wait()
         return self.rows
 
 
@@ -56,12 +66,18 @@ class _Pending:
 
 
 class AllToAll:
-    """Moves tokens by torch's all_to_all_single. See `TokenMechanism`."""
+    """Moves tokens by torch's all_to_all_single; all ranks make it together. See `TokenMechanism`."""
 
     name: RoutedPath = "torch"
 
     def __init__(self, group: Any, layout: ExpertLayout, options: ExpertOptions) -> None:
         self._group, self._layout, self._options = group, layout, options
+        cards = gather_values(group, ProcessCard.of_this_process())
+        self._watchdog: Watchdog | None = None
+        if why_not(cards) is None:  # else there are processes that this one cannot see
+            pids = [card.pid for card in cards]
+            self._watchdog = Watchdog((), rank=layout.rank, pids=pids, timeout_s=options.timeout_s)
+            weakref.finalize(self, self._watchdog.close)
         self._dropped = 0
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
@@ -72,9 +88,15 @@ class AllToAll:
         weights = weights.float()
         home = assign(ids, first_expert=0, num_experts=layout.experts, capacity=ids.numel())
         mine = home.offsets.diff(prepend=home.offsets.new_zeros(1)).view(layout.world_size, -1)
+        if len(x) > layout.max_tokens:
+            mine.fill_(-len(x))  # no count: all ranks raise
         everyone = mine.new_empty(layout.world_size, *mine.shape)
-        torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)
+        with self._named():
+            torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)
         chosen = everyone.tolist()  # by rank, the rows for each rank's experts
+        for rank, counts in enumerate(chosen):
+            if counts[0][0] < 0:
+                raise too_many(rank, -counts[0][0], layout)
         block = layout.block(len(x), self._options)
         self._check_room(chosen, block)
         sent = [sum(rows) for rows in chosen[layout.rank]]
@@ -158,15 +180,31 @@ class AllToAll:
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> _Exchange:
         out = rows.new_empty(sum(received), rows.shape[1])
         width = rows.shape[1] * rows.element_size()
-        work = dist.all_to_all_single(
-            flat_bytes(out),
-            flat_bytes(rows.contiguous()),
-            [count * width for count in received],
-            [count * width for count in sent],
-            group=self._group,
-            async_op=True,
-        )
-        return _Exchange(out, work)
+        with self._named():
+            work = dist.all_to_all_single(
+                flat_bytes(out),
+                flat_bytes(rows.contiguous()),
+                [count * width for count in received],
+                [count * width for count in sent],
+                group=self._group,
+                async_op=True,
+            )
+        return _Exchange(out, work, self._named)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the ranks that died, where a call of torch fails, whose error names none."""
+        try:
+            yield
+        except RuntimeError as error:
+            end = time.monotonic() + _DYING_S
+            dead: tuple[int, ...] = ()
+            while self._watchdog and not (dead := self._watchdog.dead_ranks()) and time.monotonic() < end:
+                time.sleep(0.01)
+            if not dead:
+                raise
+            names = ", ".join(f"rank {rank}" for rank in dead)
+            raise PeerTimeout(f"{names} died; torch says: {error}", ranks=dead) from error
 
     @staticmethod
     def _whole(rows: Tensor, assignment: Assignment) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import check_agreement
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
@@ -21,14 +23,20 @@ from counterpoint.parallel.expert.gathering import CHANNELS, GatherAll
 from counterpoint.parallel.expert.halves import Trip
 from counterpoint.parallel.expert.mechanism import TokenMechanism
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
-from counterpoint.parallel.expert.push import Push
 from counterpoint.parallel.expert.slabs import Slabs
 from counterpoint.parallel.uncompiled import uncompiled
 
-_MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "push": Push, "slabs": Slabs}
+_MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "slabs": Slabs}
 _AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # others are to be measured before
 _DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: sums are made in floats
 _ALIGNMENT = 16  # bytes of a token: a chunk of whole tokens is then one that copies and sums take
+
+
+def most_tokens(x: Tensor, group: Any) -> int:
+    """Return the most tokens of any rank, but 1 at least; all ranks call it, and the host waits."""
+    most = torch.tensor(len(x), device=x.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    return max(int(most), 1)
 
 
 class Handle:
@@ -59,7 +67,7 @@ class Dispatcher:
         group: torch process group; None: the default one.
         experts: number of experts of all ranks, a multiple of the ranks: rank r has the r-th part of them.
         top_k: experts of a token.
-        max_tokens: most tokens that a rank dispatches at once.
+        max_tokens: most tokens that a rank dispatches at once; if one has more, all ranks get an error that names it.
         hidden: elements of a token.
         options: the mechanism, and options of the communicator; None: the defaults.
 
@@ -96,8 +104,8 @@ class Dispatcher:
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
-            ids: experts of each token, `[tokens, top_k]` of int32, or int64 within its range; -1 and others that there
-                are not are none.
+            ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1, as any number that is no expert, is
+                none.
             weights: of each choice, `[tokens, top_k]`, by which `combine` multiplies what the expert made.
 
         Returns:
@@ -105,7 +113,8 @@ class Dispatcher:
             offsets `[local experts]`, at which each expert's rows end; and the handle for `combine`.
 
         Raises:
-            Misconfigured: shapes, dtypes or the device do not fit.
+            Misconfigured: shapes, dtypes or the device do not fit; options or sizes of ranks differ.
+            PeerTimeout: another rank died, made no such call, or has more than `max_tokens`.
         """
         handle = self.start_dispatch(x, ids, weights)
         return *self.finish_dispatch(handle), handle
@@ -160,12 +169,15 @@ class Dispatcher:
     def dropped(self) -> int:
         """Return how many choices this rank found no room for so far; on a GPU this waits for the device.
 
-        With `slabs` and `push` these are choices of its own tokens, else rows of its experts, with padding.
+        With `slabs` these are choices of its own tokens, else rows of its experts, with padding.
         """
         return 0 if self._mechanism is None else self._mechanism.dropped()
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one."""
+        """Raise the error that ended communication, or of choices that had no room; all ranks call it.
+
+        With `overflow="raise"` this waits for the device; an error of choices without room is raised once.
+        """
         if self._mechanism is not None:
             self._mechanism.check()
 
@@ -177,10 +189,8 @@ class Dispatcher:
 
     def _check_tokens(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         layout = self.layout
-        if x.dim() != 2 or x.shape[1] != layout.hidden or len(x) > layout.max_tokens:
-            raise Misconfigured(
-                f"dispatch of x {tuple(x.shape)}: give [tokens, {layout.hidden}], of at most {layout.max_tokens} tokens"
-            )
+        if x.dim() != 2 or x.shape[1] != layout.hidden:
+            raise Misconfigured(f"dispatch of x {tuple(x.shape)}: give [tokens, {layout.hidden}]")
         for name, tensor in (("ids", ids), ("weights", weights)):
             if tensor.shape != (len(x), layout.top_k):
                 raise Misconfigured(
@@ -206,23 +216,25 @@ class Dispatcher:
     def _made(self, x: Tensor) -> tuple[TokenMechanism, str]:
         """Return the mechanism that is asked for, or predicted to be the fastest, and why."""
         asked, group = self.options.mechanism, torch_group(self.group)
-        by_torch = AllToAll(group, self.layout, self.options)
-        if asked == "torch":
-            return by_torch, "asked for torch"
-        row_bytes = self.layout.hidden * (self.options.wire_dtype or x.dtype).itemsize
-        if row_bytes % _ALIGNMENT:
-            return by_torch, f"tokens of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")
+        sizes = {name: getattr(self.layout, name) for name in ("experts", "top_k", "max_tokens", "hidden")}
+        check_agreement(group, sizes | {"dtype": x.dtype} | self.options.shared_by_dispatchers())
+        by_torch = partial(AllToAll, group, self.layout, self.options)
+        if asked == "torch":
+            return by_torch(), "asked for torch"
+        row_bytes = self.layout.hidden * (self.options.wire_dtype or x.dtype).itemsize
+        if row_bytes % _ALIGNMENT:
+            return by_torch(), f"tokens of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
         options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": CHANNELS}))
         try:
             communicator = Communicator(group, device=x.device, options=options)
         except Unsupported as error:
-            return by_torch, str(error)
+            return by_torch(), str(error)
         name, why = (asked, f"asked for {asked}") if asked != "auto" else self._chosen(communicator, x)
         if name == "torch":
             communicator.close()
-            return by_torch, why
+            return by_torch(), why
         return _MECHANISMS[name](communicator, self.layout, self.options), why
 
     def _chosen(self, communicator: Communicator, x: Tensor) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from counterpoint.collectives.work import PartitionedWork
 from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.expert.mechanism import OwnCommunication
 from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
-from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
+from counterpoint.parallel.expert.permute import Assignment, assign, bounded, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
 from counterpoint.parallel.sums import add_up
 
@@ -86,6 +86,7 @@ class GatherAll(OwnCommunication):
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
         """Begin to gather tokens, ids and weights."""
+        self._admit(len(x))
         options = self._options
         if self._may_lack_room and not self._memory.is_capturing():
             self._overflow.check()
@@ -97,7 +98,7 @@ class GatherAll(OwnCommunication):
         choices = self._memory.empty(layout.world_size, block, width, dtype=torch.int32)
         own = choices[layout.rank]
         mine = own[:tokens] if tokens < block else own
-        mine[:, : layout.top_k].copy_(ids)
+        mine[:, : layout.top_k].copy_(bounded(ids, layout.experts))
         mine[:, layout.top_k : 2 * layout.top_k].view(torch.float32).copy_(weights)
         if scales is not None:
             mine[:, -1:].view(torch.float32).copy_(scales)
@@ -255,7 +256,7 @@ class GatherAll(OwnCommunication):
         if not self._may_lack_room:
             return
         self._overflow.add(assignment.missing)
-        if options.overflow == "drop" or self._memory.is_capturing():
+        if options.overflow == "drop":
             return
         counts = ids.new_zeros(layout.experts + 1)
         valid = (ids >= 0) & (ids < layout.experts)

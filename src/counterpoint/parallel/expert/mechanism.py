@@ -10,7 +10,7 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.call_memory import CallMemory
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room, too_many
 
 
 class TokenMechanism(Protocol):
@@ -31,7 +31,8 @@ class TokenMechanism(Protocol):
 
         Tokens are contiguous; ids are int32 or int64, and `weights`, `[tokens, top_k]`, of any floating dtype, both
         of any strides; sums are made with them in float32. Return the route: all that later halves have to know, and
-        nothing large once the dispatch has ended, since it is kept until derivatives are made.
+        nothing large once the dispatch has ended, since it is kept until derivatives are made. If a rank has more than
+        `max_tokens`, all ranks get an error.
         """
 
     def dispatch_finish(self, route: Any) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ class TokenMechanism(Protocol):
         """Return how many choices this rank found no room for so far; this waits for the device."""
 
     def check(self) -> None:
-        """Raise the error that ended its communication, if there was one."""
+        """Raise the error that ended its communication, or of choices without room; all ranks call it."""
 
     def close(self) -> None:
         """Give back what it holds; all ranks call it."""
@@ -82,60 +83,77 @@ class OwnCommunication:
         communicator: closed with the mechanism.
         layout: which experts are where.
         options: of the dispatcher.
-        keeps: as of `CallMemory`.
     """
 
-    def __init__(
-        self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions, *, keeps: bool = True
-    ) -> None:
+    def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
         self._communicator, self._layout, self._options = communicator, layout, options
-        self._memory = CallMemory(communicator, keeps=keeps)
-        self._overflow = Overflow(communicator.device, options)
+        self._memory = CallMemory(communicator)
+        self._overflow = Overflow(communicator.device, layout, options)
+
+    def _admit(self, tokens: int) -> None:
+        """Raise if this rank has more tokens than were agreed on: its peers hear of that in their calls."""
+        if tokens > self._layout.max_tokens:
+            raise self._communicator.give_up(too_many(self._layout.rank, tokens, self._layout))
 
     def dropped(self) -> int:
         """Return how many choices had no room so far; this waits for the device."""
         return self._overflow.total()
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one."""
+        """Raise the error that ended the communicator, or of a call without room, if that was not told yet."""
         self._communicator.check()
+        self._overflow.check_all()
 
     def close(self) -> None:
-        """Close the communicator; raise if the last call had no room and that was not allowed."""
+        """Close the communicator; raise if a call had no room, that was not allowed, and not told yet."""
         self._memory.forget()
         self._communicator.close()
-        self._overflow.check()
+        self._overflow.check_all()
 
 
 class Overflow:
     """Counts choices without room on the device, and tells the host of those of all ranks, without a wait to know."""
 
-    def __init__(self, device: torch.device, options: ExpertOptions) -> None:
+    def __init__(self, device: torch.device, layout: ExpertLayout, options: ExpertOptions) -> None:
         on_gpu = device.type == "cuda"
         self._options = options
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        self._worst = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=on_gpu)  # of any rank, the last time
-        self._noted = torch.cuda.Event() if on_gpu else None
+        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # of each rank, since it was told
+        self._copy = torch.zeros_like(self._most, device="cpu", pin_memory=True) if on_gpu else self._most
+        self._copied = torch.cuda.Event() if on_gpu else None
 
     def add(self, choices: Tensor) -> None:
         """Count choices of this rank."""
         self._total += choices
 
     def note(self, choices: Tensor) -> None:
-        """Note what a later call is to raise, given the choices of each rank that had no room."""
-        if self._options.overflow == "drop":
+        """Note what a later check is to raise, given the choices of each rank that had no room in a call."""
+        if self._options.overflow != "raise":
             return
-        self._worst.copy_(choices.max(), non_blocking=True)
-        if self._noted is not None and not torch.cuda.is_current_stream_capturing():  # the host cannot wait for a graph
-            self._noted.record()
+        torch.maximum(self._most, choices, out=self._most)
+        if (
+            self._copied is not None and not torch.cuda.is_current_stream_capturing()
+        ):  # the host cannot wait for a graph
+            self._copy.copy_(self._most, non_blocking=True)
+            self._copied.record()
 
     def check(self) -> None:
-        """Raise if a call noted before had not enough room: with `raise` on all ranks, as the host waits for that."""
-        if self._options.overflow == "raise" and self._noted is not None:
-            self._noted.synchronize()
-        if int(self._worst):
-            raise no_room(int(self._worst), self._options)
+        """Raise if a call outside of graphs had not enough room: on all ranks, as the host waits for the last one."""
+        if self._copied is not None and self._options.overflow == "raise":
+            self._copied.synchronize()
+        self._tell(self._copy)
+
+    def check_all(self) -> None:
+        """Raise if any call had not enough room, with those in graphs, whose replays this waits for."""
+        self._tell(self._most)
 
     def total(self) -> int:
         """Return how many choices of this rank had no room; this waits for the device."""
         return int(self._total)
+
+    def _tell(self, noted: Tensor) -> None:
+        """Raise if something is noted, and forget it: it is told once."""
+        if self._options.overflow == "raise" and (most := int(noted.max())):
+            self._most.zero_()
+            self._copy.zero_()
+            raise no_room(most, self._options)

@@ -7,17 +7,17 @@ takes this rank's part of the DTensors that the module then has. Layers of one s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import Misconfigured
 from counterpoint.pair.tuned_choices import EXCHANGE
-from counterpoint.parallel.expert.dispatcher import Dispatcher
+from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
 from counterpoint.parallel.expert.layers import ExpertLayerOptions, ExpertWeights, overlapped_moe
 from counterpoint.parallel.expert.options import MechanismName
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
@@ -47,7 +47,7 @@ class Dispatchers:
         """Return the most tokens of a rank in one call of such a layer; at first all ranks call it together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
         if key not in self._most:
-            self._most[key] = self.options.max_tokens or _most(len(x), style, x.device)
+            self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
         return self._most[key]
 
     def of(self, style: ExpertStyle, x: Tensor, top_k: int, mechanism: MechanismName) -> Dispatcher:
@@ -58,25 +58,17 @@ class Dispatchers:
                 style.mesh.get_group(),
                 experts=style.experts,
                 top_k=top_k,
-                max_tokens=self._part(self.most_tokens(style, x, top_k)),
+                max_tokens=-(-self.most_tokens(style, x, top_k) // self.options.parts),
                 hidden=x.shape[1],
                 options=replace(self.options.of_dispatcher(), mechanism=mechanism),
             )
-        found = self._made[key]
-        if self._part(len(x)) > found.layout.max_tokens:
-            raise Misconfigured(
-                f"{len(x)} tokens, more than any rank had in the first call: "
-                "give OverlapOptions(expert_parallel=ExpertLayerOptions(max_tokens=...))"
-            )
-        return found
+        return self._made[key]
 
     def close(self) -> None:
         """Close them all; all ranks call it."""
-        while self._made:
-            self._made.popitem()[1].close()
-
-    def _part(self, tokens: int) -> int:
-        return -(-tokens // self.options.parts)
+        with ExitStack() as each:  # one that raises keeps no other open
+            while self._made:
+                each.callback(self._made.popitem()[1].close)
 
 
 class OverlappedExperts:
@@ -259,13 +251,6 @@ def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
     if style.mesh.device_type != "cpu" and not is_asked:
         return "not measured on GPUs yet: there give OverlapOptions(expert_parallel=ExpertLayerOptions())"
     return ""
-
-
-def _most(tokens: int, style: ExpertStyle, device: torch.device) -> int:
-    """Return the most tokens of any rank; all ranks call it."""
-    most = torch.tensor(tokens, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, style.mesh.get_group())
-    return max(int(most), 1)
 
 
 def _local(x: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured
 
-MechanismName = Literal["auto", "torch", "gather", "push", "slabs"]
+MechanismName = Literal["auto", "torch", "gather", "slabs"]
 Overflow = Literal["raise", "drop", "second_round"]
 WIRE_DTYPES = (torch.float8_e4m3fn,)
 
@@ -22,13 +22,13 @@ class ExpertOptions(CommunicatorOptions):
 
     Args:
         mechanism: `auto` takes the fastest by prediction; else the one that moves all tokens: `torch` (counts, which
-            the host waits for, and all_to_all_single), `gather` (all ranks get all tokens), `push` (each rank copies
-            what it knows the sizes of), `slabs` (equally many rows for each rank).
+            the host waits for, and all_to_all_single), `gather` (all ranks get all tokens), `slabs` (equally many rows
+            for each rank).
         beside_us: µs of what the caller computes between the halves of a dispatch and a combine, when it runs alone;
             `auto` goes by it.
-        overflow: what happens to choices for which there is no room: `raise` an error, at the next call at the latest;
-            `drop` them, as if their weights were 0, and count them; send them in a `second_round`. Only a
-            `capacity_factor` can leave a choice without room.
+        overflow: what happens to choices for which there is no room: `raise` an error, at the next dispatch,
+            `check` or `close` at the latest; `drop` them, as if their weights were 0, and count them; send them in a
+            `second_round`. Only a `capacity_factor` can leave a choice without room.
         capacity_factor: room for this many times the rows of an even routing; None: for all rows that may come, but
             1.25 in the first round of `slabs` with a `second_round`. With `second_round` it limits what travels at
             once, else the rows of a rank's experts, too.
@@ -65,7 +65,15 @@ class ExpertOptions(CommunicatorOptions):
             raise Misconfigured(f"beside_us={self.beside_us}: give 0 µs or more")
         if self.pad_multiple < 1:
             raise Misconfigured(f"pad_multiple={self.pad_multiple}: give 1 or more")
+        for name in ("channels", "mailbox_bytes", "crossover_bytes"):
+            if getattr(self, name) != getattr(CommunicatorOptions, name):
+                raise Misconfigured(f"{name}={getattr(self, name)}: a dispatcher has its own; leave it out")
         super().__post_init__()
+
+    def shared_by_dispatchers(self) -> dict[str, object]:
+        """Return the options that must be equal on all ranks, besides those that communicators compare."""
+        inherited = CommunicatorOptions.__dataclass_fields__
+        return {one.name: getattr(self, one.name) for one in fields(ExpertOptions) if one.name not in inherited}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +132,14 @@ class ExpertLayout:
     def padded(self, rows: int, pad_multiple: int) -> int:
         """Return the room for so many rows, where each expert's begin at a multiple of `pad_multiple`."""
         return -(-(rows + self.local_experts * (pad_multiple - 1)) // pad_multiple) * pad_multiple
+
+
+def too_many(rank: int, tokens: int, layout: ExpertLayout) -> Misconfigured:
+    """Return the error of a call in which a rank has more tokens than were agreed on."""
+    return Misconfigured(
+        f"rank {rank} dispatches {tokens} tokens at once, more than max_tokens={layout.max_tokens}: give a larger one "
+        "(without one the first call of a layer decides, and its parts have a part of it each)"
+    )
 
 
 def no_room(rows: int, options: ExpertOptions) -> Misconfigured:

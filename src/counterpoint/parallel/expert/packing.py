@@ -1,4 +1,4 @@
-"""Sort a rank's choices by the rank that has their expert, and tell that rank what comes: `slabs` and `push` share it.
+"""Sort a rank's choices by the rank that has their expert, and tell that rank what comes, for `slabs`.
 
 A choice's place is its number among the choices of this rank for the same other rank, in the order of tokens, then of
 choices. Every rank sends every other a table of fixed size before any row: expert, weight and scale by place. So the
@@ -16,31 +16,30 @@ from counterpoint.errors import needs_triton
 from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.permute import Assignment, assign
 
-HEAD = 4  # numbers at the front of each row of a table
-REST, FIRST, LACKING = 0, 1, 2  # of them: most places beyond `first`, the receiver's first row, choices without room
+HEAD = 2  # numbers at the front of each row of a table
+REST, LACKING = 0, 1  # of them: most places beyond `first`, choices without room
 CHOICES = 256  # of a program
 _NONE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Says where this rank's choices go: int32, `[tokens, top_k]`, where -1 is nowhere, and `[world_size]`."""
+    """Says where this rank's choices go: int32, `[tokens, top_k]`, where -1 is nowhere."""
 
     rank: int  # this one
+    world_size: int
     ranks: Tensor  # of each choice's expert; world_size: none
     places: Tensor  # 0 where there is no rank
     others: Tensor  # row in what is sent, of choices for other ranks
     own: Tensor  # row among those for this rank itself
     home: Tensor  # row in what comes back
-    counts: Tensor  # choices for each rank
-    starts: Tensor  # first row of each rank, if rows lie one after the other
     lacking: Tensor  # [1]: choices without room
     table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
 
     def in_slabs(self, begin: int, rows: int) -> Tensor:
         """Return the slots of choices whose places begin there, in slabs of `rows` for each rank."""
         at = self.places - begin
-        is_here = (self.ranks < len(self.counts)) & (at >= 0) & (at < rows)
+        is_here = (self.ranks < self.world_size) & (at >= 0) & (at < rows)
         return torch.where(is_here, self.ranks * rows + at, _NONE)
 
     def returned(self, values: Tensor) -> Tensor:
@@ -59,7 +58,6 @@ def pack(
     *,
     first: int,
     room: int,
-    gaps: bool,
 ) -> Packing:
     """Return where choices go, given their experts; nothing here waits for the device.
 
@@ -70,7 +68,6 @@ def pack(
         layout: which experts are where.
         first: places of each rank that travel at once.
         room: places of each rank that its table has.
-        gaps: rows are sent in slabs of `first` for each rank; False: one after the other.
 
     Returns:
         The packing, with the tables.
@@ -79,7 +76,7 @@ def pack(
     compact = assign(ids // layout.local_experts, first_expert=0, num_experts=n, capacity=ids.numel())
     table = torch.full((n, HEAD + parts * room), _NONE, dtype=torch.int32, device=ids.device)
     function = _triton_pack if _on_gpu(ids) else _torch_pack
-    return function(ids, compact, weights, scales, table, layout, first, room, gaps)
+    return function(ids, compact, weights, scales, table, layout, first, room)
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -95,7 +92,6 @@ def _torch_pack(
     layout: ExpertLayout,
     first: int,
     room: int,
-    gaps: bool,
 ) -> Packing:
     n, me, ends = layout.world_size, layout.rank, compact.offsets
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -104,9 +100,8 @@ def _torch_pack(
     ranks = torch.where(has_rank, ids // layout.local_experts, n)
     places = torch.where(has_rank, compact.slots - starts[ranks.clamp(max=n - 1)], 0)
     travels = has_rank & (places < first)
-    slots = ranks * first + places if gaps else compact.slots
+    slots = ranks * first + places
     table[:, REST] = (counts.max() - first).clamp(0, room - first)
-    table[:, FIRST] = starts
     lacking = (counts - room).clamp(min=0).sum(dtype=torch.int32)
     table[:, LACKING] = lacking
     has_place = has_rank & (places < room)
@@ -115,13 +110,12 @@ def _torch_pack(
         table[ranks[has_place], at] = part.contiguous().view(torch.int32)[has_place]
     return Packing(
         rank=me,
+        world_size=n,
         ranks=ranks,
         places=places,
         others=torch.where(travels & (ranks != me), slots, _NONE),
         own=torch.where(travels & (ranks == me), places, _NONE),
         home=torch.where(travels, slots, _NONE),
-        counts=counts,
-        starts=starts,
         lacking=lacking[None],
         table=table,
     )
@@ -136,29 +130,26 @@ def _triton_pack(
     layout: ExpertLayout,
     first: int,
     room: int,
-    gaps: bool,
 ) -> Packing:
     with needs_triton("rows of experts on a GPU"):
         from counterpoint.parallel.expert import packing_kernels
     n, choices = layout.world_size, ids.numel()
     ranks, places, others, own, home = ids.new_empty(5, *ids.shape)
-    counts, starts = ids.new_empty(2, n)
     lacking = ids.new_empty(1)
     packing_kernels.pack[(max(1, -(-choices // CHOICES)),)](
         ids, compact.slots, compact.offsets, weights, scales, choices, layout.rank, first, room, table.shape[1],
-        layout.local_experts, ranks, places, others, own, home, counts, starts, lacking, table,
-        N=n, BINS=max(2, 1 << (n - 1).bit_length()), TOP_K=max(1, ids.shape[1]), HEAD=HEAD, REST=REST, FIRST=FIRST,
-        LACKING=LACKING, GAPS=gaps, BLOCK=CHOICES,
+        layout.local_experts, ranks, places, others, own, home, lacking, table,
+        N=n, BINS=max(2, 1 << (n - 1).bit_length()), TOP_K=max(1, ids.shape[1]), HEAD=HEAD, REST=REST, LACKING=LACKING,
+        BLOCK=CHOICES,
     )  # fmt: skip
     return Packing(
         rank=layout.rank,
+        world_size=n,
         ranks=ranks,
         places=places,
         others=others,
         own=own,
         home=home,
-        counts=counts,
-        starts=starts,
         lacking=lacking,
         table=table,
     )
@@ -177,7 +168,6 @@ def moved(slots: Tensor, rows: int) -> Assignment:
 class Incoming:
     """Says what comes from all ranks, by place: of rank s at `[s, place]`."""
 
-    counts: Tensor  # int64 [world_size]: how many rows
     weights: Tensor  # float32 [world_size, room]
     scales: Tensor | None  # float32 [world_size, room], as long as the tokens are under way
     head: Tensor  # int32 [world_size, HEAD]
@@ -195,7 +185,6 @@ class Incoming:
             pad_multiple=pad_multiple,
         )
         return cls(
-            counts=(ids >= 0).sum(1),
             weights=weights.view(torch.float32),
             scales=scales[0].view(torch.float32) if scales else None,
             head=table[:, :HEAD].clone(),

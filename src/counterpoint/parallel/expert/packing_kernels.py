@@ -9,9 +9,8 @@ NONE = tl.constexpr(-1)
 
 @triton.jit(do_not_specialize=["choices", "me", "first", "room", "width", "local_experts"])
 def pack(ids, compact, ends, weights, scales, choices, me, first, room, width, local_experts, ranks, places, others,
-         own, home, counts, starts, lacking, table, N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
-         HEAD: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr, LACKING: tl.constexpr, GAPS: tl.constexpr,
-         BLOCK: tl.constexpr):  # fmt: skip
+         own, home, lacking, table, N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
+         HEAD: tl.constexpr, REST: tl.constexpr, LACKING: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Say of every choice of a block where it goes, and enter it in the table; the first program does the heads."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < choices
@@ -21,7 +20,7 @@ def pack(ids, compact, ends, weights, scales, choices, me, first, room, width, l
     begin = tl.load(ends + rank - 1, mask=has_rank & (rank > 0), other=0)
     place = tl.where(has_rank, row - begin, 0)
     travels = has_rank & (place < first)
-    slot = rank * first + place if GAPS else row
+    slot = rank * first + place
     tl.store(ranks + at, rank, mask=mask)
     tl.store(places + at, place, mask=mask)
     tl.store(home + at, tl.where(travels, slot, NONE), mask=mask)
@@ -40,12 +39,9 @@ def pack(ids, compact, ends, weights, scales, choices, me, first, room, width, l
         is_rank = bins < N
         before = tl.load(ends + bins - 1, mask=is_rank & (bins > 0), other=0)
         count = tl.load(ends + bins, mask=is_rank, other=0) - before
-        tl.store(counts + bins, count, mask=is_rank)
-        tl.store(starts + bins, before, mask=is_rank)
         short = tl.sum(tl.maximum(count - room, 0))
         tl.store(lacking, short)
         rest = tl.minimum(tl.maximum(tl.max(count) - first, 0), room - first)
         heads = table + bins.to(tl.int64) * width
         tl.store(heads + REST, tl.full([BINS], 0, tl.int32) + rest, mask=is_rank)
-        tl.store(heads + FIRST, before, mask=is_rank)
         tl.store(heads + LACKING, tl.full([BINS], 0, tl.int32) + short, mask=is_rank)

@@ -69,6 +69,11 @@ class Assignment:
         )
 
 
+def bounded(ids: Tensor, experts: int) -> Tensor:
+    """Return ids that int32 can hold: of int64 each that is no expert is -1 or `experts`, however large it was."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, experts)
+
+
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
     """Give each choice of an expert of this rank a row.
 

@@ -4,12 +4,13 @@ Each rank packs its rows by the rank that has their expert, and sends every othe
 what an even routing has, by an all_to_all of even blocks. Sizes are fixed, so that a graph can be captured. What an
 expert made goes back to the same place of the same slab, and is weighed and added up at home, in the order of choices.
 
-What is beyond a slab goes by `overflow`. `raise` and `drop` count it on the device; with `raise` the next call, or
-`close`, waits until the call before has told how many of any rank had no room, and raises on all ranks; a call in a
-capture does not look. A `second_round` loses nothing: the tables say how many rows the fullest slab lacks, and if it
-lacks some, a second all_to_all of that size follows when the dispatch is finished. For that the host waits in each
-dispatch until the tables have come; what was queued after its start goes on. A capture has no host: there one round has
-room for all rows, `world_size` times those of an even routing. `raise` and `drop` send `capacity_factor` times as many.
+What is beyond a slab goes by `overflow`. `raise` and `drop` count it on the device; with `raise` the next dispatch,
+`check` or `close` waits until the calls before have told how many of any rank had no room, and raises on all ranks; a
+call in a capture does not look. A `second_round` loses nothing: the tables say how many rows the fullest slab lacks,
+and if it lacks some, a second all_to_all of that size follows when the dispatch is finished. For that the host waits in
+each dispatch until the tables have come; what was queued after its start goes on. A capture has no host: there one
+round has room for all rows, `world_size` times those of an even routing. `raise` and `drop` send `capacity_factor`
+times as many.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from counterpoint.parallel.expert.packing import (
     moved,
     pack,
 )
-from counterpoint.parallel.expert.permute import Assignment, combine, permute, weight_grads
+from counterpoint.parallel.expert.permute import Assignment, bounded, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
 
 OUT, BACK, SMALL = 0, 1, 2  # channels
@@ -105,21 +106,21 @@ class Slabs(OwnCommunication):
     """Moves tokens in slabs. See `TokenMechanism`."""
 
     name: RoutedPath = "slabs"
-    gaps = True  # rows are sent in slabs of equal size
 
     def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        super().__init__(communicator, layout, options, keeps=self.gaps)
+        super().__init__(communicator, layout, options)
         self._side = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Route:
         """Begin to send tables and slabs; raise if an earlier call had no room."""
+        self._admit(len(x))
         if not self._memory.is_capturing():
             self._overflow.check()
-        ids, weights = ids.int().contiguous(), weights.float().contiguous()
+        ids, weights = bounded(ids, self._layout.experts).int().contiguous(), weights.float().contiguous()
         block = self._layout.block(len(x), self._options)
         first, room = self._sizes(block)
         values, scales = (x, None) if self._options.wire_dtype is None else narrowed(x, self._options.wire_dtype)
-        packing = pack(ids, weights, scales, self._layout, first=first, room=room, gaps=self.gaps)
+        packing = pack(ids, weights, scales, self._layout, first=first, room=room)
         self._overflow.add(packing.lacking)
         table = self._exchange_table(packing.table)
         route = Route(packing, weights, x.dtype, block, room, [SlabRound(0, first)], table)
@@ -265,11 +266,8 @@ class Slabs(OwnCommunication):
         n, me = self._layout.world_size, self._layout.rank
         received = self._memory.empty(n * one.rows, packed.shape[1], dtype=packed.dtype)
         permute(tokens, leaving.own, out=received[me * one.rows : (me + 1) * one.rows], zero_tail=False)
-        return Sending(received, self._exchange(received, packed, route, one))
-
-    def _exchange(self, received: Tensor, packed: Tensor, route: Route, one: SlabRound) -> Any:
-        """Begin to send what was packed for a round; return what has to be waited for."""
-        return self._communicator.all_to_all(received, packed, leave_own=True, channel=OUT, async_op=True)
+        work = self._communicator.all_to_all(received, packed, leave_own=True, channel=OUT, async_op=True)
+        return Sending(received, work)
 
     def _unpacked(
         self,

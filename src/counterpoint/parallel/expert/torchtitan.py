@@ -7,14 +7,15 @@ D hidden, K choices, E experts, R rows of this rank's experts, e these experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
+from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle, most_tokens
 from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.uncompiled import uncompiled
 
 _ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
@@ -31,8 +32,9 @@ class RoutedTokens:
 class TokenDispatching:
     """Replaces `dispatch` and `combine` of a token dispatcher, where experts are divided among ranks.
 
-    All layers of a group with the same sizes and options have one dispatcher. It is made by `init_buffer` where the
-    override gives `hidden` and `max_tokens`; else by the first dispatch, for as many tokens as any rank has then.
+    All layers of a group with the same sizes and options have one dispatcher, which is closed with the group. It is
+    made by `init_buffer` where the override gives `hidden` and `max_tokens`; else by the first dispatch, for as many
+    tokens as any rank has then.
     """
 
     ep_mesh: Any
@@ -76,7 +78,7 @@ class TokenDispatching:
             whole: tuple[Tensor, Tensor, Any] = super().dispatch(x_TD, scores, ids, num_local_tokens_per_expert_E)  # type: ignore[misc]
             return whole
         if self._max_tokens is None:
-            self._max_tokens = self._most_tokens(x_TD)
+            self._max_tokens = most_tokens(x_TD, self.ep_mesh.get_group())
         dispatcher = self._dispatcher(x_TD.shape[1], self._max_tokens, self._options)
         weights = torch.ones_like(scores, requires_grad=False) if self._scores_first else scores
         rows, ends, handle = dispatcher.dispatch(x_TD, ids, weights)
@@ -108,25 +110,11 @@ class TokenDispatching:
         chosen = rows[:, self.top_k : 2 * self.top_k] == (experts + dispatcher.layout.first_expert)[:, None]
         return (rows[:, : self.top_k] * chosen).sum(dim=1, keepdim=True)
 
-    def _most_tokens(self, x: Tensor) -> int:
-        most = torch.tensor(len(x), device=x.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_mesh.get_group())
-        return int(most)
-
     def _dispatcher(self, hidden: int, max_tokens: int, options: ExpertOptions) -> Dispatcher:
-        group, sizes = self.ep_mesh.get_group(), (self.num_experts, self.top_k, max_tokens, hidden)
-        key = (group.group_name, sizes, repr(options))
-        found = _DISPATCHERS.get(key)
-        if found is None or found.group is not group:
-            found = _DISPATCHERS[key] = Dispatcher(
-                group,
-                experts=self.num_experts,
-                top_k=self.top_k,
-                max_tokens=max_tokens,
-                hidden=hidden,
-                options=options,
-            )
-        return found
+        group = self.ep_mesh.get_group()
+        sizes = {"experts": self.num_experts, "top_k": self.top_k, "max_tokens": max_tokens, "hidden": hidden}
+        make = partial(Dispatcher, group, options=options, **sizes)
+        return _DISPATCHERS.get(group, make, key=(*sizes.values(), repr(options)))
 
 
-_DISPATCHERS: dict[Any, Dispatcher] = {}
+_DISPATCHERS: Registry[Dispatcher] = Registry()

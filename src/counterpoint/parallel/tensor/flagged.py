@@ -31,6 +31,8 @@ from counterpoint.pair.sharded_rows import ShardedRows
 MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
 HOPPER = 9  # compute capability
 TMA_BYTES = 16  # what addresses and strides must be multiples of
+_MAX_LAYOUTS = 1024  # whose tables are kept
+_CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs read, which nothing tells when they end
 TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -73,7 +75,7 @@ class TileRun(NamedTuple):
     chunk: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
     """Return the rows of C in the order in which their tiles are taken.
 
@@ -333,7 +335,12 @@ def _bind(
     programs = row_tiles * -(-columns // tiles.columns)
     if not programs:
         return lambda: None
+    table = _table(layout, operation, tiles.rows, b.device)
     if b.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            _CAPTURED.add(table)
+        else:
+            table.record_stream(torch.cuda.current_stream(b.device))
         properties = torch.cuda.get_device_properties(b.device)
         num_sms = min(num_sms or programs, properties.multi_processor_count)  # all have to run at once
         if properties.major < HOPPER:
@@ -345,7 +352,7 @@ def _bind(
     values = {
         **others,
         "b_scale_stride": _scale_stride("the scale of b", others["b_scale"], columns),
-        "table": _table(layout, operation, tiles.rows, b.device),
+        "table": table,
         "row_tiles": row_tiles,
         "rank": layout.rank,
         "world_size": layout.world_size,
@@ -371,7 +378,7 @@ def _bind(
     return functools.partial(compiled[grid], *arguments)  # [grid] loads it
 
 
-@functools.cache  # for ever: matmuls in flight and CUDA graphs read it
+@functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
     """Return the runs where the kernel reads them; the host waits for the copy, so that any stream may use it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

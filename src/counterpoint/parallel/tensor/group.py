@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.host.group import check_agreement, torch_function
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
@@ -29,6 +29,8 @@ from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.backend.group import torch_group
 from counterpoint.parallel.backend.report import BackendReport, CallCounts, RoutedPath
 from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.registry import Registry
+from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
     GATHER,
@@ -43,7 +45,8 @@ from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plan
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
 _c10d: Any = distributed_c10d
-_WORDS = 1 << 12  # of 32 bits, for matmuls that poll: an error, and a count for each partition
+_WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
+_MAX_ROUTES = 1024  # shapes whose plans are kept
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
 
@@ -72,8 +75,9 @@ class TensorGroup:
         self._plans: Plans | None = None
         self._tuning: FollowedTuning | None = None
         self._is_told = False  # which tuning to follow
+        self._is_agreed = False  # how calls are chosen
         self._routes: dict[Hashable, _Route] = {}
-        self._words = torch.empty(0, dtype=torch.int32)
+        self._words, self._error = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self._memory: CallMemory | None = None  # of the communicator
         self._why_not = "one rank" if self.world_size == 1 else None
 
@@ -98,9 +102,10 @@ class TensorGroup:
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one."""
+        """Raise the error that ended the communicator, or what a matmul that polls has missed, if there was one."""
         if self._communicator is not None:
             self._communicator.check()
+        self._raise_missing()
 
     def close(self) -> None:
         """Close the communicator; all ranks call it. Later calls go torch's way."""
@@ -176,7 +181,7 @@ class TensorGroup:
             kept = torch.empty_like(whole)
         shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
         if plan.mechanism == "flagged":
-            gather_flagged(communicator, shard, whole, layout, weights, flat, rows_to=kept, words=self._words)
+            gather_flagged(communicator, shard, whole, layout, weights, flat, rows_to=kept, error=self._error)
         else:
             gather_and_multiply(communicator, shard, whole, steps, multiply, rows_to=kept)
         return None if kept is None else kept.view(shape), outs
@@ -296,7 +301,9 @@ class TensorGroup:
         sums = out.view(layout.batch, -1, weight.columns)
         if plan.mechanism == "flagged":
             staging = self._staging(sums)
-            scatter_flagged(communicator, flat, weight, staging, sums, layout, reduce_op, words=self._words)
+            scatter_flagged(
+                communicator, flat, weight, staging, sums, layout, reduce_op, stored=self._words, error=self._error
+            )
         else:
             multiply_and_scatter(communicator, self._staging(sums), sums, steps, reduce_op, multiply)
         return out
@@ -390,6 +397,9 @@ class TensorGroup:
             name: of the operation in the report; empty: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
+        self._raise_missing()
+        if self._plans is not None and self._plans.catch_up():
+            self._routes.clear()
         key = operation, rows.shape, rows.dtype, dim, ranks, columns, num_bytes, k, may_poll
         found = self._routes.get(key)
         if found is None:
@@ -410,7 +420,10 @@ class TensorGroup:
             why = self._why_not or self._why_torch(rows, shape)
             if why is None:
                 try:
-                    found = self._routes[key] = self._route(shape, rows.device)
+                    found = self._route(shape, rows.device)
+                    if len(self._routes) == _MAX_ROUTES:
+                        del self._routes[next(iter(self._routes))]
+                    self._routes[key] = found
                 except Unsupported as error:
                     why = str(error)
             if found is None:
@@ -430,6 +443,10 @@ class TensorGroup:
         return _Route(plan, steps, "serial" if is_whole else plan.mechanism)
 
     def _why_torch(self, rows: Tensor, shape: MatmulShape) -> str | None:
+        if not self._is_agreed:
+            chosen_by = {"mechanism": self.options.mechanism, "measure": self.options.measure}
+            check_agreement(torch_group(self.group), chosen_by)
+            self._is_agreed = True
         if self.options.mechanism == "torch":
             return "asked for torch"
         if not shape.columns or not rows.numel() or not shape.num_bytes:
@@ -446,7 +463,7 @@ class TensorGroup:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
         if self._communicator is None:
             group = torch_group(self.group)
-            options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": 2}))
+            options = CommunicatorOptions(**self.options.of_communicator())
             try:
                 self._communicator = Communicator(group, device=device, options=options)
                 self._memory = CallMemory(self._communicator)
@@ -455,9 +472,21 @@ class TensorGroup:
                 raise
             self._plans = self._new_plans(self._communicator)
             self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
+            self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read them, too
         return self._communicator
+
+    def _raise_missing(self) -> None:
+        """Raise `PeerTimeout` if a matmul has polled in vain: its kernel writes the word on the host itself."""
+        missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
+        if missing is not None:
+            peer, chunk = missing
+            raise PeerTimeout(
+                f"rank {peer} has not sent chunk {chunk} of its rows: a matmul on rank {self.rank} polled for it "
+                f"{MAX_SPINS:,} times, and its product is wrong; find what held rank {peer} up, and start anew",
+                ranks=(peer,),
+            )
 
     def _new_plans(self, communicator: Communicator) -> Plans:
         profile = communicator.profile if communicator.device.type == "cuda" else default_profile()  # CPUs rehearse
@@ -533,16 +562,21 @@ def _part(scale: Tensor | None, these: slice) -> Tensor | None:
 
 
 def _rows_dim(tensor: Tensor, dim: int) -> int:
-    """Return a dimension of rows counted from the first."""
-    found = dim + tensor.dim() if dim < 0 else dim
-    if not 0 <= found < tensor.dim() - 1:
-        raise Misconfigured(f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}: give one but the last")
-    return found
+    """Return a dimension of rows; raise if it is none."""
+    if not 0 <= dim < tensor.dim() - 1:
+        allowed = f"0 to {tensor.dim() - 2}" if tensor.dim() > 1 else "rows of two dimensions or more"
+        raise Misconfigured(f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}: give {allowed}")
+    return dim
 
 
 def _check_product(rows: Tensor, matrix: Tensor) -> None:
+    if rows.dim() < 2:
+        raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
     if matrix.dim() != 2 or rows.shape[-1] != matrix.shape[0]:
         raise Misconfigured(f"rows {tuple(rows.shape)} times {tuple(matrix.shape)}: give a matrix [k, n] for [..., k]")
+    for dtype in (rows.dtype, matrix.dtype):
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise Misconfigured(f"a matmul of {dtype}: give floating-point numbers")
 
 
 def _check_op(reduce_op: str) -> None:
@@ -550,22 +584,23 @@ def _check_op(reduce_op: str) -> None:
         raise Misconfigured(f"reduce_op={reduce_op!r}: allowed are 'sum' and 'avg'")
 
 
-_GROUPS: dict[str, TensorGroup] = {}
+_GROUPS: Registry[TensorGroup] = Registry()
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
-    """Return what runs the operations of the process group of this name; `options` begin it anew.
+    """Return what runs the operations of the process group of this name, until it is destroyed.
+
+    Args:
+        name: of the group.
+        options: begin it anew with these; None: as it is, or the defaults.
 
     Raises:
         Misconfigured: there is no such group in this process.
     """
-    found = _GROUPS.get(name)
     try:
         group = _c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise Misconfigured(f"no process group {name!r}: give group.group_name of one of this process") from error
-    if found is None or found.group is not group or options is not None:
-        if found is not None:
-            found.close()
-        found = _GROUPS[name] = TensorGroup(group, options)
-    return found
+    if options is not None:
+        _GROUPS.close(group)
+    return _GROUPS.get(group, lambda: TensorGroup(group, options))

@@ -117,7 +117,7 @@ class OverlappedLinear:
             parameters = [layer.parameters() for layer in together]
             weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]
             if isinstance(layout, Shard):
-                _, outs = all_gather_linear(_local(x), weights, biases, layout.dim, self.group)
+                _, outs = all_gather_linear(_local(x), weights, biases, layout.dim % x.dim(), self.group)
             else:
                 outs = replicated_linear(x, weights, biases, self.group)
             self.inputs.computed(x, outs)

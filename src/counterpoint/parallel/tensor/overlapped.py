@@ -168,7 +168,7 @@ def gather_flagged(
     products: Sequence[Tensor],
     *,
     rows_to: Tensor | None,
-    words: Tensor,
+    error: Tensor,
 ) -> None:
     """Gather rows while one matmul for each weight takes its tiles in the order in which they arrive.
 
@@ -180,7 +180,7 @@ def gather_flagged(
         weights: by which all rows are multiplied.
         products: of each weight, `[batch * world_size * rows, n]`.
         rows_to: as of `gather_and_multiply`.
-        words: int32, zeros: the error word is the first.
+        error: int32, 0, where a matmul says for what it has polled in vain.
     """
     work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
     assert isinstance(work, PartitionedCudaWork)
@@ -189,7 +189,7 @@ def gather_flagged(
         for weight, out in zip(weights, products, strict=True):
             bind_all_gather_matmul(
                 own, whole, weight.matrix, out, layout,
-                words=work.arrival_words, error=words.data_ptr(), bias=weight.bias,
+                words=work.arrival_words, error=error.data_ptr(), bias=weight.bias,
             )()  # fmt: skip
         work.arrived(len(work.received))
         if rows_to is not None:
@@ -207,7 +207,8 @@ def scatter_flagged(
     layout: ShardedRows,
     reduce_op: str,
     *,
-    words: Tensor,
+    stored: Tensor,
+    error: Tensor,
 ) -> None:
     """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
 
@@ -219,22 +220,22 @@ def scatter_flagged(
         out: this rank's sums, `[batch, rows, n]`.
         layout: of the rows.
         reduce_op: sum or avg.
-        words: int32, zeros, kept from call to call: the error word, then a count for each partition, set back here.
+        stored: int32, zeros, kept from call to call: a count for each partition, set back here.
+        error: as of `gather_flagged`.
     """
     n, columns = layout.world_size, out.shape[-1]
     product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    counts = words[1:]
     work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
     assert isinstance(work, PartitionedCudaWork)
     try:
         bind_matmul_reduce_scatter(
             a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), layout,
-            stored=counts.data_ptr(), words=work.arrival_words, error=words.data_ptr(), average=reduce_op == "avg",
+            stored=stored.data_ptr(), words=work.arrival_words, error=error.data_ptr(), average=reduce_op == "avg",
         )()  # fmt: skip
-        stored = stored_tiles(layout, columns)
+        counts = stored_tiles(layout, columns)
         for one in work.sent:
-            word = counts.data_ptr() + counts.itemsize * layout.word(one.peer, one.chunk)
-            work.ready_when(word, stored[one.peer, one.chunk])
+            word = stored.data_ptr() + stored.itemsize * layout.word(one.peer, one.chunk)
+            work.ready_when(word, counts[one.peer, one.chunk])
     finally:
         work.finish()
 

@@ -1,15 +1,20 @@
-"""Plan the matmuls of a process group once for each shape: what was measured here decides, equally on all ranks."""
+"""Plan the matmuls of a process group once for each shape: what was measured here decides, equally on all ranks.
+
+A matmul is measured once for each `[k, n]` and dtype, by its rows, in the first forward call that has it: a curve then
+serves all numbers of rows. Nothing is measured in a backward. What one needs and does not know is estimated there, and
+measured in the next forward call.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -31,9 +36,12 @@ from counterpoint.parallel.tensor.flagged import (
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
 
+T = TypeVar("T")
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
+_TILE = 128  # rows: points are at multiples
+_MAX_CURVES = 1024  # that one group keeps
 _HOST_LAUNCHES: dict[TensorMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
 """The host's time for a call, in launches of a matmul by torch, as measured by benchmarks/tensor_host.py."""
 
@@ -46,7 +54,8 @@ class TensorOptions(CommunicatorOptions):
         mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
             (its own collective, and one matmul), `serial` (copy engines, and a matmul that is not cut), `cuts`
             (pieces), `flagged` (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
-        measure: time each new shape on the GPU at its first call, which takes up to a second; False: estimate it.
+        measure: time matmuls with each new `[k, n]` on the GPU in the first forward call that has it, which takes up to
+            a second; False: estimate them.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -58,6 +67,9 @@ class TensorOptions(CommunicatorOptions):
     def __post_init__(self) -> None:
         if self.mechanism not in get_args(Mechanism):
             raise Misconfigured(f"mechanism={self.mechanism!r}: allowed are {', '.join(get_args(Mechanism))}")
+        for name in ("channels", "mailbox_bytes", "crossover_bytes"):  # two channels; no messages; plans choose
+            if getattr(self, name) != CommunicatorOptions.__dataclass_fields__[name].default:
+                raise Misconfigured(f"{name}={getattr(self, name)}: matmuls do not use it; leave it out")
         super().__post_init__()
 
 
@@ -108,7 +120,8 @@ class Plans:
         self, group: Any, profile: Profile, options: TensorOptions, tuning: FollowedTuning | None = None
     ) -> None:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
-        self._known: dict[MatmulShape, tuple[MatmulPlan, Steps]] = {}
+        self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
+        self._estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
         self._host_us: dict[TensorMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
@@ -117,12 +130,6 @@ class Plans:
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
         """
-        found = self._known.get(shape)
-        if found is None:
-            found = self._known[shape] = self._planned(shape, device)
-        return found
-
-    def _planned(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
         if shape.dtype not in DTYPES:
             raise Unsupported(f"no plan for matmuls of {shape.dtype}")
         layout = shape.layout
@@ -135,6 +142,15 @@ class Plans:
         plan = self._chosen(task, shape, asked, self._flagged_factor(shape, task, asked.mechanism, device))
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
+    def catch_up(self) -> bool:
+        """Measure what was estimated in a backward, unless this is one; return whether plans may change by it."""
+        if not self._estimated or not _may_measure():
+            return False
+        shapes, self._estimated = self._estimated, {}
+        for shape, device in shapes.items():
+            self.get(shape, device)
+        return True
+
     def _chosen(
         self, task: ShardedMatmul, shape: MatmulShape, asked: AskedMechanism, flagged_factor: float | None
     ) -> MatmulPlan:
@@ -145,7 +161,8 @@ class Plans:
         if taken == plan.mechanism:
             return plan if self._tuning is None else replace(plan, why=why)
         if taken == "flagged" and flagged_factor is None:
-            taken, why = "cuts", f"{why}, which does not do this call"
+            does_not = "is not measured in a backward" if shape in self._estimated else "does not do this call"
+            taken, why = "cuts", f"{why}, which {does_not}"
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
         else:
@@ -168,25 +185,62 @@ class Plans:
             or choose_matmul(task, 0, self._profile, flagged_factor=1.0, host_us=self._host_us).mechanism != "flagged"
         ):
             return None
-        try:
-            times = [_flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns]
-            factor = sum(library for library, _ in times) / sum(polling for _, polling in times)
-        except Unsupported:
-            factor = 0.0
-        return min(gather_values(self._group, factor)) or None
+
+        def slowest() -> float:
+            try:
+                times = [
+                    _flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns
+                ]
+                factor = sum(library for library, _ in times) / sum(polling for _, polling in times)
+            except Unsupported:
+                factor = 0.0
+            return min(gather_values(self._group, factor))
+
+        return self._once((shape.operation, shape.columns, shape.k, shape.dtype), slowest, shape, device) or None
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
         rows = shape.layout.total
-        if device.type != "cuda" or not self._options.measure or shape.dtype.startswith("float8"):
+
+        def slowest() -> tuple[tuple[int, float], ...]:
+            if self._host_us is None:
+                launch_us = max(gather_values(self._group, _launch_us(device)))
+                self._host_us = {name: count * launch_us for name, count in _HOST_LAUNCHES.items()}
+            most = max(_POINTS * _TILE, -(-rows // _TILE) * _TILE)
+            ranks = gather_values(self._group, _measured(most, columns, shape.k, shape.dtype, device))
+            return tuple((row[0][0], max(us for _, us in row)) for row in zip(*ranks, strict=True))
+
+        points = None
+        if device.type == "cuda" and self._options.measure and not shape.dtype.startswith("float8"):
+            points = self._once((columns, shape.k, shape.dtype), slowest, shape, device)
+        if points is None:
             return estimated_curve(columns, shape.k, shape.dtype, rows, self._profile)
-        if torch.cuda.is_current_stream_capturing():
-            raise Unsupported("a shape that is new in a graph capture: make the same call once before")
-        if self._host_us is None:
-            launch_us = max(gather_values(self._group, _launch_us(device)))
-            self._host_us = {name: count * launch_us for name, count in _HOST_LAUNCHES.items()}
-        ranks = gather_values(self._group, _measured(rows, columns, shape.k, shape.dtype, device))
-        points = tuple((row[0][0], max(us for _, us in row)) for row in zip(*ranks, strict=True))
-        return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points)
+        most, most_us = points[-1]
+        beyond = ((rows, most_us * rows / most),) if rows > most else ()
+        return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points + beyond)
+
+    def _once(self, key: Hashable, measure: Callable[[], T], shape: MatmulShape, device: torch.device) -> T | None:
+        """Return what was measured, now or before; None in a backward, after which `catch_up` measures it.
+
+        Raises:
+            Unsupported: a graph is captured, in which nothing can be measured.
+        """
+        if key not in self._measured:
+            if torch.cuda.is_current_stream_capturing():
+                raise Unsupported("a matmul that is new in a graph capture: make the same call once before")
+            if not _may_measure():
+                self._estimated[shape] = device
+                return None
+            if len(self._measured) == _MAX_CURVES:
+                del self._measured[next(iter(self._measured))]
+            self._measured[key] = measure()
+        found: T = self._measured[key]
+        return found
+
+
+def _may_measure() -> bool:
+    """Return whether this is neither in a backward nor in a graph capture, which all ranks answer alike."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return not in_backward and not torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=256)
@@ -208,21 +262,21 @@ def _flagged_us(
             launch = bind_all_gather_matmul(a, a, b, out, layout, words=0, error=0)
         else:
             launch = bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, words=0, error=0)
-        library, polling = _median_us([partial(torch.mm, a, b, out=out), launch], device)
+        library, polling = _median_us([partial(torch.mm, a, b, out=out), launch])
         return library, polling
 
 
 @lru_cache(maxsize=256)
 def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device) -> tuple[tuple[int, float], ...]:
     """Return the µs of a matmul at some numbers of rows, up to `rows`: medians, on the current stream."""
-    step = max(128, -(-rows // _POINTS // 128) * 128)
+    step = -(-rows // _POINTS // _TILE) * _TILE
     counts = [*range(step, rows, step), rows]
     with torch.cuda.device(device):
         a = torch.randn(rows, k, device=device, dtype=getattr(torch, dtype))
         b = torch.randn(columns, k, device=device, dtype=getattr(torch, dtype)).t()
         out = torch.empty(rows, columns, device=device, dtype=getattr(torch, dtype))
         launches = [partial(torch.mm, a[:count], b, out=out[:count]) for count in counts]
-        return tuple(zip(counts, _median_us(launches, device), strict=True))
+        return tuple(zip(counts, _median_us(launches), strict=True))
 
 
 def _launch_us(device: torch.device) -> float:
@@ -236,7 +290,7 @@ def _launch_us(device: torch.device) -> float:
     return median(times)
 
 
-def _median_us(launches: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+def _median_us(launches: Sequence[Callable[[], object]]) -> list[float]:
     """Return the median µs of each of these launches, one behind the other on the current stream, in changing order."""
     times: list[list[float]] = [[] for _ in launches]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
@@ -247,7 +301,7 @@ def _median_us(launches: Sequence[Callable[[], object]], device: torch.device) -
         for index, event in zip(order, events[1:], strict=True):
             launches[index]()
             event.record()
-        torch.cuda.synchronize(device)
+        events[-1].synchronize()  # not the device: another stream may wait for a peer
         if repeat:
             for index, (first, last) in zip(order, pairwise(events), strict=True):
                 times[index].append(1000.0 * first.elapsed_time(last))

@@ -203,7 +203,6 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
     rows = {
         "all_to_all": 0.0,  # as activations, no larger than what an expert keeps
         "gather": 2.0 * local.ep * local.tokens_between,  # tokens of all ranks, and their sums
-        "push": mean * (1 + local.expert_rows(experts)),  # what is sent, and room for all that may come
         "slabs": 2 * mean * capacity_factor,  # what is sent, and what comes
     }
     return rows[local.exchange] * model.hidden * local.element_bytes

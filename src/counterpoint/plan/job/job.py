@@ -30,7 +30,6 @@ record has is an error that names it.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -41,7 +40,7 @@ from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
-from counterpoint.machine.read_file import read_text
+from counterpoint.machine.read_file import parse_toml, read_text
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import (
@@ -111,21 +110,10 @@ class Job(JobParts, frozen=True, kw_only=True):
                 f"parallel.pieces_tp with tp = {self.parallel.tp} on nodes of {self.cluster.gpus_per_node} GPUs: copy "
                 "engines reach the GPUs of a node; give a smaller tp, or leave it out"
             )
-        if self.parallel.expert_exchange == "push":
-            self._check_push()
         if self.parallel.world_size > self.cluster.num_gpus:
             raise Misconfigured(
                 f"parallel: dp · pp · cp · tp = {self.parallel.world_size} ranks on {self.cluster.num_gpus} GPUs: "
                 "give smaller degrees, or a larger cluster"
-            )
-
-    def _check_push(self) -> None:
-        apart = self.parallel.ep * self.parallel.experts_cut
-        if self.parallel.ep > 1 and apart > self.cluster.gpus_per_node:
-            raise Misconfigured(
-                f'parallel.expert_exchange = "push" with ep = {self.parallel.ep} over {apart} ranks on nodes of '
-                f"{self.cluster.gpus_per_node} GPUs: copy engines reach the GPUs of a node; give a smaller ep, or "
-                "another expert_exchange"
             )
 
     @property
@@ -152,14 +140,7 @@ def parse_tables(path: Path, text: str) -> dict[str, Any]:
     name = printable(str(path), 200)
     if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # a key of thousands of parts takes tomllib minutes
         raise Misconfigured(f"{name}: a line has more than {MAX_LINE:,} characters; {ADVICE}")
-    try:
-        tables = tomllib.loads(text)
-    except RecursionError:
-        raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise Misconfigured(f"{name}: not TOML: {printable(str(error), 200)}; {ADVICE}") from None
-    except ValueError:  # of int()
-        raise Misconfigured(f"{name}: a number has thousands of digits; {ADVICE}") from None
+    tables = parse_toml(text, name, ADVICE)
     if _is_deeper(tables, MAX_DEPTH):
         raise Misconfigured(f"{name}: nested deeper than {MAX_DEPTH} tables and arrays; {ADVICE}")
     _resolve(tables, path.parent)

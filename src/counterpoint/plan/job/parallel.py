@@ -16,7 +16,7 @@ from counterpoint.records import Record
 MAX_PARTS = 128  # stages of a pipeline, and parts of one: following the slots of more takes minutes
 MAX_TOKENS = 10**12  # of a step
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
-ExpertExchange = Literal["all_to_all", "gather", "push", "slabs"]
+ExpertExchange = Literal["all_to_all", "gather", "slabs"]
 CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
@@ -35,8 +35,8 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
     ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
     # 1: experts are not cut, and ep takes ranks of tp, too; None: tp cuts them as it cuts every matrix
     expert_tp: Literal[1] | None = None
-    # with ep, how tokens get to their experts: sent by counts that are exchanged first; all gathered; by copy engines
-    # that the sender's counts drive; or in slabs of equal size for each pair of ranks
+    # with ep, how tokens get to their experts: sent by counts that are exchanged first; all gathered; or in slabs of
+    # equal size for each pair of ranks
     expert_exchange: ExpertExchange = "all_to_all"
     capacity_factor: Annotated[float, Meta(ge=0.1, le=1024)] = 1.25  # of a slab, over the mean of what it holds
     overlap_ep: bool = False  # with ep, half of the tokens travel beside the experts of the other half

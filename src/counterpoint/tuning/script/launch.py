@@ -1,29 +1,32 @@
-"""Start a training script for a task, watch it, and report in one error why it ended. No torch."""
+"""Start a script under a launcher, watch its ranks, and report in one error why it ended. No torch."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
-from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, Remains, died
+from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, SETTLE_S, Remains, died, stuck_at
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.command import RunCommand
+from counterpoint.tuning.script.command import SCRIPT, RunCommand
 from counterpoint.tuning.script.task import (
     TASK_VARIABLE,
     ScriptResult,
     ScriptTask,
     alive_file,
+    process_file,
     result_file,
+    stack_file,
     task_file,
     write_whole,
 )
@@ -54,28 +57,15 @@ def launch_script(
     """
     folder = Path(task.folder)
     write_whole(task_file(folder), task)
-    beside = {**DEFAULTS, **os.environ, **command.variables, **variables, TASK_VARIABLE: str(task_file(folder))}
-    beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
-    with (folder / LOG).open("wb") as log:
-        try:
-            process = subprocess.Popen(
-                command.arguments,
-                env=beside,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            program = printable(command.launcher[0])
-            raise Misconfigured(f"--run: {program} cannot be started: {error.strerror or error}") from None
-    try:
-        _watch(process, folder, timeout_s)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=REAP_S)
+    run_ranks(
+        command,
+        SCRIPT,
+        folder=folder,
+        variables={**variables, TASK_VARIABLE: str(task_file(folder))},
+        timeout_s=timeout_s,
+        progress=lambda: modified(alive_file(folder)),
+        hung="no step of the script's optimizer ended",
+    )
     try:
         return msgspec.json.decode(result_file(folder).read_bytes(), type=ScriptResult)
     except (OSError, msgspec.DecodeError):
@@ -84,24 +74,96 @@ def launch_script(
         ) from None
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float) -> None:
-    """Return when the script has ended well; raise if it ends otherwise, or if no step ends in time."""
-    last, seen = time.monotonic() + FIRST_STEP_S, 0
+def run_ranks(
+    command: RunCommand,
+    program: str,
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    timeout_s: float,
+    progress: Callable[[], object],
+    hung: str,
+) -> None:
+    """Run a script to its end, on each rank by a program of ours, which leaves its words in a folder (`task.py`).
+
+    Args:
+        command: that starts the script.
+        program: module that `python -m` starts on each rank.
+        folder: gets the log, and what the ranks leave.
+        variables: of the environment, beside those of this process and of the command.
+        timeout_s: longest time without progress; up to the first progress there are five minutes more.
+        progress: called again and again; returns something else after progress.
+        hung: says what has not happened for `timeout_s`.
+
+    Raises:
+        Misconfigured: the program of the command is not there.
+        PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
+    """
+    beside = {**DEFAULTS, **os.environ, **command.variables, **variables}
+    beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
+    with (folder / LOG).open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                command.arguments(program),
+                env=beside,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            given = printable(command.launcher[0])
+            raise Misconfigured(f"{command.given_as}: {given} cannot be started: {error.strerror or error}") from None
+    try:
+        _watch(process, folder, timeout_s, progress, hung)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=REAP_S)
+
+
+def _watch(
+    process: subprocess.Popen[bytes], folder: Path, timeout_s: float, progress: Callable[[], object], hung: str
+) -> None:
+    """Return when the script has ended well; raise if it ends otherwise, or if there is no progress in time."""
+    last, seen = time.monotonic() + FIRST_STEP_S, progress()
     while True:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its group's number stays
+        now = progress()
         if ended is not None:
             if (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0):
                 return
             raise _died(folder, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-        now = _modified(alive_file(folder))
         if now != seen:
             seen, last = now, time.monotonic()
         if time.monotonic() - last > timeout_s:
-            raise PeerTimeout(f"no step of the script's optimizer ended for {timeout_s:g} s; log: {folder / LOG}")
+            raise _hung(folder, f"{hung} for {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
-def _modified(path: Path) -> int:
+def _hung(folder: Path, reason: str) -> PeerTimeout:
+    """Return the error for a hang, after each rank has written its stack, as faulthandler does at SIGABRT."""
+    ranks = {int(path.name): int(path.read_text()) for path in process_file(folder, 0).parent.glob("[0-9]*")}
+    for pid in ranks.values():
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+            os.kill(pid, signal.SIGABRT)
+    time.sleep(SETTLE_S * bool(ranks))
+    remains = [
+        Remains(
+            rank=rank,
+            code=None,
+            log=stack.read_text(errors="replace") if (stack := stack_file(folder, rank)).exists() else "",
+        )
+        for rank in sorted(ranks)
+    ]
+    at = f": {stuck_at(remains)}" if remains else ""
+    return PeerTimeout(f"{reason}{at}; log: {folder / LOG}", ranks=tuple(ranks))
+
+
+def modified(path: Path) -> int:
+    """Return when a file was last changed, in ns; 0 where there is none."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

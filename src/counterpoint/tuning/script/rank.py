@@ -6,49 +6,80 @@ The variable COUNTERPOINT_TUNING_TASK names what to do meanwhile (`steps.py`). A
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.worker import die_with_parent
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.task import TASK_VARIABLE, ScriptTask, failure_file, write_whole
-
-if TYPE_CHECKING:
-    from counterpoint.tuning.script.steps import ScriptSteps
+from counterpoint.tuning.script.task import (
+    TASK_VARIABLE,
+    ScriptTask,
+    failure_file,
+    process_file,
+    stack_file,
+    write_whole,
+)
 
 
 def main() -> None:
     """Run the script of the command line until the task is done."""
     if TASK_VARIABLE not in os.environ:
         sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint tune --run 'torchrun ... train.py'")
-    die_with_parent()  # torchrun gives each rank a session of its own
+    task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=ScriptTask)
+    folder, rank = Path(task.folder), int(os.environ.get("RANK", "0"))
+    begin(folder, rank)
     from counterpoint.monitoring.optimizer_steps import OptimizerSteps
     from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps
 
-    task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=ScriptTask)
-    steps = ScriptSteps(task, int(os.environ.get("RANK", "0")))
+    steps = ScriptSteps(task, rank)
     counted = OptimizerSteps(steps.advance)
     try:
-        with steps.intercepted():
+        with leaving_word(folder, rank, lambda: steps.count), steps.intercepted():
             run_script(sys.argv[1:])
-        check_enough(steps)
+            if not steps.is_done:
+                raise Misconfigured(
+                    f"the script ended after {steps.count} optimizer steps, and {task.needed_steps} are needed: "
+                    "have it make more, as by an option of its own"
+                )
     except ScriptFinished:
         pass
+    finally:
+        counted.remove()
+
+
+def begin(folder: Path, rank: int) -> None:
+    """Have this rank die with its launcher, and write its stacks if it hangs; called before torch is imported."""
+    die_with_parent()  # torchrun gives each rank a session of its own
+    path = process_file(folder, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(str(os.getpid()))
+    faulthandler.enable(stack_file(folder, rank).open("wb"))
+
+
+@contextmanager
+def leaving_word(folder: Path, rank: int, steps_done: Callable[[], int]) -> Iterator[None]:
+    """End this process with exit code 1 after an exception inside, and say why in the folder."""
+    try:
+        yield
     except Exception as error:
         traceback.print_exc()
-        fail(steps, error)
+        text = " ".join(str(error).split())[:1000]
+        at = f"step {steps_done() + 1}"
+        write_whole(
+            failure_file(folder, rank), RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at)
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a communicator that lost a peer would hold up a normal exit
-    finally:
-        counted.remove()
 
 
 def run_script(arguments: list[str]) -> None:
@@ -72,22 +103,6 @@ def _run(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
-
-
-def check_enough(steps: ScriptSteps) -> None:
-    """Raise Misconfigured if the script has ended before the task was done."""
-    if not steps.is_done:
-        raise Misconfigured(
-            f"the script ended after {steps.count} optimizer steps, and {steps.task.needed_steps} are needed: "
-            "have it make more, as by an option of its own"
-        )
-
-
-def fail(steps: ScriptSteps, error: BaseException) -> None:
-    """Say in the task's folder why this rank ends."""
-    text = " ".join(str(error).split())[:1000]
-    failure = RankFailure(rank=steps.rank, kind=type(error).__name__, text=text, scenario=f"step {steps.count + 1}")
-    write_whole(failure_file(steps.folder, steps.rank), failure)
 
 
 if __name__ == "__main__":

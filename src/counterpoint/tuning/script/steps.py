@@ -11,8 +11,9 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -102,6 +103,19 @@ class SwitchedOverlap:
         self._real, self.is_closed = None, True
 
 
+@contextmanager
+def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
+    """Answer calls of `counterpoint.overlap` inside by `answer(overlap, model, **options)`."""
+    module: Any = importlib.import_module("counterpoint.parallel.overlap")
+    overlap, public = module.overlap, cast(Any, counterpoint)
+    module.overlap = public.overlap = partial(answer, overlap)
+    try:
+        yield
+    finally:
+        module.overlap = overlap
+        del public.overlap  # the package finds it by itself again
+
+
 class ScriptSteps:
     """Does what a task asks at the end of each step of a script: `advance` is called there.
 
@@ -124,10 +138,8 @@ class ScriptSteps:
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         """Answer calls of `counterpoint.overlap` inside by objects that can be switched."""
-        module: Any = importlib.import_module("counterpoint.parallel.overlap")
-        overlap = module.overlap
 
-        def answered(model: nn.Module, **options: Any) -> SwitchedOverlap:
+        def answered(overlap: Callable[..., Any], model: nn.Module, **options: Any) -> SwitchedOverlap:
             switched = SwitchedOverlap(overlap, model, options)
             if switched.is_fixed and len(self.task.variants) > 1:
                 raise Misconfigured("DistributedDataParallel cannot be switched between steps")
@@ -135,13 +147,8 @@ class ScriptSteps:
             self._overlaps.append(switched)
             return switched
 
-        public: Any = counterpoint
-        module.overlap = public.overlap = answered
-        try:
+        with answering_overlap(answered):
             yield
-        finally:
-            module.overlap = overlap
-            del public.overlap  # the package finds it by itself again
 
     def advance(self) -> None:
         """Go on after a step; raises ScriptFinished after the last one."""

@@ -76,6 +76,16 @@ def failure_file(folder: Path, rank: int) -> Path:
     return folder / "errors" / f"rank{rank}.json"
 
 
+def process_file(folder: Path, rank: int) -> Path:
+    """Return where a rank writes the number of its process."""
+    return folder / "processes" / str(rank)
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Return where a rank writes the stacks of its threads if it is told to end."""
+    return folder / f"stacks{rank}.log"
+
+
 def write_whole(path: Path, record: Record) -> None:
     """Write a record as JSON, whole or not at all."""
     path.parent.mkdir(exist_ok=True)

@@ -1,0 +1,54 @@
+"""Keep what a process group needs once for a process, and close it with the group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed.distributed_c10d as c10d
+
+from counterpoint.errors import Misconfigured
+
+
+class Closing(Protocol):
+    """Represents what a registry keeps."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+Value = TypeVar("Value", bound=Closing)
+
+
+class Registry(Generic[Value]):
+    """Keeps values by process group and key, and closes those of a group when torch destroys it.
+
+    torch calls nobody then, but it drops the group's store, which nothing else refers to. Should something hold the
+    store, values are closed when the next group comes.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, dict[Hashable, Value]] = {}
+
+    def get(self, group: Any, make: Callable[[], Value], key: Hashable = None) -> Value:
+        """Return the value of a group and a key, made at first; raise `Misconfigured` if torch has no such group."""
+        groups: dict[Any, tuple[str, Any]] = c10d._world.pg_map
+        if group not in groups:
+            raise Misconfigured(f"{group} was destroyed, or torch never made it: give a process group that there is")
+        if group not in self._made:
+            for ended in self._made.keys() - groups.keys():
+                self.close(ended)
+            self._made[group] = {}
+            weakref.finalize(groups[group][1], self.close, group).atexit = False
+        values = self._made[group]
+        if key not in values:
+            values[key] = make()
+        return values[key]
+
+    def close(self, group: Any) -> None:
+        """Close the values of a group, and forget them: the last one first."""
+        with ExitStack() as stack:
+            for value in self._made.pop(group, {}).values():
+                stack.callback(value.close)

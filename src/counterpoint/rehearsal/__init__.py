@@ -1,0 +1,1 @@
+"""Run a script with many ranks on one GPU, or on CPUs, to see values and order before GPUs are booked."""

@@ -1,0 +1,50 @@
+"""Run a script unchanged on one rank of a rehearsal: `torchrun ... -m counterpoint.rehearsal.rank train.py arguments`.
+
+The variable COUNTERPOINT_REHEARSAL_TASK names the `RehearsalTask`. A rank leaves a `RankReport` at its end; one that
+fails says why in a `RankFailure`, and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import Misconfigured
+from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
+from counterpoint.rehearsed import rank_variables
+from counterpoint.tuning.script.rank import begin, leaving_word, run_script
+from counterpoint.tuning.script.task import alive_file, write_whole
+
+
+def main() -> None:
+    """Run the script of the command line as a rank of the rehearsal."""
+    if TASK_VARIABLE not in os.environ:
+        sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint rehearse 'torchrun ... train.py'")
+    task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=RehearsalTask)
+    folder, rank = Path(task.folder), int(os.environ["RANK"])
+    os.environ.update(rank_variables(rank, ranks_per_host=task.ranks_per_host, gpus=task.gpus))
+    begin(folder, rank)
+    from counterpoint.monitoring.optimizer_steps import OptimizerSteps
+    from counterpoint.rehearsal.witness import Witness
+
+    witness = Witness(rank)
+
+    def advance() -> None:
+        witness.steps += 1
+        alive_file(folder).touch()
+
+    counted = OptimizerSteps(advance)
+    with leaving_word(folder, rank, lambda: witness.steps):
+        if int(os.environ["WORLD_SIZE"]) != task.world_size:
+            raise Misconfigured(f"{os.environ['WORLD_SIZE']} ranks were started, and {task.world_size} asked for")
+        with witness.watching():
+            run_script(sys.argv[1:])
+        write_whole(report_file(folder, rank), witness.report())
+    counted.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Keep what a script makes of counterpoint and of torch's process groups, to report at its end what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.parallel.backend.group import CounterpointGroup
+from counterpoint.parallel.expert.dispatcher import Dispatcher
+from counterpoint.records.rehearsal import RankReport
+from counterpoint.tuning.script.steps import answering_overlap
+
+
+class Witness:
+    """Sees each model that is overlapped, each group of backend `counterpoint`, each dispatcher and torch's groups.
+
+    Args:
+        rank: number of this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.steps = rank, 0
+        self._reporting: dict[str, Any] = {}  # by name: has `report`
+        self._texts: dict[str, str] = {}
+        self._calls: dict[str, int] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what is made and destroyed inside, and what is left at the end."""
+        destroy = dist.destroy_process_group
+
+        def destroying(group: Any = None) -> None:
+            self._note()
+            destroy(group)
+
+        modules: Any = (dist, dist.distributed_c10d)
+        with answering_overlap(self._overlapped), self._making(CounterpointGroup), self._making(Dispatcher):
+            for module in modules:
+                module.destroy_process_group = destroying
+            try:
+                yield
+                self._note()
+            finally:
+                for module in modules:
+                    module.destroy_process_group = destroy
+
+    def report(self) -> RankReport:
+        """Return what was noted so far."""
+        peak = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
+        return RankReport(
+            rank=self._rank,
+            steps=self.steps,
+            peak_bytes=peak,
+            reports={name: text for name, text in self._texts.items() if not self._is_within_another(text)},
+            calls=self._calls,
+            members=self._members,
+        )
+
+    def _is_within_another(self, text: str) -> bool:
+        """Return whether a longer report holds this one, as that of `overlap` does those of its dispatchers."""
+        return any(text in other and len(text) < len(other) for other in self._texts.values())
+
+    def _overlapped(self, overlap: Callable[..., Any], model: Any, **options: Any) -> Any:
+        made = overlap(model, **options)
+        self._keep(f"overlap({type(model).__name__.removeprefix('FSDP')})", made)
+        return made
+
+    @contextmanager
+    def _making(self, kind: Any) -> Iterator[None]:
+        """Keep every object of a class that is made inside."""
+        begin, witness = kind.__init__, self
+
+        def beginning(made: Any, *args: Any, **keywords: Any) -> None:
+            begin(made, *args, **keywords)
+            witness._keep(kind.__name__, made)
+
+        kind.__init__ = beginning
+        try:
+            yield
+        finally:
+            kind.__init__ = begin
+
+    def _keep(self, name: str, made: Any) -> None:
+        again = sum(known.partition(" #")[0] == name for known in self._reporting)
+        self._reporting[f"{name} #{again + 1}" if again else name] = made
+
+    def _note(self) -> None:
+        """Note what everything reports, and how many collectives each group of torch has made so far."""
+        for name, made in self._reporting.items():
+            with suppress(KeyError, RuntimeError, ValueError):  # of a group that is destroyed: its last report stays
+                self._texts[name] = str(made.report())
+        groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        for group in groups:
+            with suppress(RuntimeError):  # no backend counts: nothing was called yet
+                name = str(group.group_name)
+                self._calls[name] = int(group._get_sequence_number_for_group())
+                self._members[name] = tuple(dist.get_process_group_ranks(group))

@@ -1,0 +1,270 @@
+"""What ranks run to test that all of a group of backend `counterpoint` decide and order their calls alike."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import counterpoint.torch_backend as backend
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel import background
+from counterpoint.parallel.background import BackgroundCall
+from counterpoint.parallel.ddp import HookState, hook
+from tests.dist.torch_backend_programs import EVERYTHING, groups, newest
+from tests.dist.torch_messages_programs import on_software_gpus
+
+BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def said_of(call: Any) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
+    """What is said to this rank's first call in a group whose ranks have other options."""
+    mine = backend.BackendOptions(timeout_s=20, **options[dist.get_rank()])
+    group = dist.new_group(backend="counterpoint", pg_options=mine)
+    said = said_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
+    dist.destroy_process_group(group)
+    return said
+
+
+def messages_with(_: Session, name: str) -> str:
+    """What is said to this rank's first message, if the two ranks have other options."""
+    rank = dist.get_rank()
+    given: Any = {"mailbox_bytes": {"mailbox_bytes": 1 << 20 if rank else 1 << 16}, "ranks_per_host": {}}[name]
+    given = given or {"ranks_per_host": 1 + rank, "mailbox_bytes": 1 << 16}
+    with on_software_gpus(backend.BackendOptions(timeout_s=20, **given)) as (group, _gpu):
+        peer = {"group_dst": 1} if rank == 0 else {"group_src": 0}
+        return said_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
+
+
+def measured_group(has_symmetric_memory: bool) -> Any:
+    """A group with the crossovers of H200, which has left `symmetric_memory` (GPUs have that) or not."""
+    group: Any = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(timeout_s=60))
+    if has_symmetric_memory:
+        group.take_buckets()
+    return group
+
+
+def paths(group: Any) -> set[str]:
+    """Which ways large all_reduces went."""
+    rows = backend.report(group).rows
+    return {row.path for row in rows if row.operation == "all_reduce" and row.size_class != "below 1 MiB"}
+
+
+def elsewhere(_: Session, has_symmetric_memory: bool) -> tuple[str, float]:
+    """The way of an all_reduce that rank 0 makes of symmetric memory in a backward pass, and its sum."""
+    group = measured_group(has_symmetric_memory)
+    communicator = group.communicator()
+    if dist.get_rank() == 0:
+        tensor = communicator.empty(BUCKET, dtype=torch.float32).fill_(1)
+        weight = torch.ones(1, requires_grad=True)
+
+        def reduce(_: torch.Tensor) -> None:
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+
+        weight.register_hook(reduce)
+        (weight * 2).backward()
+    else:
+        tensor = torch.ones(BUCKET)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+    (path,), total = paths(group), tensor.mean().item()
+    dist.destroy_process_group(group)
+    return path, total
+
+
+def joined(_: Session) -> tuple[list[float], list[float], set[str]]:
+    """Losses of DDP with uneven inputs on ours, with buckets copied to symmetric memory in backward, and on gloo."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 1400)
+    ours, gloo = measured_group(True), groups()[1]
+    communicator = ours.communicator()
+
+    def in_symmetric_memory(_: object, bucket: Any) -> Any:
+        values = bucket.buffer()
+        if torch._C._current_graph_task_id() != -1:
+            values = communicator.empty(values.numel(), dtype=torch.float32).copy_(values)
+        work: Any = dist.all_reduce(values, group=ours, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / 2)
+
+    in_symmetric_memory.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    found = []
+    for group in (ours, gloo):
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        if group is ours:
+            ddp.register_comm_hook(None, in_symmetric_memory)
+        found.append(_uneven(ddp))
+    ways = paths(ours)
+    dist.destroy_process_group(ours)
+    return found[0], found[1], ways
+
+
+def _uneven(ddp: Any) -> list[float]:
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    with Join([ddp]):
+        for step in range(2 + 2 * dist.get_rank()):
+            batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = ddp(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+class _Bucket:
+    def __init__(self, number: int, values: torch.Tensor) -> None:
+        self._number, self._values = number, values
+
+    def index(self) -> int:
+        """As torch's."""
+        return self._number
+
+    def buffer(self) -> torch.Tensor:
+        """As torch's."""
+        return self._values
+
+
+def channels_of_buckets(_: Session) -> list[int]:
+    """On which channels `overlap`'s hook reduces buckets that lie in symmetric memory on rank 0 only."""
+    state = HookState()
+    empty = state.communicator.empty if dist.get_rank() == 0 else torch.empty
+    seen = []
+    start = background.Background.start
+
+    def noted(self: Any, run: Any, channel: int, value: Any) -> Any:
+        seen.append(channel)
+        return start(self, run, channel, value)
+
+    with patch.object(background.Background, "start", noted):
+        for number in range(4):
+            made: Any = _Bucket(number, empty(1000, dtype=torch.float32).fill_(1))
+            hook(state, made).wait()
+    state.close()
+    return seen
+
+
+def strided_on_one(_: Session, operation: str, async_op: bool) -> tuple[bool, int]:
+    """A call whose output has strides on rank 1: whether it is gloo's, and how many calls ours took."""
+    ours, gloo = groups()
+    rank, size, before = dist.get_rank(), dist.get_world_size(), ours.report().taken
+    full = torch.arange(24.0).view(4, 6) + 100 * rank
+    found = []
+    for group in (ours, gloo):
+        rows = {"all_gather": 4 * size, "reduce_scatter": 4 // size}.get(operation, 4)
+        output = torch.zeros(rows, 6)
+        if group is ours and rank == 1:
+            output = torch.zeros(6, rows).t() if rows > 4 else torch.zeros(rows, 12)[:, ::2]
+        work = _started(operation, output, full, group, async_op)
+        if work is not None:
+            work.wait()
+        found.append(output)
+    return torch.equal(*found), ours.report().taken - before
+
+
+def _started(operation: str, output: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
+    if operation == "all_reduce":
+        return dist.all_reduce(output.copy_(full), group=group, async_op=async_op)
+    if operation == "broadcast":
+        return dist.broadcast(output.copy_(full), 0, group, async_op)
+    if operation == "all_gather":
+        return newest("all_gather_single", "all_gather_into_tensor")(output, full, group, async_op)
+    if operation == "reduce_scatter":
+        function = newest("reduce_scatter_single", "reduce_scatter_tensor")
+        return function(output, full, dist.ReduceOp.SUM, group, async_op)
+    return dist.all_to_all_single(output, full, group=group, async_op=async_op)
+
+
+def in_pieces(_: Session) -> list[int]:
+    """Into how many calls one of three times the largest piece is cut: blocking, asynchronous, and coalesced."""
+    ours, _gloo = groups()
+    communicator, counts = ours.communicator(), list[int]()
+    make = type(communicator).all_reduce
+    with (
+        patch.object(background, "PIECE_BYTES", 4000),
+        patch.object(type(communicator), "all_reduce", autospec=True, side_effect=make) as made,
+    ):
+        for how in ("blocking", "asynchronous", "coalesced"):
+            before = made.call_count
+            tensor = torch.ones(3, 1000)
+            if how == "coalesced":
+                ours.allreduce_coalesced([tensor]).wait()
+            else:
+                work = dist.all_reduce(tensor, group=ours, async_op=how == "asynchronous")
+                assert work is None or work.wait()
+            assert tensor.eq(dist.get_world_size()).all()
+            counts.append(made.call_count - before)
+    return counts
+
+
+def called_in_callbacks(_: Session, rounds: int) -> list[float]:
+    """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 1 << 40}, timeout_s=60)
+    group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
+
+    def by_torch(value: float) -> float:
+        tensor = torch.full((1,), value if dist.get_rank() == 0 else 0.0)
+        dist.broadcast(tensor, 0, group)
+        return 2 * tensor.item()
+
+    def callback(_: Any) -> float:
+        time.sleep(0.1 * (1 - dist.get_rank()))
+        return by_torch(101.0)
+
+    for _round in range(rounds):
+        future = dist.all_reduce(torch.ones(1000), group=group, async_op=True).get_future().then(callback)
+        behind = by_torch(1.0)
+        sums += [future.wait(), behind]
+    dist.destroy_process_group(group)
+    return sums
+
+
+def powersgd(_: Session) -> tuple[list[float], list[float], int]:
+    """Losses with torch's hook on ours and on gloo, and how many calls ours took."""
+    torch.manual_seed(0)
+    model, (ours, gloo) = torch.nn.Linear(64, 64), groups()
+    before, found = ours.report().taken, list[list[float]]()
+    for group in (ours, gloo):
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        for step in range(4):
+            loss = ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    return found[0], found[1], ours.report().taken - before
+
+
+def waited_for_by_a_barrier(_: Session) -> int:
+    """How many of three asynchronous calls, that nobody has kept, a barrier waits for."""
+    ours, _gloo = groups()
+    dist.barrier(ours)  # those of other tests
+    with (
+        patch.object(BackgroundCall, "is_completed", lambda _: False),  # as on a GPU, where they are queued only
+        patch.object(BackgroundCall, "wait", autospec=True, return_value=True) as waited,
+    ):
+        for _call in range(3):
+            dist.all_reduce(torch.ones(1000), group=ours, async_op=True)
+        dist.barrier(ours)
+        return waited.call_count

@@ -1,0 +1,65 @@
+"""What had no room on a GPU is told to the host, eager calls and replays of graphs alike, and once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.expert.mechanism import Overflow
+from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+
+pytestmark = pytest.mark.gpu(1)
+
+
+@pytest.fixture
+def overflow() -> Overflow:
+    """Of two ranks."""
+    layout = ExpertLayout(rank=0, world_size=2, experts=2, top_k=1, max_tokens=8, hidden=8)
+    return Overflow(torch.device("cuda"), layout, ExpertOptions(overflow="raise", capacity_factor=1.0))
+
+
+def choices(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32, device="cuda")
+
+
+def test_a_call_with_room_hides_no_other(overflow: Overflow) -> None:
+    """The most of any rank is told."""
+    overflow.note(choices(0, 5))
+    overflow.note(choices(0, 0))
+    with pytest.raises(Misconfigured, match="no room for 5 rows"):
+        overflow.check()
+
+
+def test_it_is_told_once(overflow: Overflow) -> None:
+    """What comes later is another matter."""
+    overflow.note(choices(3, 0))
+    with pytest.raises(Misconfigured):
+        overflow.check()
+    overflow.check_all()
+
+
+def replay(overflow: Overflow) -> None:
+    """Note a call without room in a graph."""
+    lacking = choices(0, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overflow.note(lacking)
+    lacking.fill_(7)
+    graph.replay()
+
+
+def test_a_replay_is_told_when_asked(overflow: Overflow) -> None:
+    """`check()` and `close()` of a dispatcher ask so."""
+    replay(overflow)
+    with pytest.raises(Misconfigured, match="no room for 7 rows"):
+        overflow.check_all()
+
+
+def test_a_replay_is_told_after_the_next_eager_call(overflow: Overflow) -> None:
+    """Not before, as some hosts would know of it and others not."""
+    replay(overflow)
+    overflow.check()
+    overflow.note(choices(0, 0))
+    with pytest.raises(Misconfigured, match="no room for 7 rows"):
+        overflow.check()
