@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import cycle
@@ -103,7 +104,7 @@ def communicator(world_size: int, *, graphs: bool) -> Communicator:
     made._fallback = Fallback(None, None)
     made._submitter = Submitter(transport, made._fallback, rank=0, world_size=world_size, channels=2, debug=False)
     made._send_or_recv = message
-    made._close = transport.close  # type: ignore[assignment]
+    made._dropped = weakref.finalize(made, transport.abort)
     return made
 
 

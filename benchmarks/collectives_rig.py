@@ -19,6 +19,7 @@ from counterpoint.collectives.program.operations import plan
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Unsupported
+from counterpoint.rehearsed import is_rehearsal
 
 __all__ = ["Rig"]
 
@@ -43,7 +44,7 @@ class Rig:
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
         cards: list[Any] = [None] * self.world_size
         dist.all_gather_object(cards, CudaCard.of(device), group=group)
-        reason = why_not(cards)
+        reason = why_not(cards, share_gpu=is_rehearsal())
         if reason is not None:
             raise Unsupported(reason)
         self.memory = CudaMemory(group, device)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -578,6 +579,9 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
     def begins() -> None:
         made["work"] = communicator.all_reduce(made["empty"][0], async_op=True)
 
+    def call(name: str) -> None:
+        CALLS[name](communicator, made["empty"].view(-1))
+
     verbs: dict[str, Callable[[], object]] = {
         "empty": lambda: made.update(empty=communicator.empty(n, 600).fill_(1)),
         "empties again": lambda: communicator.empty(1 << 24),
@@ -586,7 +590,7 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
         "reuses": lambda: communicator.empty(1 << 24),
         "gathers_early": gathers_early,
         "gathers_early again": gathers_early,
-        **{name: lambda name=name: CALLS[name](communicator, made["empty"].view(-1)) for name in COLLECTIVES},
+        **{name: partial(call, name) for name in COLLECTIVES},
         "sends": sends,
         "begins": begins,
         "is_completed": lambda: made["work"].is_completed(),

@@ -201,10 +201,7 @@ def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler
 
 
 def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, usual_us: float | None) -> str:
-    """Say it as `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`.
-
-    Of one rank, which communicates with nobody: `step 1500: 156 ms, GPU idle 12 %, 15 ms: the GPUs wait for input (next)`.
-    """
+    """Say `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`; of one rank, how its GPU idles."""
     seen = len(diagnosis.ranks)
     some = f" ({seen} of {diagnosis.world_size} ranks)" if seen < diagnosis.world_size else ""
     totals, idle = diagnosis.totals, diagnosis.idle

@@ -100,8 +100,8 @@ def test_a_host_that_is_late_before_its_first_event_is_not_blamed() -> None:
 def test_the_line_of_one_rank_is_of_its_gpu_and_host() -> None:
     """It communicates with nobody: how long its GPU idles, for what, and in which operation of the host."""
     item = host("aten::item", 100.0, 700.0, HostKind.OP)
-    parts = [op("gemm", 10.0, 100.0), item, op("gemm", 720.0, 1000.0, launch=705.0)]
-    found = diagnose_digests([digested(rank(*parts, steps=[(0.0, 1000.0)]))], ["0"]).diagnosis
+    gemms = [op("gemm", 10.0, 100.0), op("gemm", 720.0, 1000.0, launch=705.0)]
+    found = diagnose_digests([digested(rank(*gemms, item, steps=[(0.0, 1000.0)]))], ["0"]).diagnosis
     line = watched_step(found, 500, ()).line
     assert line == "step 500: 1.0 ms, GPU idle 63 %, 0.6 ms: the GPUs run dry at synchronisations (aten::item)"
 

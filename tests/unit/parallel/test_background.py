@@ -35,6 +35,11 @@ def held(background: Background, order: list[str], name: str) -> tuple[Backgroun
     return background.start(run, 0, name), go
 
 
+def drained(background: Background, order: list[str]) -> None:
+    background.drain()
+    order.append("drained")
+
+
 def in_thread(action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=action)
     thread.start()
@@ -49,7 +54,7 @@ def test_a_drain_waits_for_what_was_handed_over_while_another_thread_drained(bac
     _, second = held(background, order, "second")
     first.set()
     one.join(LONG_S)
-    other = in_thread(lambda: (background.drain(), order.append("drained")))
+    other = in_thread(lambda: drained(background, order))
     other.join(0.2)
     second.set()
     other.join(LONG_S)
@@ -76,9 +81,14 @@ def test_a_drain_waits_for_callbacks(background: Background) -> None:
     """What is called after it has its place behind what they call."""
     order, may_end = list[str](), threading.Event()
     call, go = held(background, order, "call")
-    call.future.then(lambda _: (may_end.wait(LONG_S), order.append("callback")))
+
+    def callback(_: Any) -> None:
+        may_end.wait(LONG_S)
+        order.append("callback")
+
+    call.future.then(callback)
     go.set()
-    thread = in_thread(lambda: (background.drain(), order.append("drained")))
+    thread = in_thread(lambda: drained(background, order))
     thread.join(0.2)
     may_end.set()
     thread.join(LONG_S)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.registry import Registry
@@ -26,7 +26,7 @@ class Kept:
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
     """A default group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -61,7 +61,7 @@ def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> Non
     """Something else holds the store."""
     registry: Registry[Kept] = Registry()
     group = dist.new_group([0])
-    store = c10d._get_process_group_store(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
     kept = registry.get(group, Kept)
     dist.destroy_process_group(group)
     registry.get(dist.group.WORLD, Kept)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from counterpoint.errors import PeerTimeout
 from counterpoint.pair.sharded_rows import ShardedRows
@@ -17,7 +18,7 @@ from counterpoint.parallel.tensor.matmul import Weight
 @pytest.fixture
 def group() -> Iterator[TensorGroup]:
     """One rank that believes to be one of three, a matmul of which has polled for the second chunk of rank 2."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     made = TensorGroup(dist.group.WORLD)
     made.world_size = 3
     made._error.fill_(1 + ShardedRows(rows=(4, 4, 4), chunk_rows=2).word(peer=2, chunk=1))

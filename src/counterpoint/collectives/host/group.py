@@ -44,7 +44,7 @@ def check_agreement(group: Any, options: Mapping[str, object]) -> None:
     """Raise Misconfigured on every rank if `options` are not the same on all of them."""
     first, *others = gather_values(group, options)
     for rank, theirs in enumerate(others, start=1):
-        differ = [name for name in first | theirs if first.get(name) != theirs.get(name)]
+        differ = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if differ:
             said = [{name: each.get(name) for name in differ} for each in (first, theirs)]
             raise Misconfigured(
