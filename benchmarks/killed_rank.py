@@ -3,6 +3,8 @@
     python benchmarks/killed_rank.py --ranks 8 --out results/killed-rank-8xh200.json
     python benchmarks/killed_rank.py --ranks 4 --device cpu --programs all_gather FSDP2
 
+Ranks share GPUs where there are fewer, as in a rehearsal: `slowest` then says little.
+
 Ten programs: four collectives of the communicator, calls and messages of a group of backend `counterpoint`, models of
 FSDP2 and DDP under `overlap`, matmuls of tensor parallelism, and tokens on their way to experts. Each runs in processes
 of its own; when all ranks have done two steps, one that is drawn gets SIGKILL at a moment that is drawn.
@@ -45,6 +47,7 @@ from counterpoint.parallel.expert import Dispatcher, ExpertOptions
 from counterpoint.parallel.overlap import OverlapOptions
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tensor.plans import TensorOptions
+from counterpoint.rehearsed import rank_variables, visible_devices
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from llama import Shape, rotary_table
@@ -189,16 +192,14 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def serve(pipe: Connection, program: str, kind: str, rank: int, world_size: int, port: int) -> None:
+def serve(pipe: Connection, program: str, kind: str, place: dict[str, str]) -> None:
     """Run a program on one rank until it raises; say when it has begun, and what it was told.
 
     The process group is gloo's, on GPUs too: NCCL would end a process whose peer has died.
     """
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(NO_MULTICAST, TORCH_NCCL_ENABLE_MONITORING="0")
+    os.environ.update(place | NO_MULTICAST, TORCH_NCCL_ENABLE_MONITORING="0")
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    device = torch.device(kind, int(place["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
@@ -216,6 +217,15 @@ def serve(pipe: Connection, program: str, kind: str, rank: int, world_size: int,
     wait(device)  # would hang if a stream still waited
     pipe.send("free")
     os._exit(0)  # with a dead peer the process group cannot be left
+
+
+def place_of(rank: int, world_size: int, kind: str, port: int) -> dict[str, str]:
+    """Return the variables of a rank; ranks that are more than the GPUs share them."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place = {name: str(number) for name, number in numbers.items()}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    gpus = visible_devices(torch.cuda.device_count()) if kind == "cuda" else ()
+    return place | rank_variables(rank, ranks_per_host=world_size, gpus=gpus) if 0 < len(gpus) < world_size else place
 
 
 def ranks_of(error: BaseException | None) -> tuple[int, ...]:
@@ -250,7 +260,9 @@ def killed(program: str, kind: str, world_size: int, draw: random.Random) -> dic
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                process = context.Process(target=serve, args=(there, program, kind, rank, world_size, port))
+                process = context.Process(
+                    target=serve, args=(there, program, kind, place_of(rank, world_size, kind, port))
+                )
                 process.start()
                 there.close()
                 pipes.append(here)

@@ -55,11 +55,13 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def gpu_provenance(packages: Sequence[str], *, world_size: int) -> dict[str, Any]:
-    """The same of a run on `world_size` GPUs of this host."""
+    """The same of a run of `world_size` ranks on GPUs of this host; where ranks share them it says so."""
     import torch
 
+    count = torch.cuda.device_count()
+    shared = f"{count} x {torch.cuda.get_device_name()}, shared by {world_size} ranks: no times"
     return provenance(packages) | {
-        "gpu": f"{world_size} x {torch.cuda.get_device_name()}",
+        "gpu": f"{world_size} x {torch.cuda.get_device_name()}" if count >= world_size else shared,
         "driver": Path("/proc/driver/nvidia/version").read_text().split("x86_64")[-1].split()[0],
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),

@@ -49,6 +49,7 @@ SILENT = "did not answer (stopped, or in a driver call)"
 _LOST = re.compile(r"[Cc]onnection (closed|reset)")  # by a peer, as gloo says
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
+_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # at the root of every stack of a script
 
 
 def launch(
@@ -280,13 +281,14 @@ def stuck_at(ranks: Sequence[Remains]) -> str:
 
 
 def _where(rank: Remains) -> str:
-    """Return in words the rank's innermost stack frame in counterpoint, or else its innermost frame."""
+    """Return in words the innermost stack frame of the rank's main thread in counterpoint, or else at all."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
-    frames = [match.groupdict() for match in FRAME.finditer(rank.log.rpartition("Fatal Python error")[2])]
+    threads = rank.log.rpartition("Fatal Python error")[2]  # the main one, which gets the signal, comes last
+    frames = [match.groupdict() for match in FRAME.finditer(threads.rpartition("Current thread")[2])]
     if not frames:
         return SILENT
-    frame = next((f for f in frames if "counterpoint" in f["file"]), frames[0])
+    frame = next((f for f in frames if "/counterpoint/" in f["file"] and not _LAUNCHER.search(f["file"])), frames[0])
     return f"was in {frame['function']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
 
 
