@@ -103,6 +103,7 @@ class HookState:
         group: the model's process group; None: the default one. One of backend `counterpoint` lends its communicator.
         options: None: the defaults.
         tuning: chooses which buckets are left to torch, unless `wire_dtype` is given; None: none is.
+        device: of the gradients; None: a GPU if the group has a backend for GPUs.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
@@ -110,7 +111,12 @@ class HookState:
     """
 
     def __init__(
-        self, group: Any = None, *, options: DdpOptions | None = None, tuning: FollowedTuning | None = None
+        self,
+        group: Any = None,
+        *,
+        options: DdpOptions | None = None,
+        tuning: FollowedTuning | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.group: Any = dist.group.WORLD if group is None else group
         self._wire = None if options is None else options.wire_dtype
@@ -121,13 +127,14 @@ class HookState:
         if lender is not None:
             if options not in (None, DdpOptions(wire_dtype=self._wire)):
                 raise Misconfigured("options for a group of backend counterpoint: give them as its pg_options")
-            communicator: AnyCommunicator | None = lender.communicator()
+            communicator: AnyCommunicator | None = lender.communicator(device)
             if communicator is None:
                 raise Unsupported(f"DDP's group: {lender.why_not}")
         else:
             options = options or DdpOptions()
             chunk_bytes = options.chunk_bytes or 2 * PIECE_BYTES  # in one: what runs beside matmuls need not be early
-            communicator = Communicator(self.group, options=replace(options, chunk_bytes=chunk_bytes))
+            options = replace(options, chunk_bytes=chunk_bytes)
+            communicator = Communicator(self.group, options=options, device=device)
         self.communicator: AnyCommunicator = communicator
         self._background = lender.background() if lender is not None else Background(communicator)
         self._in_place = self._copied = self._num_bytes = self._by_torch = self._left = 0
@@ -311,9 +318,9 @@ class OverlappedDdp:
         options: DdpOptions | None = None,
         tuned: Tuned | str | Path | None = None,
     ) -> None:
-        group, device_type = model.process_group, next(model.parameters()).device.type
-        tuning = follow_together(tuned, [group], device_type=device_type)
-        state = HookState(group, options=options, tuning=tuning)
+        group, device = model.process_group, next(model.parameters()).device
+        tuning = follow_together(tuned, [group], device_type=device.type)
+        state = HookState(group, options=options, tuning=tuning, device=device)
         try:
             model.register_comm_hook(state, hook)
         except (RuntimeError, ValueError) as error:
@@ -325,7 +332,7 @@ class OverlappedDdp:
         self._buckets = SymmetricBuckets(model, state.communicator)
         self._limit = ExitStack()
         if tuning is not None:
-            tuning.limit_gemms(self._limit, device_type)
+            tuning.limit_gemms(self._limit, device.type)
 
     def __enter__(self) -> OverlappedDdp:
         return self
