@@ -308,6 +308,11 @@ def called_by(session: Session, names: tuple[str, ...], debug: bool) -> tuple[st
     return told
 
 
+def sharing_a_gpu(session: Session, share: list[bool | None]) -> str:
+    """Return what rank r is told when it opens a communicator with `share_gpu=share[r]`."""
+    return said(lambda: Communicator(device=SoftwareGpu(), timeout_s=WAIT_S, share_gpu=share[session.rank]).close())[0]
+
+
 def in_place_on_one(session: Session) -> list[float]:
     """Return what every rank's row holds after a gather that is in place on rank 0 alone."""
     communicator = Communicator(device=(gpu := SoftwareGpu()), timeout_s=WAIT_S)

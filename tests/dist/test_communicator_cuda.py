@@ -218,3 +218,10 @@ def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:
 def test_threads_without_a_context_make_every_call(two_ranks: Ranks) -> None:
     """As autograd's threads have none before their first kernel: no verb is refused by the driver."""
     assert two_ranks.run(programs.every_verb_in_a_new_thread) == [{}] * 2
+
+
+@pytest.mark.parametrize(("share", "said"), [([None, None], ""), ([True, True], ""), ([True, None], "'share_gpu': ")])
+def test_ranks_agree_on_sharing_a_gpu(two_ranks: Ranks, share: list[bool | None], said: str) -> None:
+    """Otherwise all are refused before anything is opened."""
+    for text in two_ranks.run(programs.sharing_a_gpu, share):
+        assert (text.startswith("Misconfigured: the ranks do not match"), said in text) == (bool(said), True), text

@@ -31,9 +31,18 @@ def test_a_planted_stall_stands_in_the_log(four_ranks: Ranks, tmp_path: Path) ->
 
 def test_a_given_folder_is_left_empty(four_ranks: Ranks, tmp_path: Path) -> None:
     """Ranks of several hosts meet there."""
-    answers = four_ranks.run(programs.shared_folder, str(tmp_path))
+    answers = four_ranks.run(programs.shared_folder, str(tmp_path), False)
     assert [re.match(r"step 10: \d", line) is not None for line in answers[0][0]] == [True]
     assert {tuple(left) for _, left in answers} == {()}
+
+
+def test_a_rehearsal_is_watched_under_a_mark(four_ranks: Ranks, tmp_path: Path) -> None:
+    """Its ranks share a GPU, whose index LOCAL_RANK is: who is on which host is known all the same; times are not."""
+    first, *others = four_ranks.run(programs.shared_folder, str(tmp_path), True)
+    assert [line.partition(",")[0].rstrip("0123456789 ms") for line in first[0]] == [
+        "step 10 (rehearsed: times do not hold):"
+    ]
+    assert [lines for lines, _ in others] == [[], [], []]
 
 
 @pytest.mark.parametrize("step", [4, 9, 10, 11], ids=["between", "recording", "recorded", "diagnosing"])

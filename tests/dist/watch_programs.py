@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from counterpoint.monitoring import beside
 from counterpoint.monitoring.api import TrainingWatch
 from counterpoint.monitoring.exporters import JsonLines, Prometheus
 from counterpoint.records.watch import WatchedStep
+from counterpoint.rehearsed import rank_variables
 
 # In a training what diagnoses gives way to everybody; on two busy cores it would never come to its turn here.
 beside.COMMAND = (*beside.COMMAND[:2], beside.COMMAND[2].replace("os.nice(19); ", ""))
@@ -106,15 +108,13 @@ def planted_stall(session: Session, folder: str) -> tuple[list[str], list[str]]:
         return lines, left()
 
 
-def shared_folder(session: Session, folder: str) -> tuple[list[str], list[str]]:
+def shared_folder(session: Session, folder: str, rehearsed: bool) -> tuple[list[str], list[str]]:
     """Train as on two hosts of two ranks with a common folder; return what is logged and what is left in the folder."""
-    before = dict(os.environ)
-    os.environ.update(LOCAL_RANK=str(dist.get_rank() % 2), LOCAL_WORLD_SIZE="2")
-    try:
-        with Lines() as lines:
-            trained(counterpoint.watch(every=10, folder=folder), steps=10)
-    finally:
-        os.environ.update(before)
+    place = {"LOCAL_RANK": str(dist.get_rank() % 2), "LOCAL_WORLD_SIZE": "2"}
+    if rehearsed:
+        place = rank_variables(dist.get_rank(), ranks_per_host=2, gpus=("0",))
+    with patch.dict(os.environ, place), Lines() as lines:
+        trained(counterpoint.watch(every=10, folder=folder), steps=10)
     dist.barrier()
     return lines, [path.name for path in Path(folder).iterdir()]
 

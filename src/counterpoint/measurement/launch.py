@@ -237,7 +237,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
     folder of the logs, `log` the name of that of all ranks; None: each has its own.
     """
     said = [r for r in ranks if r.failure is not None]
-    told = sorted(said, key=lambda r: r.failure is not None and _follows(r.failure))
+    told = sorted(said, key=lambda r: r.failure is not None and follows(r.failure))
     killed = [r for r in ranks if r.code is not None and r.code < 0]
     ours = next((r.failure for r in told if r.failure and r.failure.kind in OURS), None)
     if ours is not None:
@@ -256,7 +256,8 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
     return PeerTimeout(f"{reason}; log: {logs}/{log or f'rank{same[0].rank}.log'}", ranks=_ranks(same))
 
 
-def _follows(failure: RankFailure) -> bool:
+def follows(failure: RankFailure) -> bool:
+    """Return whether a rank failed because it lost another one, or repeats what that one told it."""
     return failure.kind == REPEATED or _LOST.search(failure.text) is not None
 
 

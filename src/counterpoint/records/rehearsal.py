@@ -17,7 +17,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
     Args:
         rank: number of the rank.
-        steps: steps of its first optimizer.
+        steps: optimizer steps; of several optimizers at a time, those of the first.
         peak_bytes: most memory that torch reserved on its GPU; 0 on CPUs.
         reports: what counterpoint reports of each model and group, by name: `print(overlapped)` and the like.
         calls: calls of each process group of torch, by name, as torch counts them: with gloo, messages, too.

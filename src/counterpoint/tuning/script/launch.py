@@ -16,7 +16,17 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
-from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, SETTLE_S, Remains, died, stuck_at
+from counterpoint.measurement.launch import (
+    DEFAULTS,
+    LOG_TAIL_BYTES,
+    POLL_S,
+    REAP_S,
+    SETTLE_S,
+    Remains,
+    died,
+    follows,
+    stuck_at,
+)
 from counterpoint.records.measurement import RankFailure
 from counterpoint.tuning.script.command import SCRIPT, RunCommand
 from counterpoint.tuning.script.task import (
@@ -177,8 +187,11 @@ def _died(folder: Path, code: int) -> CounterpointError:
     with (folder / LOG).open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         text = log.read().decode(errors="replace")
-    found = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text.rpartition("Root Cause")[2])}
     failures = dict(filter(None, map(_failure, (folder / "errors").glob("rank*.json"))))
+    every = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
+    found = {int(rank): every[int(rank)] for rank, _ in _TORCHRUN.findall(text.rpartition("Root Cause")[2])}
+    if any(follows(failures[rank]) for rank in found.keys() & failures.keys()):  # torchrun saw two end at a time
+        found = {rank: status for rank, status in every.items() if status != -signal.SIGTERM}  # its own
     at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
     during = f"in {at} of the script" if at else "in the script"
     remains = [
