@@ -97,7 +97,7 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
     ("options", "said"),
     [
         ([{"channels": 2}, {"channels": 3}], "the ranks do not match: {'channels': 2"),
-        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "'chunk_bytes': 128, 'staging_bytes': None, 'debug': False"),
+        ([{"chunk_bytes": 64}, {"chunk_bytes": 128}], "{'chunk_bytes': 64} on rank 0, {'chunk_bytes': 128} on rank 1"),
         ([{"staging_bytes": 0}] * 2, "staging_bytes=0: give 1 or more"),
         ([{"channels": 0}] * 2, "channels=0"),
         ([{"timeout_s": 0.0}] * 2, "timeout_s=0.0"),

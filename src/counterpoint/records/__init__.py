@@ -2,7 +2,7 @@
 
 diagnosis.py has those of `diagnose`, measurement.py of `measure` and of the controls that it checks, prediction.py of
 `plan`, machine.py of `doctor`, effect.py of `doctor --check`, watch.py of `watch`, hang.py of `diagnose` for a hang,
-tuning.py of `tune`; their base class is here. toml.py writes values as TOML.
+tuning.py of `tune`, rehearsal.py of `rehearse`; their base class is here. toml.py writes values as TOML.
 Import records from these files. Records import nothing of the code that makes them. Keys may be added to a schema,
 never renamed.
 """
