@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import NEEDS
-from tests.gpu.training_worker import PROGRAMS
+from tests.gpu.training_worker import OF_LIBRARIES, PROGRAMS
 from tests.support.gpu_ranks import NO_MULTICAST
 
 pytestmark = pytest.mark.gpu(1)
 WORKER = Path(__file__).with_name("training_worker.py")
-OF_LIBRARIES = "trainer", "accelerate"
-HERE = tuple(name for name in PROGRAMS if name not in OF_LIBRARIES or NEEDS["transformers"][0]())
+LIBRARIES = tuple(OF_LIBRARIES) if NEEDS["transformers"][0]() else ()
+OTHERS = tuple(name for name in PROGRAMS if name not in OF_LIBRARIES)
 CLOSE = 5e-3  # of losses, in bfloat16 by sums in another order
 
 
@@ -38,13 +38,14 @@ def rehearsed(*programs: str, hosts: int) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """All programs, each in groups of its own; HSDP on two hosts, too."""
-    on_one = {row["program"]: row for row in rehearsed(*HERE, hosts=1)}
+    """All programs; HSDP on two hosts, too."""
+    launches = [OTHERS, *([name] for name in LIBRARIES)]
+    on_one = {row["program"]: row for programs in launches for row in rehearsed(*programs, hosts=1)}
     [on_two] = rehearsed("hsdp", hosts=2)
     return on_one | {"hsdp on two hosts": on_two}
 
 
-@pytest.mark.parametrize("program", [*HERE, "hsdp on two hosts"])
+@pytest.mark.parametrize("program", [*OTHERS, *LIBRARIES, "hsdp on two hosts"])
 def test_losses_are_stocks(found: dict[str, Any], program: str) -> None:
     row = found[program]
     assert row["calls"] > 0
