@@ -20,9 +20,9 @@ def is_rehearsal() -> bool:
     return _HOST in os.environ
 
 
-def local_rank() -> int:
-    """Return this rank's number on its host; in a rehearsal LOCAL_RANK is the index of its GPU, which is always 0."""
-    return int(os.environ.get(_LOCAL_RANK) or os.environ.get("LOCAL_RANK") or 0)
+def local_rank() -> str:
+    """Return this rank's number on its host, empty if no launcher says it; in a rehearsal LOCAL_RANK is its GPU's."""
+    return os.environ.get(_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
 
 
 def host_id() -> str:

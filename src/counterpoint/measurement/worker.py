@@ -40,6 +40,8 @@ _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 def main() -> None:
     """Run one rank; torch is imported only after it is sure that this process dies with its parent."""
     die_with_parent()
+    if is_rehearsal():
+        sys.exit(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted rank ends, and the launcher says by which signal
     worker = Worker(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan))
     try:
@@ -77,8 +79,6 @@ class Worker:
             from counterpoint.measurement.session import Session
         except ModuleNotFoundError as error:
             raise Unsupported(f"{error.name} is not installed: pip install 'counterpoint[torch]'") from None
-        if is_rehearsal():
-            raise Unsupported(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
         plan = self.plan
         session = Session(plan.device, timeout_s=plan.timeout_s)
         session.check_agreement("the plan", msgspec.json.encode(plan).decode())

@@ -29,6 +29,7 @@ from counterpoint.monitoring import beside
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.monitoring.recording import OtherProfilers, Recording
 from counterpoint.records.watch import WatchedStep
+from counterpoint.rehearsed import local_rank
 
 Exporter = Callable[[WatchedStep], None]
 _LINGER_S = 30.0  # the last diagnosis may take so long after the training
@@ -292,7 +293,7 @@ def _world_size() -> int:
 def _ranks_here() -> tuple[int, ...]:
     """Return the ranks of this host, as torchrun numbers them; where it does not say, this rank alone."""
     rank, size = _rank(), _world_size()
-    local, here = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    local, here = local_rank(), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not (local.isdigit() and here.isdigit() and int(local) < int(here) and int(local) <= rank):
         return (rank,)
     first = rank - int(local)

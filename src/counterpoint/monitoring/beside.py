@@ -25,6 +25,7 @@ from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
 from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler
 from counterpoint.records.watch import WatchedStep
+from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
 COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
@@ -185,7 +186,7 @@ def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_
         late_cause=late.cause if late else None,
         late_detail=late.detail if late else None,
         findings=diagnosis.findings,
-        notes=(*diagnosis.notes, *notes),
+        notes=(*diagnosis.notes, *notes, *[NO_TIMES] * is_rehearsal()),
     )
 
 
@@ -215,7 +216,8 @@ def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, u
         share = f"GPU idle {100 * idle.idle_us / recorded_us:.0f} %"
         causes = [c for c in idle.causes if c.category in IDLE_TITLES and c.category not in _OF_RECORDING]
         causes = [c for c in causes if c.us > _WORTH * recorded_us]
-    said = [f"step {step}{some}: {took}", share]
+    rehearsed = " (rehearsed: times do not hold)" if is_rehearsal() else ""
+    said = [f"step {step}{some}{rehearsed}: {took}", share]
     findings = [f for f in diagnosis.findings if f.kind not in ("straggler", "not_recorded")]
     if causes:
         title = IDLE_TITLES[causes[0].category]

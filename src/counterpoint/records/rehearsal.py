@@ -20,7 +20,7 @@ class RankReport(Record, frozen=True, kw_only=True):
         steps: steps of its first optimizer.
         peak_bytes: most memory that torch reserved on its GPU; 0 on CPUs.
         reports: what counterpoint reports of each model and group, by name: `print(overlapped)` and the like.
-        calls: collectives of each process group of torch, by name; groups that do not count them are left out.
+        calls: calls of each process group of torch, by name, as torch counts them: with gloo, messages, too.
         members: ranks of each of these groups.
     """
 
@@ -33,7 +33,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
 
 class RehearsalReport(Record, frozen=True, kw_only=True):
-    """Holds one report, and the ranks that all left the same one."""
+    """Holds one report, and the ranks that all left the same one; empty: they left none of that name."""
 
     name: str
     ranks: tuple[int, ...]

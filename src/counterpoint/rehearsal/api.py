@@ -5,20 +5,22 @@ Each rank counts as a host of its own for NCCL, which refuses two ranks of one h
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.driver import free_bytes, visible_gpus
 from counterpoint.measurement.api import run_folder
+from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
 from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
-from counterpoint.rehearsed import is_rehearsal, visible_devices
+from counterpoint.rehearsed import visible_devices
 from counterpoint.tuning.script.command import REHEARSED, RunCommand, parse_command
 from counterpoint.tuning.script.launch import LOG, modified, run_ranks
 from counterpoint.tuning.script.task import alive_file, write_whole
@@ -26,8 +28,7 @@ from counterpoint.tuning.script.task import alive_file, write_whole
 TIMEOUT_S = 600.0
 BYTES_PER_RANK = 1 << 30  # CUDA's context, cuBLAS and NCCL's buffers of a rank on an H100, before any tensor of its own
 _MOST_RANKS = 64
-_HOLDS = "values and order hold"
-_NOT_TIMES = "times do not: {} ranks shared {}"
+_Value = TypeVar("_Value", int, str)
 
 
 def rehearse(
@@ -61,10 +62,8 @@ def rehearse(
     world_size = _ranks_of(run)
     if hosts < 1 or world_size % hosts:
         raise Misconfigured(f"--hosts {hosts}: {world_size} ranks cannot be divided among so many; give a divisor")
-    if is_rehearsal():
-        raise Misconfigured("this is a rank of a rehearsal already: start the script itself")
     gpus = _gpus(device, world_size)
-    with run_folder("counterpoint-rehearsal-") as folder:
+    with run_folder("counterpoint-rehearsal-") as folder, (folder / LOG).open("w+b") as log:
         task = RehearsalTask(
             folder=str(folder),
             world_size=world_size,
@@ -72,40 +71,34 @@ def rehearse(
             gpus=visible_devices(len(gpus)),
         )
         write_whole(folder / "task.json", task)
-        printed = _Echo(folder / LOG, echo)
         try:
             run_ranks(
                 run,
                 REHEARSED,
                 folder=folder,
-                variables={TASK_VARIABLE: str(folder / "task.json")},
+                variables={  # torchrun sets as many threads, with a warning
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    **run.variables,
+                    TASK_VARIABLE: str(folder / "task.json"),
+                },
                 timeout_s=timeout_s,
-                progress=lambda: (modified(alive_file(folder)), printed.new()),
+                progress=lambda: (modified(alive_file(folder)), _echoed(log, echo=echo)),
                 hung="no rank printed anything or ended a step",
             )
         finally:
-            printed.new()
+            _echoed(log, echo=echo)
         reports = [found for rank in range(world_size) if (found := _report(folder, rank)) is not None]
     return _rehearsal(command, world_size, hosts, gpus, reports)
 
 
-class _Echo:
-    """Follows a log: `new` returns its size, and prints what has come since the last call if that is wanted."""
-
-    def __init__(self, log: Path, wanted: bool) -> None:
-        self._log, self._wanted, self._size = log, wanted, 0
-
-    def new(self) -> int:
-        if not self._log.exists():
-            return 0
-        with self._log.open("rb") as file:
-            file.seek(self._size)
-            text = file.read()
-        self._size += len(text)
-        if self._wanted and text:
-            sys.stdout.buffer.write(text)
-            sys.stdout.flush()
-        return self._size
+def _echoed(log: BinaryIO, *, echo: bool) -> int:
+    """Read what has come in a log since the last call, print it if that is wanted, and return the log's size."""
+    text = log.read()
+    if echo:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+    return log.tell()
 
 
 def _ranks_of(run: RunCommand) -> int:
@@ -116,7 +109,7 @@ def _ranks_of(run: RunCommand) -> int:
             f"rehearse: --nnodes {given['nnodes']}: leave it out; --nproc-per-node names all ranks, --hosts the hosts"
         )
     number = given.get("nproc-per-node", "")
-    if not number.isdigit() or not 1 < int(number) <= _MOST_RANKS:
+    if not number.isdecimal() or not 1 < int(number) <= _MOST_RANKS:
         raise Misconfigured(
             f"rehearse {str(run)!r}: --nproc-per-node {number or 'is missing'}; "
             f"write 'torchrun --nproc-per-node N train.py' with N from 2 to {_MOST_RANKS}"
@@ -164,71 +157,58 @@ def _report(folder: Path, rank: int) -> RankReport | None:
 
 
 def _rehearsal(
-    command: str, world_size: int, hosts: int, gpus: tuple[str, ...], reports: Sequence[RankReport]
+    command: str, world_size: int, hosts: int, gpus: tuple[str, ...], ranks: Sequence[RankReport]
 ) -> Rehearsal:
     shared = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus else "the cores of this machine"
-    differences = (*_different_steps(reports), *_different_calls(reports), *_different_reports(reports))
-    missing = tuple(sorted({*range(world_size)} - {report.rank for report in reports}))
-    ended = "all ranks came to their end" if not missing else f"{len(missing)} ranks left no report"
+    missing = tuple(sorted({*range(world_size)} - {each.rank for each in ranks}))
+    ended = f"{len(missing)} of {world_size} ranks left no report" if missing else "all ranks came to their end"
+    texts = [(name, _by_value(of_rank)) for name, of_rank in _texts(ranks).items()]
     return Rehearsal(
         command=command,
         device="cuda" if gpus else "cpu",
         gpus=gpus,
         world_size=world_size,
         hosts=hosts,
-        steps=min((report.steps for report in reports), default=0),
-        peak_bytes=max((report.peak_bytes for report in reports), default=0),
-        reports=tuple(_merged(reports)),
-        differences=differences,
+        steps=min((each.steps for each in ranks), default=0),
+        peak_bytes=max((each.peak_bytes for each in ranks), default=0),
+        reports=tuple(
+            RehearsalReport(name=name, ranks=tuple(same), text=text)
+            for name, each in texts
+            for text, same in each.items()
+        ),
+        differences=(
+            *_different_counts(ranks),
+            *(f"{name}: {len(each)} different reports" for name, each in texts if len(each) > 1),
+        ),
         missing_ranks=missing,
-        verdict=f"{ended}: {_HOLDS}, {_NOT_TIMES.format(world_size, shared)}.",
+        verdict=f"{ended}: values and order hold, times do not: {world_size} ranks shared {shared}.",
     )
 
 
-def _merged(reports: Sequence[RankReport]) -> Iterator[RehearsalReport]:
-    """Yield each report once, with all ranks that left the same one."""
-    ranks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for report in reports:
-        for name, text in report.reports.items():
-            ranks[name, text].append(report.rank)
-    for (name, text), same in ranks.items():
-        yield RehearsalReport(name=name, ranks=tuple(same), text=text)
+def _texts(ranks: Sequence[RankReport]) -> dict[str, dict[int, str]]:
+    """Return by name what each rank reports; empty where it reports nothing of that name."""
+    names = dict.fromkeys(name for each in ranks for name in each.reports)
+    return {name: {each.rank: each.reports.get(name, "") for each in ranks} for name in names}
 
 
-def _different_steps(reports: Sequence[RankReport]) -> Iterator[str]:
-    if said := _by_value({report.rank: report.steps for report in reports}):
-        yield f"optimizer steps: {said}"
-
-
-def _different_calls(reports: Sequence[RankReport]) -> Iterator[str]:
-    """Yield a sentence for each group whose ranks made different numbers of collectives."""
-    for name in dict.fromkeys(name for report in reports for name in report.calls):
-        mine = {report.rank: report.calls[name] for report in reports if name in report.calls}
-        if said := _by_value(mine):
-            yield f"collectives of torch's group {name}: {said}"
-
-
-def _different_reports(reports: Sequence[RankReport]) -> Iterator[str]:
-    """Yield a sentence for each report whose text, which has calls and sizes, is not the same on all ranks."""
-    names = dict.fromkeys(name for report in reports for name in report.reports)
-    for name in names:
-        texts = {report.rank: report.reports.get(name, "") for report in reports}
-        if len({*texts.values()}) > 1:
-            lines = [{*text.splitlines()} for text in texts.values()]
-            common = set.intersection(*lines)
-            others = {rank: len({*text.splitlines()} - common) for rank, text in texts.items()}
-            yield f"{name}: " + "; ".join(
-                f"{count} lines on rank {rank} that others lack" for rank, count in others.items() if count
+def _different_counts(ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield a sentence for each number of steps or calls that is not the same on all ranks of its group."""
+    counts: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for each in ranks:
+        counts["optimizer steps"][each.rank] = each.steps
+        for name, calls in each.calls.items():
+            counts[f"calls of torch's group {name}, {ranks_in_words(each.members[name])}"][each.rank] = calls
+    for what, of_rank in counts.items():
+        found = _by_value(of_rank)
+        if len(found) > 1:
+            yield f"{what}: " + " and ".join(
+                f"{count} on {ranks_in_words(tuple(same))}" for count, same in found.items()
             )
 
 
-def _by_value(values: dict[int, Any]) -> str:
-    """Return which ranks have which value; empty if all have one."""
-    if len({*values.values()}) < 2:
-        return ""
-    ranks: defaultdict[Any, list[int]] = defaultdict(list)
+def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return which ranks have which value."""
+    ranks: defaultdict[_Value, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)
-    return ", ".join(
-        f"{value} on rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}" for value, same in ranks.items()
-    )
+    return ranks

@@ -27,6 +27,7 @@ class Witness:
         self._reporting: dict[str, Any] = {}  # by name: has `report`
         self._texts: dict[str, str] = {}
         self._calls: dict[str, int] = {}
+        self._ended: dict[str, int] = {}  # calls of groups before torch was last initialised
         self._members: dict[str, tuple[int, ...]] = {}
 
     @contextmanager
@@ -36,6 +37,8 @@ class Witness:
 
         def destroying(group: Any = None) -> None:
             self._note()
+            if group in (None, dist.group.WORLD):
+                self._ended = dict(self._calls)  # names of groups may come again
             destroy(group)
 
         modules: Any = (dist, dist.distributed_c10d)
@@ -98,5 +101,5 @@ class Witness:
         for group in groups:
             with suppress(RuntimeError):  # no backend counts: nothing was called yet
                 name = str(group.group_name)
-                self._calls[name] = int(group._get_sequence_number_for_group())
+                self._calls[name] = self._ended.get(name, 0) + int(group._get_sequence_number_for_group())
                 self._members[name] = tuple(dist.get_process_group_ranks(group))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 
+from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import Rehearsal
 from counterpoint.rendering import formatting as say
 
@@ -17,24 +16,19 @@ def render_rehearsal(found: Rehearsal, console: Console) -> None:
         console.print(say.text(text, style), soft_wrap=True)
 
     line(found.verdict, "bold")
+    if missing := found.missing_ranks:
+        line(f"Nothing is known of {ranks_in_words(missing)}: the script ended itself there before its last line.")
+        if len(missing) == found.world_size:
+            return
     where = f"{len(found.gpus)} × {found.gpus[0]}" if found.gpus else "CPUs"
     hosts = f" counted as {found.hosts} hosts" if found.hosts > 1 else ""
     peak = f", at most {found.peak_bytes / 2**30:.1f} GiB reserved by torch on a rank" if found.peak_bytes else ""
     line(f"{found.world_size} ranks{hosts} on {where}, {found.steps} optimizer steps{peak}", say.QUIET)
-    if found.missing_ranks:
-        line(f"No report of rank {_numbers(found.missing_ranks)}: the script ended itself before its last line.")
-    line("Different between ranks: " + ("; ".join(found.differences) or "nothing."))
+    line(f"Different between {'other ' if missing else ''}ranks: " + ("; ".join(found.differences) or "nothing."))
     for report in found.reports:
         line("")
-        line(f"{report.name} on rank{'s' * (len(report.ranks) > 1)} {_numbers(report.ranks)}:", "bold")
-        for row in report.text.splitlines():
+        line(f"{report.name} on {ranks_in_words(report.ranks)}:", "bold")
+        for row in report.text.splitlines() or ["no report"]:
             line(row)
     if not found.reports:
-        line("counterpoint replaced nothing: the script makes no call of it, and all communication was torch's own.")
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Return ranks in words: 0 to 7, or 0, 2, 3."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks))
+        line("counterpoint replaced nothing: no call of counterpoint.overlap, no group of its backend, no dispatcher.")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.rehearsed import is_rehearsal
 
 SCRIPT = "counterpoint.tuning.script.rank"
 REHEARSED = "counterpoint.rehearsal.rank"
@@ -55,7 +56,9 @@ class RunCommand:
 
 
 def parse_command(text: str, given_as: str = "--run") -> RunCommand:
-    """Return the parts of a command; raise Misconfigured, with what is allowed, if its script cannot be told."""
+    """Return the parts of a command; raise Misconfigured if its script cannot be told, or in a rehearsal."""
+    if is_rehearsal():
+        raise Misconfigured(f"{given_as}: this is a rank of counterpoint rehearse, which starts no others")
     said = f"{given_as} {printable(text)!r}"
     try:
         words = shlex.split(text)

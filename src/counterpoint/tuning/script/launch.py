@@ -99,6 +99,8 @@ def run_ranks(
         Misconfigured: the program of the command is not there.
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
+    if not timeout_s > 0:
+        raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
     beside = {**DEFAULTS, **os.environ, **command.variables, **variables}
     beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
     with (folder / LOG).open("wb") as log:

@@ -71,7 +71,8 @@ def leaving_word(folder: Path, rank: int, steps_done: Callable[[], int]) -> Iter
     try:
         yield
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error.__cause__, SystemExit):  # of which Python prints no traceback either
+            traceback.print_exc()
         text = " ".join(str(error).split())[:1000]
         at = f"step {steps_done() + 1}"
         write_whole(
