@@ -88,6 +88,13 @@ def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
     ] == [True] * 3
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(0, 4), (2, 0)])
+def test_a_call_without_rows_has_a_product_without_rows(two_ranks: Ranks, batch: int, rows: int) -> None:
+    """Whichever dimension is empty; and derivatives."""
+    gathered, scattered, reduced = (batch, 2 * rows, 8), (batch, rows // 2, 8), (batch, rows, 8)
+    assert two_ranks.run(programs.empty, (batch, rows, 16)) == [[gathered, scattered, reduced, (batch, rows, 16)]] * 2
+
+
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:
     """A row for each kind of call."""
     assert "all_gather_matmul  below 1 MiB" in two_ranks.run(programs.reported)[0]
