@@ -584,7 +584,7 @@ def _check_op(reduce_op: str) -> None:
         raise Misconfigured(f"reduce_op={reduce_op!r}: allowed are 'sum' and 'avg'")
 
 
-_GROUPS: Registry[TensorGroup] = Registry()
+_GROUPS: Registry[TensorGroup] = Registry(TensorGroup.close)
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
