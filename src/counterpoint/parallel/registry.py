@@ -11,7 +11,6 @@ import torch.distributed.distributed_c10d as c10d
 
 from counterpoint.errors import Misconfigured
 
-
 Value = TypeVar("Value")
 
 
