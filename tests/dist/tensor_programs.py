@@ -30,6 +30,7 @@ from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 __all__ = [
     "all_reduced",
     "biased",
+    "bounded",
     "cut_anywhere",
     "empty",
     "ended_with_its_group",
@@ -370,6 +371,14 @@ def ended_with_its_group(session: Session) -> tuple[bool, bool]:
     before = group._communicator is not None
     dist.destroy_process_group(ours)
     return before, group._communicator is not None
+
+
+def bounded(session: Session) -> tuple[int, int]:
+    """How many plans a group keeps of calls of five shapes, if it may keep two, and how many calls it counted."""
+    with opened(session, 1) as (group, _, name), patch.object(group_of_ranks, "_MAX_ROUTES", 2):
+        for rows in (8, 16, 24, 32, 40):
+            OPS.all_gather_matmul(torch.ones(rows, 16), [torch.ones(16, 8)], 0, name)
+        return len(group._routes), sum(row.calls for row in group.report().rows)
 
 
 def empty(_: Session, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

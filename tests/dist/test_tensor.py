@@ -79,6 +79,11 @@ def test_a_group_ends_when_torch_destroys_it(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.ended_with_its_group) == [(True, False)] * 2
 
 
+def test_plans_that_are_kept_are_bounded(two_ranks: Ranks) -> None:
+    """Texts of any length come by, each with its own."""
+    assert two_ranks.run(programs.bounded) == [(2, 5)] * 2
+
+
 def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
     """The report says why."""
     found = two_ranks.run(programs.left_to_torch)[0]

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "plan": {"machine", "pair"},
     "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
     | {"monitoring"},
-    **dict.fromkeys(("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan"), {"parallel"}),
+    **{name: {"parallel"} for name in ("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan")},
     "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
     "rendering": set(),
 }
