@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+RANKS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,10 +14,10 @@ PYTEST := $(BIN)/pytest
 SELECTED = $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # with arguments, a lane may have no test that is meant
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check unit test prove bench docs clean
+.PHONY: help demo check unit test prove rehearse bench docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## diagnose the real 8-GPU traces in samples/ and write report.html
 	@echo "Diagnosing 8 ranks of an FSDP2 step on 8 x H200, one of which was made to stall (samples/fsdp-host-stall):"
@@ -37,6 +38,9 @@ prove: $(DEV) ## state spaces, mutants, sweeps, soaks, damaged input; and the ra
 	$(PYTEST) -n 2 tests/proof $(SELECTED)
 	$(PYTEST) -n 2 -m hypothesis tests/unit $(SELECTED)
 	$(PYTEST) -n 2 --dist loadfile -m long tests/process tests/dist $(SELECTED)
+
+rehearse: $(DEV) ## tests/gpu with ranks that share GPUs, one is enough: ten minutes for 2; RANKS=8, up to 8 a GPU
+	$(PYTEST) -n 2 --dist loadfile --ranks-per-gpu $(RANKS) tests/gpu $(SELECTED)
 
 bench: $(DEV) ## the planner's error on published steps; the reader beside HolisticTraceAnalysis (BENCH_ARGS="--quick")
 	$(BIN)/python benchmarks/plan_published.py

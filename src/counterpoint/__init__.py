@@ -57,11 +57,7 @@ __all__ = [
     "watch",
 ]
 
-_SUBMODULES = {
-    "ddp": "counterpoint.parallel.ddp",
-    "expert_parallel": "counterpoint.parallel.expert",
-    "tensor_parallel": "counterpoint.parallel.tensor",
-}
+_SUBMODULES = ("ddp", "expert_parallel", "tensor_parallel")
 _MODULES = {
     "Measurement": "counterpoint.records.measurement",
     "Result": "counterpoint.diagnosis.api",
@@ -77,7 +73,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return importlib.import_module(_SUBMODULES[name])
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

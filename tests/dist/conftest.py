@@ -27,6 +27,12 @@ def four_ranks() -> Iterator[Ranks]:
     yield from _ranks(4)
 
 
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[Ranks]:
+    """Meshes of several axes, as jobs lay them over a host."""
+    yield from _ranks(8)
+
+
 def _ranks(world_size: int) -> Iterator[Ranks]:
     ranks = Ranks(world_size)
     yield ranks

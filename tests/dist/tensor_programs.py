@@ -30,6 +30,9 @@ from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 __all__ = [
     "all_reduced",
     "biased",
+    "bounded",
+    "cut_anywhere",
+    "empty",
     "ended_with_its_group",
     "gathered",
     "killed",
@@ -76,20 +79,25 @@ def on_software_gpu(rank: int, module: Any = group_of_ranks) -> Any:
     )
 
 
+def cut_anywhere(seed: int) -> Any:
+    """Calls in pieces are cut anywhere, at random."""
+    draw = random.Random(seed)
+
+    def anywhere(task: ShardedMatmul, rank: int, profile: Profile, *, grid_rows: int | None = None) -> Cuts:
+        axis = RowAxis.of(task, rank, profile, draw.choice([1, 2, 3, 5]), None)
+        inside = range(1, len(axis.cells))
+        bounds = sorted(draw.sample(inside, min(len(inside), draw.randint(0, 6))))
+        return Cuts(pieces=axis.pieces([0, *bounds, len(axis.cells)]), us=1.0)
+
+    return patch.object(plans, "cut", anywhere)
+
+
 @contextmanager
 def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[TensorGroup, random.Random, str]]:
     """Run calls in pieces that are cut anywhere, on each rank differently; draws are equal on all ranks."""
-    mine = random.Random(seed * 100 + session.rank)
-
-    def anywhere(task: ShardedMatmul, rank: int, profile: Profile, *, grid_rows: int | None = None) -> Cuts:
-        axis = RowAxis.of(task, rank, profile, mine.choice([1, 2, 3, 5]), None)
-        inside = range(1, len(axis.cells))
-        bounds = sorted(mine.sample(inside, min(len(inside), mine.randint(0, 6))))
-        return Cuts(pieces=axis.pieces([0, *bounds, len(axis.cells)]), us=1.0)
-
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions(mechanism="cuts", measure=False, timeout_s=60))
-    with patch.object(plans, "cut", anywhere), on_software_gpu(session.rank) if gpu else nullcontext():
+    with cut_anywhere(seed * 100 + session.rank), on_software_gpu(session.rank) if gpu else nullcontext():
         yield group, random.Random(seed), name
     group.close()
 
@@ -363,6 +371,30 @@ def ended_with_its_group(session: Session) -> tuple[bool, bool]:
     before = group._communicator is not None
     dist.destroy_process_group(ours)
     return before, group._communicator is not None
+
+
+def bounded(session: Session) -> tuple[int, int]:
+    """How many plans a group keeps of calls of five shapes, if it may keep two, and how many calls it counted."""
+    with opened(session, 1) as (group, _, name), patch.object(group_of_ranks, "_MAX_ROUTES", 2):
+        for rows in (8, 16, 24, 32, 40):
+            OPS.all_gather_matmul(torch.ones(rows, 16), [torch.ones(16, 8)], 0, name)
+        return len(group._routes), sum(row.calls for row in group.report().rows)
+
+
+def empty(_: Session, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of products and derivatives of rows of which there are none."""
+    n, name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    tensor_group(name, TensorOptions(measure=False))
+    a = torch.empty(shape, requires_grad=True)
+    b = torch.randn(shape[-1], 4 * n, requires_grad=True)
+    outs = [
+        OPS.all_gather_matmul(a, [b], 1, name, return_gathered=False)[1][0],
+        OPS.matmul_reduce_scatter(a, b, "sum", 1, name),
+        OPS.matmul_all_reduce(a, b, "sum", name),
+    ]
+    torch.cat([out.flatten() for out in outs]).sum().backward()
+    assert a.grad is not None
+    return [tuple(one.shape) for one in (*outs, a.grad)]
 
 
 def left_to_torch(session: Session) -> list[tuple[str, str, str]]:

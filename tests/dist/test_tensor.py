@@ -79,6 +79,11 @@ def test_a_group_ends_when_torch_destroys_it(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.ended_with_its_group) == [(True, False)] * 2
 
 
+def test_plans_that_are_kept_are_bounded(two_ranks: Ranks) -> None:
+    """Texts of any length come by, each with its own."""
+    assert two_ranks.run(programs.bounded) == [(2, 5)] * 2
+
+
 def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
     """The report says why."""
     found = two_ranks.run(programs.left_to_torch)[0]
@@ -86,6 +91,13 @@ def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
     assert [
         words in why for words, (_, _, why) in zip(("simplest", "no multiple of 16", "float64"), found, strict=True)
     ] == [True] * 3
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(0, 4), (2, 0)])
+def test_a_call_without_rows_has_a_product_without_rows(two_ranks: Ranks, batch: int, rows: int) -> None:
+    """Whichever dimension is empty; and derivatives."""
+    gathered, scattered, reduced = (batch, 2 * rows, 8), (batch, rows // 2, 8), (batch, rows, 8)
+    assert two_ranks.run(programs.empty, (batch, rows, 16)) == [[gathered, scattered, reduced, (batch, rows, 16)]] * 2
 
 
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:

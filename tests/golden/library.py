@@ -31,7 +31,6 @@ from counterpoint.collectives.cuda.lower import (
     lower,
 )
 from counterpoint.collectives.cuda.transport import CudaTransport
-from counterpoint.collectives.multihost.flatten import flatten
 from counterpoint.collectives.multihost.phases import Grid, Phase, phases_all
 from counterpoint.collectives.program import clock as simulate
 from counterpoint.collectives.program import operations
@@ -61,6 +60,7 @@ from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import Measurement
+from tests.support.flatten import flatten
 
 Plain: TypeAlias = dict[str, Any]
 

@@ -111,6 +111,20 @@ def captured(device: torch.device) -> dict[str, str]:
         return {"seen": "equal" if found == wanted else f"{found} instead of {wanted}"}
 
 
+def meets_others_first(device: torch.device) -> dict[str, str]:
+    """Rank 0 has made memory alone before all make memory together: torch has counted other meetings there."""
+    group = dist.new_group([0])
+    alone = Communicator(group, device=device) if dist.get_rank() == 0 else None
+    with Communicator(device=device, timeout_s=TIMEOUT_S) as communicator:
+        whole = communicator.empty(communicator.world_size, 8, dtype=torch.int32)
+        communicator.all_gather(whole, torch.full((8,), communicator.rank, dtype=torch.int32, device=device))
+        found = whole[:, 0].tolist()
+        communicator.check()
+    if alone is not None:
+        alone.close()
+    return {"right": str(found == list(range(dist.get_world_size())))}
+
+
 def new_threads(device: torch.device) -> dict[str, str]:
     """What each verb is told in a thread of its own that has done nothing on a GPU, and in autograd's."""
     n, rank, made = dist.get_world_size(), dist.get_rank(), dict[str, Any]()
@@ -209,6 +223,7 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
     "early steps": lambda device: stepped(device, True),
     "captured": captured,
     "new threads": new_threads,
+    "meets others first": meets_others_first,
     "random": random_calls,
 }
 

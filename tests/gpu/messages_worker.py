@@ -5,6 +5,7 @@ Started by path with RANK, WORLD_SIZE and the arguments: what to run (`live` or 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -23,10 +24,12 @@ import torch.distributed as dist
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError, PeerTimeout
+from tests.support.gpu_ranks import are_shared
 
 TIMEOUT_S = 20.0
 LARGEST = 128 << 20
-STEPS = 300
+STEPS = 60 if are_shared() else 300  # where ranks share a GPU, each step waits for turns of all
+EACH_S = 120.0  # for a scenario; then its rank prints where each thread stands, and ends
 
 
 def filled(line: tuple[int, int], number: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -228,7 +231,9 @@ def main(what: str, folder: Path) -> None:
     else:
         for name, scenario in LIVE.items():
             started = time.monotonic()
+            faulthandler.dump_traceback_later(EACH_S, exit=True)
             found[name] = scenario(device)
+            faulthandler.cancel_dump_traceback_later()
             if rank == 0:
                 print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
     (folder / f"{what}{rank}.json").write_bytes(msgspec.json.encode(found))

@@ -75,6 +75,11 @@ def test_every_verb_works_in_a_thread_without_a_context(live: list[Seen]) -> Non
     assert of(live, "new threads", "told") == {""}
 
 
+def test_ranks_that_have_met_others_meet(live: list[Seen]) -> None:
+    """One rank has made a communicator of a group of its own before."""
+    assert of(live, "meets others first", "right") == {"True"}
+
+
 @pytest.mark.parametrize("master", ["0", "1"])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, master: str) -> None:
     """At a random moment: the others raise PeerTimeout, name it, within seconds, and their streams are free."""

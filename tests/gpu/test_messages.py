@@ -24,7 +24,8 @@ Seen = dict[str, dict[str, str]]
 def spawned(folder: Path, what: str) -> tuple[list[int], list[Seen]]:
     """Exit codes of all ranks, and what those wrote down that came to their end."""
     world_size = world_size_here()
-    ended = run_ranks(WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S)
+    root = Path(__file__).parents[2]
+    ended = run_ranks(WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[root])
     answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
     if what == "live":
         ended.well()

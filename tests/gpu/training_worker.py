@@ -50,23 +50,12 @@ EXAMPLES: dict[str, tuple[Callable[[], argparse.Namespace], Callable[..., None]]
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-@contextmanager
-def world(device: torch.device, name: str | None = None) -> Iterator[None]:
-    """A default group of this backend; by default stock."""
-    place: dict[str, Any] = {"device_id": device} if device.type == "cuda" and name is None else {}
-    dist.init_process_group(name or STOCK[device.type], **place)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def example(name: str, device: torch.device, *, ours: bool) -> Losses:
     """The losses that an example prints, and how many lines of its report tell of what was taken."""
     arguments, training = EXAMPLES[name]
     words = [f"train_{name}.py", "--device", device.type, "--shape", "tiny", "--tokens", "256", "--lr", "3e-3"]
     words += ["--steps", "20", *(["--overlap"] if ours else [])]
-    with patch.object(sys, "argv", words), redirect_stdout(io.StringIO()) as printed, world(device):
+    with patch.object(sys, "argv", words), redirect_stdout(io.StringIO()) as printed:
         training(arguments(), device)
     lines = printed.getvalue().splitlines()
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step ")]
@@ -81,18 +70,17 @@ def taken(group: Any) -> int:
 def hybrid(device: torch.device, *, ours: bool) -> Losses:
     """FSDP2 over two replicas, each of them sharded, in groups of the backend: two hosts in a rehearsal of two."""
     options = backend.BackendOptions(crossover_bytes=EVERYTHING)
-    names = ("replicate", "shard")
+    names = ("copies", "shards") if ours else ("replicate", "shard")  # DTensor takes equal meshes for one
     override: Any = dict.fromkeys(names, ("counterpoint", options)) if ours else {}
-    with world(device):
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=override)
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        losses = steps(model, drawn(dist.get_rank(), 64, 256, device=device))
-        return losses, sum(taken(mesh.get_group(axis)) for axis in names) if ours else 0
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=override)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses = steps(model, drawn(dist.get_rank(), 64, 256, device=device))
+    return losses, sum(taken(mesh.get_group(axis)) for axis in names) if ours else 0
 
 
 def steps(model: nn.Module, batch: Tensor) -> list[float]:
@@ -114,28 +102,27 @@ def drawn(seed: int, *shape: int, device: torch.device) -> Tensor:
 
 def pipeline(schedule: str, device: torch.device, *, ours: bool) -> Losses:
     """The losses of two steps of a pipeline of torch, and the sum of this rank's gradients."""
-    with world(device):
-        options = backend.BackendOptions(crossover_bytes=EVERYTHING)
-        group: Any = dist.new_group(backend="counterpoint", pg_options=options) if ours else dist.group.WORLD
-        kind: Any = pipelining.schedules.get_schedule_class(schedule)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        one = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
-        last = size - 1 if one else 2 * size - 1
-        numbers = (rank,) if one else (rank, last - rank) if schedule.startswith("ZBV") else (rank, rank + size)
-        stages = []
-        for number in numbers:
-            torch.manual_seed(number)
-            module = nn.Linear(512, 512).to(device)
-            stages.append(pipelining.PipelineStage(module, number, last + 1, device, group=group))
-        runs = kind(stages[0] if one else stages, n_microbatches=2 * size, loss_fn=nn.functional.mse_loss)
-        batch, losses = drawn(1, 16 * size, 512, device=device), list[Tensor]()
-        for _ in range(2):
-            inputs = [batch] if 0 in numbers else []
-            runs.step(*inputs, target=batch if last in numbers else None, losses=losses if last in numbers else None)
-        sums = [p.grad.double().sum() for stage in stages for p in stage.submod.parameters() if p.grad is not None]
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, [*map(float, losses), *map(float, sums)])
-        return [value for values in found for value in values], taken(group) if ours else 0
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING)
+    group: Any = dist.new_group(backend="counterpoint", pg_options=options) if ours else dist.group.WORLD
+    kind: Any = pipelining.schedules.get_schedule_class(schedule)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+    last = size - 1 if one else 2 * size - 1
+    numbers = (rank,) if one else (rank, last - rank) if schedule.startswith("ZBV") else (rank, rank + size)
+    stages = []
+    for number in numbers:
+        torch.manual_seed(number)
+        module = nn.Linear(512, 512).to(device)
+        stages.append(pipelining.PipelineStage(module, number, last + 1, device, group=group))
+    runs = kind(stages[0] if one else stages, n_microbatches=2 * size, loss_fn=nn.functional.mse_loss)
+    batch, losses = drawn(1, 16 * size, 512, device=device), list[Tensor]()
+    for _ in range(2):
+        inputs = [batch] if 0 in numbers else []
+        runs.step(*inputs, target=batch if last in numbers else None, losses=losses if last in numbers else None)
+    sums = [p.grad.double().sum() for stage in stages for p in stage.submod.parameters() if p.grad is not None]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, [*map(float, losses), *map(float, sums)])
+    return [value for values in found for value in values], taken(group) if ours else 0
 
 
 def llama() -> Any:
@@ -214,30 +201,31 @@ def accelerate_fsdp(device: torch.device, *, ours: bool) -> Losses:
         return losses, len(str(handle.report()).splitlines()) if handle is not None else 0
 
 
+OF_LIBRARIES: dict[str, Callable[..., Losses]] = {"trainer": trainer, "accelerate": accelerate_fsdp}
 PROGRAMS: dict[str, Callable[..., Losses]] = {
     **{name: partial(example, name) for name in EXAMPLES},
     "hsdp": hybrid,
     **{f"pipeline {name}": partial(pipeline, name) for name in SCHEDULES},
-    "trainer": trainer,
-    "accelerate": accelerate_fsdp,
+    **OF_LIBRARIES,
 }
 
 
-def run(name: str, device: torch.device, *, ours: bool) -> Losses:
-    """Run a program whose default group has a part of torchrun's store of its own: torch takes old entries for new."""
+@contextmanager
+def own_store(name: str) -> Iterator[None]:
+    """Let a default group that begins inside have a part of torchrun's store: torch takes old entries for new."""
     begin = dist.init_process_group
 
     def beginning(*args: Any, **options: Any) -> None:
         store, rank, size = next(rendezvous("env://"))
-        options |= {"store": PrefixStore(f"{name} {ours}", store), "rank": rank, "world_size": size}
+        options |= {"store": PrefixStore(name, store), "rank": rank, "world_size": size}
         begin(*args, **options)
 
     with patch.object(dist, "init_process_group", beginning):
-        return PROGRAMS[name](device, ours=ours)
+        yield
 
 
 def main() -> None:
-    """Run the programs of the command line, by default all."""
+    """Run the programs of the command line, by default all; those of libraries begin groups of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=tuple(PROGRAMS))
@@ -247,10 +235,27 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    for name in args.programs:
-        (stock, _), (ours, calls) = (run(name, device, ours=which) for which in (False, True))
-        if os.environ["RANK"] == "0":
-            print(json.dumps({"program": name, "stock": stock, "ours": ours, "calls": calls}), flush=True)
+    for name in [name for name in args.programs if name in OF_LIBRARIES]:
+        with own_store(f"{name} stock"):
+            stock, _ = PROGRAMS[name](device, ours=False)
+        with own_store(f"{name} ours"):
+            ours, calls = PROGRAMS[name](device, ours=True)
+        show(name, stock, ours, calls)
+    others = [name for name in args.programs if name not in OF_LIBRARIES]
+    if others:
+        place: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(STOCK[device.type], **place)
+        for name in others:
+            stock, _ = PROGRAMS[name](device, ours=False)
+            ours, calls = PROGRAMS[name](device, ours=True)
+            show(name, stock, ours, calls)
+        dist.destroy_process_group()
+
+
+def show(name: str, stock: list[float], ours: list[float], calls: int) -> None:
+    """Print on rank 0 what a program found."""
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"program": name, "stock": stock, "ours": ours, "calls": calls}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import pytest
 HEAVY = ("torch", "polars", "jinja2", "numpy")
 HELP = "import sys; sys.argv = ['counterpoint', '--help']; from counterpoint.cli import main; main()"
 PROGRAMS = (
-    "from counterpoint.collectives import program; from counterpoint.collectives.program import clock, operations; "
-    "from counterpoint.collectives.proof import check"
+    "from counterpoint.collectives import program; from counterpoint.collectives.program import clock, operations"
 )
 REFUSED = (
     "import counterpoint\n"
@@ -22,7 +21,7 @@ REFUSED = (
 STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the package": ("import counterpoint", HEAVY),
     "--help": (HELP, HEAVY),
-    "programs and proofs": (PROGRAMS, ("torch", "numpy")),
+    "programs": (PROGRAMS, ("torch", "numpy")),
     "overlap": ("import counterpoint.parallel.overlap", ("torch",)),
     "a bad suite": (REFUSED, ("torch",)),
     "the report on a terminal": ("import counterpoint.rendering.diagnosis_terminal", ("polars",)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -16,10 +18,21 @@ def test_every_public_name_can_be_loaded() -> None:
     assert missing == []
 
 
-def test_no_public_name_is_a_module() -> None:
+def test_no_function_has_the_name_of_a_module() -> None:
     """A package of the same name would take the function's place as soon as it is imported."""
     modules = {module.name for module in pkgutil.iter_modules(counterpoint.__path__)}
-    assert modules & set(counterpoint.__all__) == set()
+    names = {
+        name for name in modules & {*counterpoint.__all__} if not isinstance(getattr(counterpoint, name), ModuleType)
+    }
+    assert names == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("ddp", "ddp"), ("expert_parallel", "expert"), ("tensor_parallel", "tensor")]
+)
+def test_a_public_module_can_be_imported(name: str, module: str) -> None:
+    """It is the one that has the code, not a copy of it."""
+    assert import_module(f"counterpoint.{name}") is import_module(f"counterpoint.parallel.{module}")
 
 
 def test_a_room_that_loads_lazily_refuses_unknown_names() -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from counterpoint.collectives.program.steps import COPY, AwaitEvent, Program, Signal, Wait
-from counterpoint.collectives.proof.symbolic import (
+from counterpoint.errors import CounterpointError
+from tests.support.symbolic import (
     Action,
     CallSequence,
     Consume,
@@ -23,7 +24,6 @@ from counterpoint.collectives.proof.symbolic import (
     out_of_bounds,
     performed,
 )
-from counterpoint.errors import CounterpointError
 
 __all__ = ["explore"]
 

@@ -30,8 +30,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "plan": {"machine", "pair"},
     "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
     | {"monitoring"},
-    "torch_backend": {"parallel"},
-    "torchtitan": {"parallel"},
+    **{name: {"parallel"} for name in ("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan")},
     "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
     "rendering": set(),
 }
@@ -41,10 +40,13 @@ GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {
     "collectives",
     "controls",
+    "ddp",
+    "expert_parallel",
     "measurement",
     "pair",
     "parallel",
     "rehearsal",
+    "tensor_parallel",
     "torch_backend",
     "torchtitan",
     "tuning",

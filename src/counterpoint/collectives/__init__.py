@@ -2,7 +2,7 @@
 
 - `communicator.py` is for users: `Communicator` and `available`. `options.py` and `work.py` define its options and the
   handle of an asynchronous call; `connect.py` opens the transport under it.
-- `program/` describes a collective as data and `proof/` checks that it is correct; neither needs torch.
+- `program/` describes a collective as data, without torch; `tests/support/check.py` checks that it is correct.
 - `submit/` turns arguments into a `Submission`; `cpu/` and `cuda/` execute it; `host/` and `memory/` serve both.
 - `multihost/` composes collectives over several hosts from collectives inside one host and a library between hosts.
 """

@@ -68,7 +68,7 @@ def diagnose(
         raise Misconfigured("--trend only goes with --json, --quiet and how traces are read: it is of many recordings")
     _check_runs(against, baseline, tolerance, gated=bool(gates))
     before = read_diagnosis(baseline) if baseline is not None else None
-    limits = Limits(trace_bytes=int(max_trace_gb * (1 << 30)))
+    limits = Limits(trace_bytes=_bytes(max_trace_gb))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
@@ -98,6 +98,13 @@ def diagnose(
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
+
+
+def _bytes(max_trace_gb: float) -> int:
+    """Return what a trace may expand to."""
+    if not max_trace_gb < 1 << 30:
+        raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
+    return int(max_trace_gb * (1 << 30))
 
 
 def _check_runs(against: str | None, baseline: Path | None, tolerance: float | None, *, gated: bool) -> None:

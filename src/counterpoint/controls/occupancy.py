@@ -112,12 +112,6 @@ class OccupancyShaping(Control):
 
             yield replace(lanes, compute=shaped)
 
-    def smaller_grid(self, *, num_ctas: int) -> Control:
-        """Return a `GemmSmLimit` for kernels with one block per SM, such as cuBLAS's: it leaves `num_ctas` SMs free."""
-        from counterpoint.controls.gemm_sms import GemmSmLimit
-
-        return GemmSmLimit(num_sms=(self.sm or device_limits()).num_sms - num_ctas)
-
     def verify(self, seen: Observation) -> Evidence:
         """Compare the blocks per SM of one kernel: of those that `kernels` names, the longest without the control."""
         sm = self.sm or device_limits()

@@ -246,6 +246,8 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
     if killed:
         same = [r for r in killed if r.code == killed[0].code]
         reason = f"{_names(same)} {'was' if len(same) == 1 else 'were'} killed by {_signal(same[0])} {during}"
+        at = _where(same[0])
+        reason += f", rank {same[0].rank} {at}" if at != SILENT else ""
     elif told and (failure := told[0].failure) is not None:
         same = _alike(told, failure)
         reason = f"{_names(same)} failed {_at(failure, during)}: {failure.kind}: {printable(failure.text, 160)}"

@@ -5,21 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
 
 from counterpoint.errors import Misconfigured
 
-
-class Closing(Protocol):
-    """Represents what a registry keeps."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
-
-
-Value = TypeVar("Value", bound=Closing)
+Value = TypeVar("Value")
 
 
 class Registry(Generic[Value]):
@@ -29,7 +21,8 @@ class Registry(Generic[Value]):
     store, values are closed when the next group comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[Value], None]) -> None:
+        self._close = close
         self._made: dict[Any, dict[Hashable, Value]] = {}
 
     def get(self, group: Any, make: Callable[[], Value], key: Hashable = None) -> Value:
@@ -51,4 +44,4 @@ class Registry(Generic[Value]):
         """Close the values of a group, and forget them: the last one first."""
         with ExitStack() as stack:
             for value in self._made.pop(group, {}).values():
-                stack.callback(value.close)
+                stack.callback(self._close, value)

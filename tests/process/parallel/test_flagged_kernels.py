@@ -64,7 +64,7 @@ def test_values_words_and_order(interpreted: list[str], index: int) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    return ran(HERE / "flagged_compiled.py", [*COMPILED, None])
+    return ran(HERE / "flagged_compiled.py", COMPILED)
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
@@ -77,11 +77,6 @@ def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None
     assert code["kernels"] == 1, "other rows, ranks, batches and chunks have to do without compiling again"
     assert set(code["stores"]) == {"st.global.v4.b32"}
     assert code["spilled_bytes"] == 0 or not case["tma"]
-
-
-def test_what_was_warmed_is_what_is_bound(compiled: list[dict[str, Any]]) -> None:
-    """Of a weight of the same kind: nothing is left to load when the first matmul is bound."""
-    assert compiled[-1] == {"all_gather_matmul": True, "matmul_reduce_scatter": True}
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])

@@ -79,6 +79,15 @@ def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n"), "bomb.json.gz: " in done.stderr) == (2, 1, True), done.stderr
 
 
+@pytest.mark.parametrize("limit", ["nan", "inf", "1e308"])
+def test_a_limit_beyond_all_memory_is_one_line(limit: str, tmp_path: Path) -> None:
+    """Or none at all."""
+    done = run(tmp_path, "--max-trace-gb", limit)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2, [f"counterpoint: --max-trace-gb {float(limit)}: give GiB of memory, such as 64"]
+    )  # fmt: skip
+
+
 def test_missing_ranks_are_no_error(tmp_path: Path) -> None:
     """A part of the ranks is diagnosed, and the summary says which are missing."""
     (kt.write_job(tmp_path, ranks=3) / "rank1.json").unlink()

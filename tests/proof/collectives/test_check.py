@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from counterpoint.collectives.program.operations import all_gather, barrier, broadcast, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import AwaitEvent, Batch, Copy, Flag, Program, Signal, Tuning, Wait
-from counterpoint.collectives.proof.check import check
 from counterpoint.errors import CounterpointError, Misconfigured
 from tests.support.cases import NAMES, case
+from tests.support.check import check
 from tests.support.explore import explore
 
 

@@ -12,8 +12,8 @@ import pytest
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.mailbox import Mailbox, Message, message_program, several_messages
 from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Program, Signal
-from counterpoint.collectives.proof.check import check
 from counterpoint.errors import CounterpointError
+from tests.support.check import check
 from tests.support.explore import explore
 from tests.support.mutants import mutants
 

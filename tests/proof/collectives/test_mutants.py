@@ -6,8 +6,8 @@ import pytest
 
 from counterpoint.collectives.program.operations import plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Batch, Program, Reduce
-from counterpoint.collectives.proof.check import check
 from tests.support.cases import NAMES, case
+from tests.support.check import check
 from tests.support.explore import explore
 from tests.support.mutants import Mutant, mutants
 

@@ -8,7 +8,6 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
-from torch.distributed import _symmetric_memory, distributed_c10d
 
 from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, _addresses, _prepare_process, _Region, why_not
 from counterpoint.collectives.memory.pool import Location
@@ -95,9 +94,8 @@ def test_a_new_region_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPat
     """It is made in the middle of training, when another thread may read a variable."""
     tensor = torch.zeros(16, dtype=torch.uint8)
     handle = SimpleNamespace(buffer_ptrs=(0x1000, tensor.data_ptr()))
-    memory.group = None
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda tensor, name: handle)
-    monkeypatch.setattr(distributed_c10d, "_get_process_group_name", lambda group: "0")
+    memory._meeting = SimpleNamespace(name="0")  # type: ignore[assignment]
+    monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda tensor, name: handle, raising=False)
     with monkeypatch.context() as during:
         during.setattr(os, "environ", MappingProxyType({}))  # refuses to be written
         region = memory._map(tensor, owner=tensor)

@@ -16,9 +16,9 @@ from counterpoint.collectives.program.operations import (
 )
 from counterpoint.collectives.program.steps import Copy
 from counterpoint.collectives.program.tuning import best_tuning
-from counterpoint.collectives.proof.check import check
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s
+from tests.support.check import check
 from tests.support.explore import explore
 from tests.support.shift import SHIFT
 

@@ -23,10 +23,10 @@ from counterpoint.collectives.program.operations import (
 )
 from counterpoint.collectives.program.steps import Copy, Program, Tuning
 from counterpoint.collectives.program.tuning import MAX_SLICES, best_tuning, candidates, with_staging_slices
-from counterpoint.collectives.proof.check import check
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Rates, default_profile
 from tests.support.cases import NAMES, case
+from tests.support.check import check
 
 H200 = default_profile().rates
 MIB = 1 << 20

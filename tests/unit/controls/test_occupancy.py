@@ -239,11 +239,6 @@ def test_verify_names_what_to_do_for_a_persistent_kernel() -> None:
     assert "gemm_sms" in evidence.seen
 
 
-def test_the_equivalent_of_a_persistent_kernel_leaves_sms_to_the_collective() -> None:
-    """132 SMs less 24 CTAs."""
-    assert CONTROL.smaller_grid(num_ctas=24).name == "gemm_sms=108"
-
-
 def test_another_kernel_that_now_takes_longer_does_not_hide_the_proof() -> None:
     """Shaping changes which kernel of a computation takes longest; the same one is looked at."""
     other = msgspec.structs.replace(ran(0), name="other", duration_us=150.0)

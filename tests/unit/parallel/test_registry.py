@@ -34,7 +34,7 @@ def world() -> Iterator[None]:
 
 def test_a_group_and_key_have_one_value() -> None:
     """Another key has another."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     first = registry.get(dist.group.WORLD, Kept, key=1)
     assert registry.get(dist.group.WORLD, Kept, key=1) is first
     assert registry.get(dist.group.WORLD, Kept, key=2) is not first
@@ -42,7 +42,7 @@ def test_a_group_and_key_have_one_value() -> None:
 
 def test_destroying_a_group_closes_what_it_had() -> None:
     """It, and nothing of another group."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     ours, others = registry.get(group, Kept), registry.get(dist.group.WORLD, Kept)
     dist.destroy_process_group(group)
@@ -51,7 +51,7 @@ def test_destroying_a_group_closes_what_it_had() -> None:
 
 def test_destroying_all_groups_closes_everything() -> None:
     """`destroy_process_group()` without a group does."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     kept = [registry.get(group, Kept) for group in (dist.group.WORLD, dist.new_group([0]))]
     dist.destroy_process_group()
     assert [one.closed for one in kept] == [1, 1]
@@ -59,7 +59,7 @@ def test_destroying_all_groups_closes_everything() -> None:
 
 def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> None:
     """Something else holds the store."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     store = dist.distributed_c10d._get_process_group_store(group)
     kept = registry.get(group, Kept)
@@ -70,7 +70,7 @@ def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> Non
 
 def test_a_destroyed_group_is_refused() -> None:
     """Nothing would close what was made for it."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     dist.destroy_process_group(group)
     with pytest.raises(Misconfigured, match="was destroyed"):
@@ -79,7 +79,7 @@ def test_a_destroyed_group_is_refused() -> None:
 
 def test_what_was_closed_by_hand_is_closed_once() -> None:
     """The group's end finds nothing left."""
-    registry: Registry[Kept] = Registry()
+    registry: Registry[Kept] = Registry(Kept.close)
     kept = registry.get(dist.group.WORLD, Kept)
     registry.close(dist.group.WORLD)
     dist.destroy_process_group()

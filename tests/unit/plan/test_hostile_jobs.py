@@ -169,7 +169,8 @@ FLAGS = """--nodes 0|--nodes nan|--nodes 1e9|--nodes 99999999999999999999|--node
 --set ranks.jitter=nan|--sweep nodes|--sweep nodes=,|--sweep nodes=1,x|--sweep x=1|--sweep parallel.tp=nan
 --explain x|--explain step --search|--json /|--html /nowhere/x|--hosts n[1-8]|--recorded-on x|--top 3|--gpus 8
 --nodes 4 --weak-nodes 4|--global-batch 64 --accumulation 3|--set parallel.tp=2 --set parallel.tp=4|--bogus|--nodes
---tokens nan|--tokens 1e300|--machine /dev/zero|--clock-ghz inf|--power-watts 1""".replace("\n", "|")
+--tokens nan|--tokens 1e300|--machine /dev/zero|--clock-ghz inf|--power-watts 1|--bucket-mib 1e308
+--nics BEYOND""".replace("\n", "|").replace("BEYOND", "9" * 400)
 
 
 @pytest.mark.parametrize("flags", FLAGS.split("|"))

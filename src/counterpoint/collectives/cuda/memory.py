@@ -135,10 +135,12 @@ class _Region:
 
 
 class CudaMemory:
-    """Holds regions of GPU memory, each mapped by all ranks of a torch.distributed.ProcessGroup."""
+    """Holds regions of GPU memory, each mapped by all ranks of a torch process group, which make this together."""
 
     def __init__(self, group: Any, device: int) -> None:
-        self.group = group
+        from counterpoint.collectives.cuda.meeting import Meeting
+
+        self._meeting = Meeting(group)
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.device = device
@@ -182,12 +184,10 @@ class CudaMemory:
 
     def _map(self, tensor: Any, *, owner: Any) -> int:
         """Let all ranks map the memory of this rank's `tensor`, and return the number of the region that it is."""
-        from torch.distributed._symmetric_memory import rendezvous
-        from torch.distributed.distributed_c10d import _get_process_group_name
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        name: Any = _get_process_group_name(self.group)  # `group_name` asks a backend, which groups may share
         try:
-            handle = rendezvous(tensor, name)
+            handle = _SymmetricMemory.rendezvous(tensor, self._meeting.name)
         except RuntimeError as error:
             raise Unsupported(
                 f"no {tensor.nbytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks "
@@ -208,6 +208,7 @@ class CudaMemory:
         """Drop every region."""
         for region in list(self._regions):
             self.release(region)
+        self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
         """Return the address here of bytes of a rank; raise if they do not lie within a region of that rank."""

@@ -117,4 +117,4 @@ class TokenDispatching:
         return _DISPATCHERS.get(group, make, key=(*sizes.values(), repr(options)))
 
 
-_DISPATCHERS: Registry[Dispatcher] = Registry()
+_DISPATCHERS: Registry[Dispatcher] = Registry(Dispatcher.close)

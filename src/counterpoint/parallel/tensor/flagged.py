@@ -8,10 +8,10 @@
 `stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `PartitionedCudaWork` has them.
 The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
 
-Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound (or `warm`) before any
-kernel of this process polls: compiling and loading may wait for the device, and the device for what comes later. One
-that polls may hold all SMs until a peer's has come as far, so that ranks launch them in the same order. What is bound
-keeps its tensors; words are the caller's to keep.
+Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound before any kernel of
+this process polls: compiling and loading may wait for the device, and the device for what comes later. One that polls
+may hold all SMs until a peer's has come as far, so that ranks launch them in the same order. What is bound keeps its
+tensors; words are the caller's to keep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -269,42 +269,6 @@ def bind_matmul_reduce_scatter(
         num_sms=num_sms,
         tiles=tiles,
     )
-
-
-def warm(
-    operation: TensorOperation,
-    b: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    bias: bool = False,
-    scaled: Literal["no", "tensor", "row"] = "no",
-    average: bool = False,
-    tiles: MatmulTiles = DEFAULT_TILES,
-) -> None:
-    """Compile and load a matmul with `b`, for any number of rows, before anything polls.
-
-    Args:
-        operation: whether `bind_all_gather_matmul` or `bind_matmul_reduce_scatter` will be called.
-        b: [K, N].
-        out_dtype: of everything that is stored; None: as `b`.
-        bias: whether there is one.
-        scaled: whether there are scales; `row`: one for each row and column.
-        average: as of `bind_matmul_reduce_scatter`.
-        tiles: the tile.
-    """
-    rows, (depth, columns) = 16, b.shape
-    layout = ShardedRows(rank=0, rows=(rows,))
-    new = functools.partial(torch.empty, device=b.device)
-    a, out = new(rows, depth, dtype=b.dtype), new(rows, columns, dtype=out_dtype or b.dtype)
-    a_scale, b_scale = (new(size if scaled == "row" else 1) for size in (rows, columns))
-    added = torch.empty_like(out[0]) if bias else None
-    words = {"words": 0, "error": 0}
-    if operation == "all_gather_matmul":
-        scales = None if scaled == "no" else (a_scale, a_scale, b_scale)
-        bind_all_gather_matmul(a, a, b, out, layout, **words, bias=added, scales=scales, tiles=tiles)
-        return
-    bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, **words, average=average, bias=added,
-                               scales=None if scaled == "no" else (a_scale, b_scale), tiles=tiles)  # fmt: skip
 
 
 def _bind(

@@ -406,7 +406,7 @@ class TensorGroup:
             layout = ShardedRows(
                 rows=(math.prod(rows.shape[dim:-1]) // ranks,) * self.world_size,
                 rank=self.rank,
-                batch=math.prod(rows.shape[:dim]),
+                batch=math.prod(rows.shape[:dim]) or 1,  # nothing is multiplied then
             )
             shape = MatmulShape(
                 operation=operation,
@@ -511,7 +511,7 @@ class TensorGroup:
         shard = shard.contiguous()
         stacked = shard.new_empty(self.world_size, *shard.shape)
         torch_function("all_gather")(flat_bytes(stacked), flat_bytes(shard), group=self.group)
-        return stacked.movedim(0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+        return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     def _scattered(self, whole: Tensor, reduce_op: str, dim: int) -> Tensor:
         """Return this rank's part along `dim` of the sum of all ranks' tensors."""
@@ -584,7 +584,7 @@ def _check_op(reduce_op: str) -> None:
         raise Misconfigured(f"reduce_op={reduce_op!r}: allowed are 'sum' and 'avg'")
 
 
-_GROUPS: Registry[TensorGroup] = Registry()
+_GROUPS: Registry[TensorGroup] = Registry(TensorGroup.close)
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:

@@ -93,7 +93,10 @@ def _changed(job: JobParts, name: str, text: str) -> JobParts:
         raise NoSuchValue(f"{name} = {printable(text, 80)}: give {change.unit}")
     if change.kind in (int, float):
         positive(name, value)
-    return change.change(JobParts(**asdict(job)), value)
+    try:
+        return change.change(JobParts(**asdict(job)), value)
+    except OverflowError:
+        raise Misconfigured(f"{name} = {printable(text, 80)}: give a smaller number") from None
 
 
 def swept(

@@ -162,16 +162,17 @@ def _hung(folder: Path, reason: str) -> PeerTimeout:
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
             os.kill(pid, signal.SIGABRT)
     time.sleep(SETTLE_S * bool(ranks))
-    remains = [
-        Remains(
-            rank=rank,
-            code=None,
-            log=stack.read_text(errors="replace") if (stack := stack_file(folder, rank)).exists() else "",
-        )
-        for rank in sorted(ranks)
-    ]
+    remains = [Remains(rank=rank, code=None, log=_stacks(folder, rank)) for rank in sorted(ranks)]
     at = f": {stuck_at(remains)}" if remains else ""
     return PeerTimeout(f"{reason}{at}; log: {folder / LOG}", ranks=tuple(ranks))
+
+
+def _stacks(folder: Path, rank: int) -> str:
+    """Return what faulthandler has written when a rank was killed by a signal; empty if it was not."""
+    try:
+        return stack_file(folder, rank).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def modified(path: Path) -> int:
@@ -195,7 +196,12 @@ def _died(folder: Path, code: int) -> CounterpointError:
     at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
     during = f"in {at} of the script" if at else "in the script"
     remains = [
-        Remains(rank=rank, code=found.get(rank, code), failure=_without_step(failures.get(rank)), log=text)
+        Remains(
+            rank=rank,
+            code=found.get(rank, code),
+            failure=_without_step(failures.get(rank)),
+            log=_stacks(folder, rank) or text,
+        )
         for rank in sorted(found.keys() | failures.keys()) or [0]
     ]
     return died(remains, during=during, logs=str(folder), log=LOG)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.collectives.program.steps import COPY, AwaitEvent, Program, RecordEvent, Signal, Wait
-from counterpoint.collectives.proof.symbolic import (
+from tests.support.symbolic import (
     Access,
     Action,
     CallSequence,
