@@ -228,6 +228,12 @@ class Remains:
     failure: RankFailure | None = None
     log: str = ""
 
+    @property
+    def follows(self) -> bool:
+        """Return whether the rank failed because it lost another one, or repeats what that one told it."""
+        failed = self.failure
+        return failed is not None and (failed.kind == REPEATED or _LOST.search(failed.text) is not None)
+
 
 def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
     """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
@@ -237,7 +243,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
     folder of the logs, `log` the name of that of all ranks; None: each has its own.
     """
     said = [r for r in ranks if r.failure is not None]
-    told = sorted(said, key=lambda r: r.failure is not None and follows(r.failure))
+    told = sorted(said, key=lambda r: r.follows)
     killed = [r for r in ranks if r.code is not None and r.code < 0]
     ours = next((r.failure for r in told if r.failure and r.failure.kind in OURS), None)
     if ours is not None:
@@ -256,11 +262,6 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
         last = next((line for line in reversed(same[0].log.splitlines()) if line.strip()), "it left no word")
         reason = f"{_names(same)} exited with {same[0].code} {during}: {printable(last.strip(), 160)}"
     return PeerTimeout(f"{reason}; log: {logs}/{log or f'rank{same[0].rank}.log'}", ranks=_ranks(same))
-
-
-def follows(failure: RankFailure) -> bool:
-    """Return whether a rank failed because it lost another one, or repeats what that one told it."""
-    return failure.kind == REPEATED or _LOST.search(failure.text) is not None
 
 
 def _alike(told: Sequence[Remains], failure: RankFailure) -> list[Remains]:

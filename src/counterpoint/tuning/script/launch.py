@@ -16,17 +16,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
-from counterpoint.measurement.launch import (
-    DEFAULTS,
-    LOG_TAIL_BYTES,
-    POLL_S,
-    REAP_S,
-    SETTLE_S,
-    Remains,
-    died,
-    follows,
-    stuck_at,
-)
+from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, SETTLE_S, Remains, died, stuck_at
 from counterpoint.records.measurement import RankFailure
 from counterpoint.tuning.script.command import SCRIPT, RunCommand
 from counterpoint.tuning.script.task import (
@@ -189,10 +179,8 @@ def _died(folder: Path, code: int) -> CounterpointError:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         text = log.read().decode(errors="replace")
     failures = dict(filter(None, map(_failure, (folder / "errors").glob("rank*.json"))))
-    every = {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
-    found = {int(rank): every[int(rank)] for rank, _ in _TORCHRUN.findall(text.rpartition("Root Cause")[2])}
-    if any(follows(failures[rank]) for rank in found.keys() & failures.keys()):  # torchrun saw two end at a time
-        found = {rank: status for rank, status in every.items() if status != -signal.SIGTERM}  # its own
+    root = _statuses(text.rpartition("Root Cause")[2]) or {0: code}
+    found = {rank: status for rank, status in _statuses(text).items() if status != -signal.SIGTERM} | root
     at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
     during = f"in {at} of the script" if at else "in the script"
     remains = [
@@ -202,9 +190,16 @@ def _died(folder: Path, code: int) -> CounterpointError:
             failure=_without_step(failures.get(rank)),
             log=_stacks(folder, rank) or text,
         )
-        for rank in sorted(found.keys() | failures.keys()) or [0]
+        for rank in sorted(found.keys() | failures.keys())
     ]
+    if not any(rank.follows for rank in remains if rank.rank in root):  # else torchrun has seen two end at a time
+        remains = [rank for rank in remains if rank.rank in root or rank.failure]
     return died(remains, during=during, logs=str(folder), log=LOG)
+
+
+def _statuses(text: str) -> dict[int, int]:
+    """Return the exit codes of ranks in words of torchrun."""
+    return {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
 
 
 def _without_step(failure: RankFailure | None) -> RankFailure | None:
