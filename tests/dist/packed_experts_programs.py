@@ -183,11 +183,11 @@ def two_under_way(session: Session, mechanism: Any) -> list[bool]:
     ]
 
 
-def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[str, str, int, list[bool]]:
+def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str], int, list[bool]]:
     """All choices of rank 0 are for one expert, with room for one row.
 
-    Return the errors of the next call and of `close`, how many choices were dropped, and of each token of this rank
-    whether its sum is there.
+    Return the errors of the next call, of the one after it, and of `close`, how many choices were dropped, and of each
+    token of this rank whether its sum is there.
     """
     n = session.world_size
     options = ExpertOptions(mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, timeout_s=30)
@@ -197,14 +197,14 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[str, str
     rows, _, handle = dispatcher.dispatch(x, ids, torch.ones(MOST, 1))
     y = dispatcher.combine(rows, handle)
     said = []
-    for call in (lambda: dispatcher.dispatch(x, ids, torch.ones(MOST, 1)), dispatcher.close):
+    for call in (*[lambda: dispatcher.dispatch(x, ids, torch.ones(MOST, 1))] * 2, dispatcher.close):
         dropped = dispatcher.dropped()
         try:
             call()
             said.append("nothing")
         except CounterpointError as error:
             said.append(str(error))
-    return said[0], said[1], dropped, (y == 1).all(1).tolist()
+    return said, dropped, (y == 1).all(1).tolist()
 
 
 def killed(session: Session, mechanism: Any) -> str:

@@ -144,7 +144,7 @@ def made(seed: int, meshes: Meshes, route: Route, dtype: torch.dtype) -> Any:
 
 
 Begun: TypeAlias = tuple[Sequence[Any], Tensor, Tensor]
-"""Works, what they write, and what that has to be."""
+"""Works, what they write, and what it has to be."""
 
 
 class Calls:
@@ -156,7 +156,7 @@ class Calls:
     def __init__(self, group: Any, seed: int, device: str) -> None:
         self.group, self.device, self.draw = group, device, random.Random(seed)
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
-        self.under_way: list[Begun] = []
+        self.under_way: list[tuple[str, Begun]] = []
 
     def here(self, *_: object) -> None:
         """Begin one call, or end some, or neither."""
@@ -172,13 +172,15 @@ class Calls:
         operation: Callable[[int, int], Begun] = self.draw.choice(
             (self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all, self.broadcast, self.ring)
         )
-        self.under_way.append(operation(self.n * self.draw.choice((16, 1000, 20_000)), self.draw.randrange(17)))
+        size, salt = self.n * self.draw.choice((16, 1000, 20_000)), self.draw.randrange(17)
+        self.under_way.append((f"{operation.__name__} of {size}", operation(size, salt)))
 
     def end(self, which: int) -> None:
-        works, found, wanted = self.under_way.pop(which)
+        name, (works, found, wanted) = self.under_way.pop(which)
         for work in works:
             work.wait()
-        assert torch.equal(found.cpu(), wanted)
+        wrong = (found.cpu() != wanted).nonzero().flatten().tolist()
+        assert wrong == [], f"{name}: {len(wrong)} elements from {wrong[0]} to {wrong[-1]}"
 
     def end_all(self) -> None:
         while self.under_way:
@@ -187,7 +189,7 @@ class Calls:
     def everyone(self, size: int, salt: int) -> tuple[Tensor, Tensor]:
         """What this rank gives, and what all do."""
         all_of_them = torch.stack([self.given(rank, size, salt) for rank in range(self.n)])
-        return all_of_them[self.rank].to(self.device), all_of_them
+        return all_of_them[self.rank].to(self.device, copy=True), all_of_them
 
     def all_reduce(self, size: int, salt: int) -> Begun:
         own, everyone = self.everyone(size, salt)

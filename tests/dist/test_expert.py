@@ -111,6 +111,7 @@ def test_more_tokens_than_agreed_on_raise_on_all_ranks(two_ranks: Ranks, name: s
         ({"mechanism": "gather"}, {"mechanism": "torch"}),
         ({"capacity_factor": 1.5}, {"capacity_factor": 2.0}),
         ({"overflow": "drop"}, {"overflow": "raise"}),
+        ({"graphs": None}, {"graphs": True}),
     ],
 )
 def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks, first: Any, second: Any) -> None:

@@ -46,25 +46,27 @@ def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechan
     """On all ranks, also those whose own choices had room; it says what to give."""
     first, second = two_ranks.run(programs.overflown, mechanism, "raise")
     for found in (first, second):
-        assert all("no room for 11 rows" in said for said in found[:2])
-        assert all("give a larger one" in said for said in found[:2])
-    assert (first[2], second[2]) == (11, 0)
+        following, after_it, end = found[0]
+        assert all("no room for 11 rows" in said for said in (following, end))
+        assert all("give a larger one" in said for said in (following, end))
+        assert after_it == "nothing", "what was told is not told again"
+    assert (first[1], second[1]) == (22, 0)
 
 
 @MECHANISMS
 def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanism: str) -> None:
-    """The first one has room; two calls are counted."""
+    """The first one has room; three calls are counted."""
     first, second = two_ranks.run(programs.overflown, mechanism, "drop")
-    assert first == ("nothing", "nothing", 22, [True] + [False] * 11)
-    assert second == ("nothing", "nothing", 0, [False] * 12)
+    assert first == (["nothing"] * 3, 33, [True] + [False] * 11)
+    assert second == (["nothing"] * 3, 0, [False] * 12)
 
 
 @MECHANISMS
 def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
     """It takes what had no room in the first."""
     first, second = two_ranks.run(programs.overflown, mechanism, "second_round")
-    assert first == ("nothing", "nothing", 0, [True] * 12)
-    assert second == ("nothing", "nothing", 0, [False] * 12)
+    assert first == (["nothing"] * 3, 0, [True] * 12)
+    assert second == (["nothing"] * 3, 0, [False] * 12)
 
 
 @MECHANISMS

@@ -72,7 +72,7 @@ CHOICES = {
     "mixed": MIXED,
     "all left": (choice("all_gather", LEAVE, where=("*",)), choice("reduce_scatter", LEAVE, where=("*",))),
     "of other models": (choice("all_gather", LEAVE, 1 << 40),),
-    "too late": (choice("*", "nccl+max_ctas=8"), choice("all_gather", "nccl+max_ctas=8", where=("layers.0",))),
+    "too late": (choice("broadcast", "nccl+max_ctas=8"), choice("all_gather", "nccl+max_ctas=8", where=("layers.0",))),
 }
 
 

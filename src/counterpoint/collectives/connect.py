@@ -94,13 +94,15 @@ def open_transport(
         Misconfigured: an option has no effect on this device, or the ranks' options differ.
     """
     gpu = _gpu(group, device)
-    for name in ("graphs", "sum_sms", "mailbox_bytes", "share_gpu"):
-        value = getattr(options, name)
-        if gpu is None and value is not None:
-            raise Misconfigured(f"{name}={value} on a CPU: there are none; leave it out")
     if gpu is not None and before_step is not None:
         raise Misconfigured("before_step on a GPU: its steps run without the host; leave it out")
-    check_agreement(group, options.shared(on_gpu=gpu is not None, crossover_bytes=crossover_bytes, profile=profile))
+    of_gpus = {name: getattr(options, name) for name in ("graphs", "sum_sms", "mailbox_bytes", "share_gpu")}
+    unused = of_gpus if gpu is None else {}
+    shared = options.shared(on_gpu=gpu is not None, crossover_bytes=crossover_bytes, profile=profile)
+    check_agreement(group, shared | unused)
+    for name, value in unused.items():
+        if value is not None:
+            raise Misconfigured(f"{name}={value} on a CPU: there are none; leave it out")
     reason = available(group, device=device, share_gpu=options.share_gpu)
     if reason is not None:
         raise Unsupported(reason)

@@ -21,7 +21,7 @@ def group() -> Iterator[TensorGroup]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     made = TensorGroup(dist.group.WORLD)
     made.world_size = 3
-    made._error.fill_(1 + ShardedRows(rows=(4, 4, 4), chunk_rows=2).word(peer=2, chunk=1))
+    made._error = torch.tensor(1 + ShardedRows(rows=(4, 4, 4), chunk_rows=2).word(peer=2, chunk=1))
     yield made
     dist.destroy_process_group()
 

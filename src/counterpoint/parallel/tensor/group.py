@@ -47,6 +47,7 @@ from counterpoint.parallel.tuned import FollowedTuning, follow_together
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
 _MAX_ROUTES = 1024  # shapes whose plans are kept
+_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # a group that is made while a graph is traced could make a fake one only
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
 
@@ -77,7 +78,7 @@ class TensorGroup:
         self._is_told = False  # which tuning to follow
         self._is_agreed = False  # how calls are chosen
         self._routes: dict[Hashable, _Route] = {}
-        self._words, self._error = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        self._words, self._error = torch.empty(0, dtype=torch.int32), _NO_ERROR
         self._memory: CallMemory | None = None  # of the communicator
         self._why_not = "one rank" if self.world_size == 1 else None
 
