@@ -68,9 +68,10 @@ def test_large_calls_go_in_pieces_wherever_they_lie(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.in_pieces) == [[3, 3, 3]] * 2
 
 
-def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("operation", programs.OPERATIONS)
+def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks: Ranks, operation: str) -> None:
     """A rank whose callback is late does not let its next call go first."""
-    assert two_ranks.run(programs.called_in_callbacks, 5) == [[202.0, 2.0] * 5] * 2
+    assert two_ranks.run(programs.called_in_callbacks, operation, 5) == [[202.0, 2.0] * 5] * 2
 
 
 def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:

@@ -214,9 +214,9 @@ def in_pieces(_: Session) -> list[int]:
     return counts
 
 
-def called_in_callbacks(_: Session, rounds: int) -> list[float]:
+def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
     """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
-    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 1 << 40}, timeout_s=60)
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 100}, timeout_s=60)
     group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
 
     def by_torch(value: float) -> float:
@@ -229,7 +229,10 @@ def called_in_callbacks(_: Session, rounds: int) -> list[float]:
         return by_torch(101.0)
 
     for _round in range(rounds):
-        future = dist.all_reduce(torch.ones(1000), group=group, async_op=True).get_future().then(callback)
+        output, full = torch.ones(2000 if operation == "all_gather" else 1000), torch.ones(1000)
+        if operation == "reduce_scatter":
+            output = torch.ones(500)
+        future = _started(operation, output, full, group, True).get_future().then(callback)
         behind = by_torch(1.0)
         sums += [future.wait(), behind]
     dist.destroy_process_group(group)

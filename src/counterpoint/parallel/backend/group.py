@@ -3,7 +3,8 @@
 What decides is equal on all ranks (`why_torch`): operation, size, dtype and reduction of a call, options that they have
 compared, and whether all have left `symmetric_memory`. Never where a tensor lies, or how: a call with an output that is
 not contiguous writes a copy first. All collectives run on one channel, in the order of the program; asynchronous
-all_reduces, and callbacks that make collectives, in a thread (`background.py`), which every later collective waits for.
+all_reduces (on CPUs, all asynchronous calls), and callbacks that make collectives, in a thread (`background.py`), which
+every later collective waits for.
 
 The communicator is made at the first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks
 of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
@@ -217,7 +218,8 @@ class CounterpointGroup(dist.ProcessGroup):
         communicator, self._communicator = self._communicator, None
         self.why_not, self._hosts = "the group is shut down", None
         ends = [one for one in (background, communicator) if one is not None]
-        for one in ends if how == "close" else ends[::-1]:  # an aborted communicator fails what the thread has to start
+        waits = how == "close" and self._device_type == "cuda"  # else the communicator fails what the thread runs
+        for one in ends if waits else ends[::-1]:
             getattr(one, how)()
         self._running.clear()
         self._pairs.end(how)
@@ -575,8 +577,9 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _started(self, opts: Any, output: Tensor, start: Start, *, in_background: bool = False) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
-        # which thread starts it does not change its place in the order of calls, so it may depend on the layout here
-        if opts.asyncOp and (in_background or not output.is_contiguous()):
+        # which thread starts it does not change its place in the order of calls, so it may depend on the layout here;
+        # on a CPU it runs the callbacks of all of them, whose calls have their place, too
+        if opts.asyncOp and (in_background or self._device_type == "cpu" or not output.is_contiguous()):
             call = self.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
             return self._kept(StartedWork([call], [output], call.future))
         self._drain()
