@@ -6,6 +6,7 @@ import ctypes
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "left_unfinished",
     "mixed_up",
     "scattered",
+    "unsupplied",
 ]
 
 
@@ -153,6 +155,23 @@ def left_unfinished(session: Session) -> str:
     finally:
         communicator.close()
     return "no error"
+
+
+def unsupplied(session: Session) -> list[str]:
+    """What a wait for arrivals says where rank 1 supplies nothing, and what the communicator then says."""
+    said = []
+    with Communicator(timeout_s=2.0) as communicator:
+        n = communicator.world_size
+        work = communicator.partitioned_all_to_all(communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2)
+        if session.rank == 0:
+            work.ready(len(work.sent))
+            for call in (partial(work.arrived, len(work.received)), communicator.check):
+                try:
+                    call()
+                except CounterpointError as error:
+                    said.append(str(error))
+        session.gather(0)
+    return said
 
 
 class StreamedStep:

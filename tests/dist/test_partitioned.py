@@ -33,6 +33,13 @@ def test_a_rank_that_never_supplies_is_named(two_ranks: Ranks) -> None:
     assert "rank 1" in two_ranks.run(programs.left_unfinished)[0]
 
 
+def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
+    """Peers hear why, and not that it was closed, if its rank closes it then."""
+    first, second = two_ranks.run(programs.unsupplied)[0]
+    assert "rank 1" in first
+    assert second == first
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["early", "handshake"])
 def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
     """On software GPUs with delays: kernels find the rows they waited for, and nobody overwrites what is read."""

@@ -32,23 +32,23 @@ class PartitionedCpuCall(CpuCall):
     def arrived(self, count: int) -> None:
         """Wait until the first `count` partitions of the output are there; see `PartitionedWork`."""
         waiter = self.channel.waiter
-        waiter.wait_until(lambda: self._begun.is_set() or self.work.is_completed(), self.current, None)
-        while self._taken < min(count, len(self.received)):
-            if self.work.is_completed():  # before its partitions were taken: it failed
-                self.work.wait()
-            for step in self._cut.receives[self._taken]:
-                self._step(step)
-            self._taken += 1
+        try:
+            waiter.wait_until(lambda: self._begun.is_set() or self.work.is_completed(), self.current, None)
+            while self._taken < min(count, len(self.received)):
+                if self.work.is_completed():  # before its partitions were taken: it failed
+                    self.work.wait()
+                for step in self._cut.receives[self._taken]:
+                    self._step(step)
+                self._taken += 1
+        except BaseException as error:
+            self.channel.failure.set(error)  # so that neither the channel's thread nor a peer waits for ever
+            raise
 
     def finish(self) -> None:
         """Let all partitions leave and arrive; see `PartitionedWork`."""
         self.ready(len(self.sent))
-        try:
-            self.arrived(len(self.received))
-            self.is_finished = True
-        except BaseException as error:
-            self.channel.failure.set(error)  # so that the channel's thread does not wait for ever
-            raise
+        self.arrived(len(self.received))
+        self.is_finished = True
         self.work.wait()
 
     def _lane(self, lane: int) -> None:
