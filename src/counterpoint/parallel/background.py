@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -73,12 +74,8 @@ class BackgroundCall:
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or a rank died or did not come in time.
-            Misconfigured: the thread itself waits for a call that it has still to start.
+            Misconfigured: a callback waits, and the thread cannot start the call before that has ended.
         """
-        if not self.future.done() and self._background.is_this_thread():
-            raise Misconfigured(
-                "a callback waits for a call that was handed over behind its own; wait for it outside of the callback"
-            )
         if timeout_s is not None and not self.captured:
             deadline = time.monotonic() + timeout_s
             while not self.is_completed():
@@ -87,7 +84,9 @@ class BackgroundCall:
                         f"an asynchronous call has not ended within {timeout_s:g} s; wait again, or longer"
                     )
                 time.sleep(_PAUSE_S)
-        self.future.wait()
+        if not self.future.done():
+            with self._background.thread.waited_for():
+                self.future.wait()
         if self.ended is not None:
             self._background.communicator.check()
         return True
@@ -107,10 +106,53 @@ class BackgroundCall:
         return None
 
 
-class _Done:
-    """Counts the calls that the thread has done; only the thread writes it."""
+class _Starter(threading.Thread):
+    """Represents the thread that starts the calls of one `Background`, which it does not keep alive."""
 
-    count = 0
+    def __init__(self, device: torch.device, streams: list[Any]) -> None:
+        super().__init__(name="counterpoint-buckets", daemon=True)
+        self._device, self._streams = device, streams
+        self.items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
+        self.done = 0  # number of calls that it has started, with their callbacks
+        self._waits_for: _Starter | None = None  # what a callback in this thread waits for
+
+    def run(self) -> None:
+        """Start the calls handed over, until None comes."""
+        current: Any = None
+        if self._streams:
+            torch.cuda.set_device(self._device)
+        while (item := self.items.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            stream: Any = self._streams[item.channel] if self._streams else None
+            if stream is not current:
+                torch.cuda.set_stream(stream)
+                current = stream
+            _run(item, stream)
+            self.done += 1
+            del item  # it keeps tensors alive
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Let the caller wait for this thread; raise Misconfigured if this thread waits for the caller, a callback."""
+        here, behind = threading.current_thread(), self
+        if not isinstance(here, _Starter):
+            yield
+            return
+        here._waits_for = self  # before the look: of two that wait for each other the later one sees it
+        try:
+            while behind is not here:
+                if behind._waits_for is None:
+                    yield
+                    return
+                behind = behind._waits_for
+            raise Misconfigured(
+                "a callback waits for a call behind its own, or for a callback that waits for it; let callbacks make "
+                "calls on their own group only, and wait for others outside of them"
+            )
+        finally:
+            here._waits_for = None
 
 
 class Background:
@@ -127,17 +169,11 @@ class Background:
         on_gpu = self._device.type == "cuda"
         streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self.channels)] if on_gpu else []
         self._streams: list[Any] = streams
-        self._items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
         self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
-        self._lock, self._handed, self._done = threading.Lock(), 0, _Done()
-        self._thread = threading.Thread(
-            target=_serve,
-            args=(self._items, self._device, streams, self._done),
-            name="counterpoint-buckets",
-            daemon=True,
-        )
-        self._thread.start()
-        self._close = weakref.finalize(self, self._items.put, None)  # None ends the thread
+        self._lock, self._handed = threading.Lock(), 0
+        self.thread = _Starter(self._device, streams)
+        self.thread.start()
+        self._close = weakref.finalize(self, self.thread.items.put, None)  # None ends the thread
 
     def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
         """Hand `run` over, behind the current stream.
@@ -165,7 +201,7 @@ class Background:
             return call
         with self._lock:
             self._handed += 1
-            self._items.put(call)
+            self.thread.items.put(call)
         return call
 
     def new_future(self) -> Any:
@@ -175,7 +211,7 @@ class Background:
 
     def is_this_thread(self) -> bool:
         """Return whether the caller is a callback in the thread."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     def _current_stream(self) -> Any:
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -187,13 +223,15 @@ class Background:
     def drain(self) -> None:
         """Return when all that was handed over is queued (on a CPU: has ended), and its callbacks have run.
 
-        In the thread itself this returns at once: what was handed over comes after the callback there.
+        In the thread itself this returns at once: what was handed over comes after the callback there. `Misconfigured`
+        is raised in a callback of another group that callbacks here wait for.
         """
-        if self._done.count == self._handed or self.is_this_thread():
+        if self.thread.done == self._handed or self.is_this_thread():
             return
         reached = threading.Event()
-        self._items.put(reached)
-        reached.wait()
+        self.thread.items.put(reached)
+        with self.thread.waited_for():
+            reached.wait()
 
     def close(self) -> None:
         """End the thread, after what was handed over."""
@@ -203,28 +241,6 @@ class Background:
     def abort(self) -> None:
         """Let the thread end after what was handed over, without waiting for it; the communicator fails it."""
         self._close()
-
-
-def _serve(
-    items: queue.SimpleQueue[BackgroundCall | threading.Event | None],
-    device: torch.device,
-    streams: list[Any],
-    done: _Done,
-) -> None:
-    current: Any = None
-    if streams:
-        torch.cuda.set_device(device)
-    while (item := items.get()) is not None:
-        if isinstance(item, threading.Event):
-            item.set()
-            continue
-        stream: Any = streams[item.channel] if streams else None
-        if stream is not current:
-            torch.cuda.set_stream(stream)
-            current = stream
-        _run(item, stream)
-        done.count += 1
-        del item  # it keeps tensors alive
 
 
 def _run(call: BackgroundCall, stream: Any) -> None:

@@ -121,3 +121,28 @@ def test_a_callback_cannot_wait_for_what_comes_after_it(background: Background) 
     go.set()
     with pytest.raises(RuntimeError, match=Misconfigured.__name__):
         chained.wait()
+
+
+@pytest.mark.parametrize("how", ["drain", "wait"])
+def test_callbacks_of_two_groups_that_wait_for_each_other_are_told(background: Background, how: str) -> None:
+    """One of them at least, and the other one goes on."""
+    other = Background(background.communicator)
+    both, calls = threading.Barrier(2, timeout=LONG_S), dict[Background, BackgroundCall]()
+
+    def callback(of: Background) -> str:
+        both.wait()
+        try:
+            of.drain() if how == "drain" else calls[of].wait()
+        except Misconfigured as error:
+            return str(error)
+        return "went on"
+
+    (one, first), (two, second) = held(background, [], "one"), held(other, [], "two")
+    answers = [one.future.then(lambda _: callback(other)), two.future.then(lambda _: callback(background))]
+    calls |= {each: each.start(lambda _channel: None, 0, None) for each in (background, other)}
+    first.set()
+    second.set()
+    said = [answer.wait() for answer in answers]
+    other.close()
+    assert any("a callback waits" in each for each in said)
+    assert {"went on"} >= {each for each in said if "a callback waits" not in each}
