@@ -231,9 +231,9 @@ def test_a_gather_nearer_to_another_pair_is_not_of_the_matmul() -> None:
 
 
 def test_tokens_by_nccl_refute_an_exchange_by_copies() -> None:
-    pair = chosen("push", operation="exchange", stock="torch")
-    assert knobs(pair, comm("all_to_all", 0, 40)) == {"push": "no_effect"}
-    assert knobs(pair, copied(0, 40)) == {"push": "took_effect"}
+    pair = chosen("slabs", operation="exchange", stock="torch")
+    assert knobs(pair, comm("all_to_all", 0, 40)) == {"slabs": "no_effect"}
+    assert knobs(pair, copied(0, 40)) == {"slabs": "took_effect"}
 
 
 @pytest.mark.parametrize("key", KNOBS)
