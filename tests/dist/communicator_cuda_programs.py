@@ -521,6 +521,10 @@ def cache_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
 def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]:
     """(right results, what waits to go) of five programs in each capture, replayed at the end, where two are kept."""
     gpu, graphs, seen = SoftwareGpu(), list[Any](), list[bool]()
+
+    def note(part: torch.Tensor) -> None:
+        seen.append(bool((part == session.world_size).all()))
+
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         transport: Any = communicator._transport
         cache = transport.channels[0]._cache
@@ -534,7 +538,7 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
                 part = tensor[: 100 * (1 + step)]
                 gpu.kernel(partial(part.fill_, 1))
                 communicator.all_reduce(part)
-                gpu.kernel(lambda part=part: seen.append(bool((part == session.world_size).all())))
+                gpu.kernel(partial(note, part))
             graphs.append(gpu.driver.cuStreamEndCapture(stream)[1])
         for graph in graphs:
             gpu.driver.cuGraphLaunch(graph, stream)
