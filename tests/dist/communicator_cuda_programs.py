@@ -523,6 +523,35 @@ def cache_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
         return right, len(cache), len(cache._leaving), graphs
 
 
+def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]:
+    """(right results, what waits to go) of five programs in each capture, replayed at the end, where two are kept."""
+    gpu, graphs, seen = SoftwareGpu(), list[Any](), list[bool]()
+
+    def note(part: torch.Tensor) -> None:
+        seen.append(bool((part == session.world_size).all()))
+
+    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+        transport: Any = communicator._transport
+        cache = transport.channels[0]._cache
+        cache._most = 2
+        stream, tensor = gpu.current_stream(), communicator.empty(1 << 12)
+        communicator.all_reduce(tensor)  # makes staging, which a capture cannot
+        gpu.synchronize()
+        for _ in range(captures):
+            gpu.driver.cuStreamBeginCapture(stream, 2)
+            for step in range(5):
+                part = tensor[: 100 * (1 + step)]
+                gpu.kernel(partial(part.fill_, 1))
+                communicator.all_reduce(part)
+                gpu.kernel(partial(note, part))
+            graphs.append(gpu.driver.cuStreamEndCapture(stream)[1])
+        for graph in graphs:
+            gpu.driver.cuGraphLaunch(graph, stream)
+        gpu.synchronize()
+        communicator.check()
+        return sum(seen), len(cache._leaving)
+
+
 def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:
     """Which way calls go below and above the crossover, what their works say, and whether both are right."""
     import torch.distributed as dist

@@ -209,6 +209,11 @@ def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -
     assert two_ranks.run(programs.cache_of_two, 45) == [(45, 2, 0, 2)] * 2
 
 
+def test_what_was_prepared_in_captures_goes_too(two_ranks: Ranks) -> None:
+    """Their graphs have copies, which are right when they are replayed."""
+    assert two_ranks.run(programs.cache_of_two_in_captures, 4) == [(20, 0)] * 2
+
+
 def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:
     """Below the crossover, and say so; both ways give the same."""
     ways = ["torch", "zero_sm"]

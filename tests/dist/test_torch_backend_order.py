@@ -74,6 +74,22 @@ def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks
     assert two_ranks.run(programs.called_in_callbacks, operation, 5) == [[202.0, 2.0] * 5] * 2
 
 
+def test_a_tensor_that_comes_twice_on_one_rank_decides_nothing(two_ranks: Ranks) -> None:
+    """It is reduced once, as by gloo, and all ranks make the same calls."""
+    assert two_ranks.run(programs.repeated_on_one) == [[2.0, 2.0]] * 2
+
+
+def test_two_threads_may_use_a_group_first_at_the_same_time(two_ranks: Ranks) -> None:
+    """One of them opens it, whichever on each rank."""
+    assert two_ranks.run(programs.opened_by_two_threads, 10) == [{2.0}] * 2
+
+
+def test_a_callback_of_a_group_that_has_ended_is_told(two_ranks: Ranks) -> None:
+    """Torch does not make its call either, which would wait for the other ranks."""
+    said, _ = two_ranks.run(programs.ended_before_a_callback)
+    assert said == "Misconfigured: a call in a group that has ended: the group is shut down"
+
+
 def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:
     """Torch's own hook, which makes collectives in callbacks of others, and waits for them there."""
     for ours, gloo, taken in two_ranks.run(programs.powersgd):

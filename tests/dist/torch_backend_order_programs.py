@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from typing import Any
 from unittest.mock import patch
@@ -237,6 +238,65 @@ def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
         sums += [future.wait(), behind]
     dist.destroy_process_group(group)
     return sums
+
+
+def repeated_on_one(_: Session) -> list[float]:
+    """Sums of a coalesced all_reduce of two tensors, which on rank 0 are one."""
+    ours, _gloo = groups()
+    tensors = [torch.ones(1000) for _ in range(2)]
+    if dist.get_rank() == 0:
+        tensors[1] = tensors[0]
+    ours.allreduce_coalesced(tensors).wait()
+    return [tensor.max().item() for tensor in tensors]
+
+
+def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
+    """Sums of the first calls of new groups, each made by two threads at the same time."""
+    sums = set[float]()
+    for _round in range(rounds):
+        group = dist.new_group(
+            backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+        )
+        start = threading.Barrier(2)
+
+        def call(group: Any = group, start: threading.Barrier = start) -> None:
+            tensor = torch.ones(1000)
+            start.wait()
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            sums.add(tensor.mean().item())
+
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dist.destroy_process_group(group)
+    return sums
+
+
+def ended_before_a_callback(_: Session) -> str:
+    """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
+    group: Any = dist.new_group(
+        backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+    )
+    dist.all_reduce(torch.ones(1000), group=group)
+    said = "no callback"
+    if dist.get_rank() == 0:
+        under_way = threading.Event()
+
+        def callback(_: Any) -> str:
+            under_way.set()
+            while group.why_not is None:
+                time.sleep(0.001)
+            return said_of(lambda: dist.all_reduce(torch.ones(10), group=group))
+
+        call = group.background().start(lambda _channel: None, 0, None).future.then(callback)
+        under_way.wait()
+        group.shutdown()
+        said = call.wait()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
 
 
 def powersgd(_: Session) -> tuple[list[float], list[float], int]:

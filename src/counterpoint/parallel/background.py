@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -84,9 +84,8 @@ class BackgroundCall:
                         f"an asynchronous call has not ended within {timeout_s:g} s; wait again, or longer"
                     )
                 time.sleep(_PAUSE_S)
-        if not self.future.done():
-            with self._background.thread.waited_for():
-                self.future.wait()
+        with nullcontext() if self.future.done() else self._background.thread.waited_for():
+            self.future.wait()
         if self.ended is not None:
             self._background.communicator.check()
         return True

@@ -43,7 +43,6 @@ class Prepared:
         self._bounds: dict[int, Bound] = {}
         self._graph: Graph | None = None
         self._begun = False
-        self.captured = False
         self.evicted = False  # no longer in the cache, and will be closed
         self.last: StreamPoint | None = None
         self.noted = NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
@@ -56,7 +55,6 @@ class Prepared:
         if self._graph is not None and not capture:
             self._graph.launch(events.handle(stream))
             return
-        self.captured |= bool(capture)
         if self._graphs and self._begun and not capture and self.calls:
             self._graph = self._executor.graph(self.calls, reduction=self._reduction)
             self._graph.launch(events.handle(stream))
@@ -82,7 +80,7 @@ class PreparedCache:
     def __init__(self, events: EventPool, *, most: int = 512) -> None:
         self._events, self._most = events, most
         self._kept: dict[Hashable, Prepared] = {}
-        self._leaving: list[Prepared] = []  # evicted, to be closed when their last issue has run; never if captured
+        self._leaving: list[Prepared] = []  # evicted, to be closed when their last issue has run
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -110,7 +108,8 @@ class PreparedCache:
 
     def _close_one(self) -> None:
         for prepared in self._leaving:
-            if not prepared.captured and (prepared.last is None or self._events.passed(prepared.last)):
+            last = prepared.last
+            if last is None or last.capture or self._events.passed(last):  # a graph has its own copy of what it took
                 prepared.close()
                 self._leaving.remove(prepared)
                 return  # one is closed for each that is put

@@ -187,7 +187,7 @@ class Bound:
                 )
 
     def close(self) -> None:
-        """Give its events back to the pool; only when its last issue has run, and no graph contains it."""
+        """Give its events back to the pool; only when its last issue has run, or was captured: a graph copies all."""
         self._steps = ()
         self._executor.reuse(self._events)
 

@@ -48,7 +48,6 @@ class PreparedPartitions(Prepared):
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
         """Issue the start of the call; see `Prepared.start`."""
-        self.captured |= bool(capture)
         self.stream = stream
         self._first.start(stream, events, capture)
 

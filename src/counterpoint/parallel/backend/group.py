@@ -56,6 +56,7 @@ from counterpoint.records.tuning import Tuned
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _CHANNEL = 0  # of all collectives: torch's groups run theirs in order
 _NEVER = 1 << 62
+_SHUT_DOWN = "the group is shut down"
 _BUCKET_BYTES = 1 << 22  # from this size on reductions are taken by a group with symmetric memory: see `_crossover`
 
 
@@ -151,6 +152,7 @@ class CounterpointGroup(dist.ProcessGroup):
         )
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
         self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
+        self._opening = threading.RLock()  # one thread opens what all use
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
@@ -166,16 +168,17 @@ class CounterpointGroup(dist.ProcessGroup):
 
         `device` None is the current GPU, or the CPU if there is none.
         """
-        hosts = self._on_hosts()
-        if self._communicator is None and hosts is not None:
-            on_gpu = self._device_type == "cuda"
-            device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-            options = CommunicatorOptions(**(self._options.of_communicator() | _DECIDED_HERE))
-            try:
-                self._communicator = open_communicator(self.inner, hosts, device, options)
-            except Unsupported as error:
-                self.why_not, self._hosts = str(error), None
-        return self._communicator
+        with self._opening:
+            hosts = self._on_hosts()
+            if self._communicator is None and hosts is not None:
+                on_gpu = self._device_type == "cuda"
+                current = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+                options = CommunicatorOptions(**(self._options.of_communicator() | _DECIDED_HERE))
+                try:
+                    self._communicator = open_communicator(self.inner, hosts, device or current, options)
+                except Unsupported as error:
+                    self.why_not, self._hosts = str(error), None
+            return self._communicator
 
     def _on_hosts(self) -> Grid | None:
         """Return how the ranks lie on hosts, found at the first call, by all together; None: no communicator."""
@@ -197,14 +200,17 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def background(self) -> Background:
         """Return what starts buckets on the group's communicator, which is there already."""
-        if self._background is None:
-            assert self._communicator is not None
-            self._background = Background(self._communicator)
-        return self._background
+        with self._opening:
+            if self._background is None:
+                assert self._communicator is not None
+                self._background = Background(self._communicator)
+            return self._background
 
     @property
     def by_torch(self) -> Any:
         """Return the inner group, for a call behind those of callbacks: so its calls have one order on all ranks."""
+        if self.why_not == _SHUT_DOWN:  # a callback, whose call no other rank may make
+            raise Misconfigured(f"a call in a group that has ended: {_SHUT_DOWN}")
         self._drain()
         return self.inner.group
 
@@ -216,7 +222,7 @@ class CounterpointGroup(dist.ProcessGroup):
         """Close the communicator, or abort it; torch's own backends are not touched."""
         background, self._background = self._background, None
         communicator, self._communicator = self._communicator, None
-        self.why_not, self._hosts = "the group is shut down", None
+        self.why_not, self._hosts = _SHUT_DOWN, None
         ends = [one for one in (background, communicator) if one is not None]
         waits = how == "close" and self._device_type == "cuda"  # else the communicator fails what the thread runs
         for one in ends if waits else ends[::-1]:
@@ -362,11 +368,12 @@ class CounterpointGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        repeated = len({tensor.data_ptr() for tensor in tensors}) < len(tensors)  # reduced once by gloo
-        if repeated or not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
+        if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
             return self.by_torch.allreduce_coalesced(tensors, opts)
+        by_size = sorted(range(len(tensors)), key=lambda number: tensors[number].numel())
+        once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one place the largest
         works = []
-        for tensor in tensors:
+        for tensor in [one if once[one.data_ptr()] == number else one.clone() for number, one in enumerate(tensors)]:
             taken = self._take("all_reduce", [tensor], tensor.nbytes, opts.reduceOp)
             assert taken is not None  # `_takes_all`
             works.append(self._all_reduce(taken, tensor, opts))
@@ -485,8 +492,9 @@ class CounterpointGroup(dist.ProcessGroup):
         if why is not None:
             return why
         device, dtype = outputs[0].device, outputs[0].dtype
-        if self._crossovers is None:
-            self._crossovers = self._measured(device)
+        with self._opening:
+            if self._crossovers is None:
+                self._crossovers = self._measured(device)
         why = self.why_not or self.why_torch(operation, num_bytes, dtype, op)
         if why is not None:
             return why
