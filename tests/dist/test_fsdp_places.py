@@ -25,6 +25,12 @@ def test_a_layer_that_moves_before_its_backward_pass_keeps_its_gradients(
     assert two_ranks.run(programs.beside_stock, orders, prepared, None, programs.Affine) == [[], []]
 
 
+@pytest.mark.parametrize("orders", ["backwards", "every other", "again"])
+def test_views_that_one_rank_still_has_decide_for_all(two_ranks: Ranks, orders: str) -> None:
+    """When a layer is gathered, and where to, does not depend on when a rank's garbage collector runs."""
+    assert two_ranks.run(programs.viewed_on_one, orders) == [[], []]
+
+
 @pytest.mark.parametrize(("ahead", "expected"), [(None, 2), (1, 2), (2, 3), (3, 4)])
 def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahead: int | None, expected: int) -> None:
     """The one that computes, and those ahead of it; and no more after further steps."""

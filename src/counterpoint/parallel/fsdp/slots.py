@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.submit.tensors import TensorList
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Unsupported
@@ -264,8 +265,8 @@ class ModuleParameters:
         return slot
 
     def _is_viewed(self) -> bool:
-        """Return whether autograd has views of the tensors."""
-        return self._storage_references() > self._references
+        """Return whether autograd has views of the tensors on any rank, which all call: garbage goes at its own time."""
+        return any(gather_values(self._module.groups[0], self._storage_references() > self._references))
 
     def _storage_references(self) -> int:
         tensors = self._whole.tensors
