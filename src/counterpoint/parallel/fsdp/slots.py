@@ -265,7 +265,7 @@ class ModuleParameters:
         return slot
 
     def _is_viewed(self) -> bool:
-        """Return whether autograd has views of the tensors on any rank, which all call: garbage goes at its own time."""
+        """Return whether autograd has views of the tensors on any rank; all call it: garbage dies when it likes."""
         return any(gather_values(self._module.groups[0], self._storage_references() > self._references))
 
     def _storage_references(self) -> int:
