@@ -18,7 +18,7 @@ SEED = 2
 
 
 def main(folder: Path, device: str, steps: int) -> None:
-    faulthandler.dump_traceback_later(240, exit=True)
+    faulthandler.dump_traceback_later(540, exit=True)
     session = Session(device)
     everyone = session.gather(stressed(session, SEED, steps))
     if session.rank == 0:

@@ -14,7 +14,7 @@ from tests.support.gpu_ranks import run_ranks
 pytestmark = pytest.mark.gpu(8)
 
 WORKER = Path(__file__).with_name("stress_worker.py")
-TIMEOUT_S, STEPS = 270, 200
+TIMEOUT_S, STEPS = 570, 200
 
 
 def test_training_by_all_at_once_is_that_of_stock(tmp_path: Path) -> None:
