@@ -87,7 +87,7 @@ def test_two_threads_may_use_a_group_first_at_the_same_time(two_ranks: Ranks) ->
 def test_a_callback_of_a_group_that_has_ended_is_told(two_ranks: Ranks) -> None:
     """Torch does not make its call either, which would wait for the other ranks."""
     said, _ = two_ranks.run(programs.ended_before_a_callback)
-    assert said == "Misconfigured: a call in a group that has ended: the group is shut down"
+    assert said == "Misconfigured: allreduce on a process group that was destroyed or aborted; make a new one"
 
 
 def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:

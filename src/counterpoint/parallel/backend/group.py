@@ -45,7 +45,7 @@ from counterpoint.parallel.backend.hosts import (
     landing_bytes,
     open_communicator,
 )
-from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.backend.inner import EndedGroup, InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.backend.work import StartedWork, never_compiled, together
@@ -209,8 +209,8 @@ class CounterpointGroup(dist.ProcessGroup):
     @property
     def by_torch(self) -> Any:
         """Return the inner group, for a call behind those of callbacks: so its calls have one order on all ranks."""
-        if self.why_not == _SHUT_DOWN:  # a callback, whose call no other rank may make
-            raise Misconfigured(f"a call in a group that has ended: {_SHUT_DOWN}")
+        if self.why_not == _SHUT_DOWN:
+            return EndedGroup()  # a callback, whose call no other rank may make
         self._drain()
         return self.inner.group
 

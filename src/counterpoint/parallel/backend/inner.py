@@ -115,11 +115,11 @@ class InnerGroup:
 
     def end(self, how: Literal["shutdown", "abort"]) -> None:
         """Shut the group down, or abort it; calls of it raise from then on, which gloo's would not."""
-        group, self.group = self.group, _Ended()
+        group, self.group = self.group, EndedGroup()
         getattr(group, how)()
 
 
-class _Ended:
+class EndedGroup:
     """Stands where a group was that has ended."""
 
     def shutdown(self) -> None:
