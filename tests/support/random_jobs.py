@@ -109,7 +109,7 @@ def _parallel(draw: Random) -> dict[str, Any]:
 
 def _expert_exchange(draw: Random) -> dict[str, Any]:
     return {
-        "expert_exchange": draw.choice(["all_to_all", "gather", "slabs"]),
+        "expert_exchange": draw.choice(["all_to_all", "gather", "slabs", "slabs"]),  # draws as four did
         "capacity_factor": draw.choice([0.8, 1.0, 1.25, 2.0]),
         "overlap_ep": draw.random() < 0.5,
     }
