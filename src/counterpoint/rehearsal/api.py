@@ -26,9 +26,7 @@ from counterpoint.tuning.script.launch import LOG, modified, run_ranks
 from counterpoint.tuning.script.task import alive_file, write_whole
 
 TIMEOUT_S = 600.0
-BYTES_PER_RANK = (
-    1 << 30
-)  # CUDA's context, cuBLAS, NCCL's buffers: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
+BYTES_PER_RANK = 1 << 30  # of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
 _MOST_RANKS = 64
 _Value = TypeVar("_Value", int, str)
 

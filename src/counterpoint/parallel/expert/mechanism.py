@@ -131,9 +131,8 @@ class Overflow:
         if self._options.overflow != "raise":
             return
         torch.maximum(self._most, choices, out=self._most)
-        if (
-            self._copied is not None and not torch.cuda.is_current_stream_capturing()
-        ):  # the host cannot wait for a graph
+        # the host cannot wait for a graph
+        if self._copied is not None and not torch.cuda.is_current_stream_capturing():
             self._copy.copy_(self._most, non_blocking=True)
             self._copied.record()
 
