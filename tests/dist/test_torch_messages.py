@@ -18,10 +18,37 @@ def test_a_ring_in_which_all_begin_alike(three_ranks: Ranks, first: str) -> None
     assert three_ranks.run(programs.ring, first, 4) == [(seen, 8) for seen in wanted]
 
 
+@pytest.mark.parametrize("first", ["sends", "receives"])
+def test_a_ring_without_mailboxes(three_ranks: Ranks, first: str) -> None:
+    """Ranks open lines of torch in a circle, too; how NCCL takes that, tests/gpu/test_messages.py shows."""
+    wanted = [[10.0 * number + (rank - 1) % 3 for number in range(4)] for rank in range(3)]
+    assert three_ranks.run(programs.ring, first, 4, None) == [(seen, 0) for seen in wanted]
+
+
+@pytest.mark.parametrize("first", ["sends", "receives"])
+def test_a_rank_sends_to_itself(two_ranks: Ranks, first: str) -> None:
+    """As NCCL lets it in a batch; torch's ZBV pipelines do."""
+    assert two_ranks.run(programs.to_itself, first) == [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
+
+
+def test_a_receive_from_the_rank_itself_has_its_timeout(two_ranks: Ranks) -> None:
+    (said,) = set(two_ranks.run(programs.one_to_itself))
+    assert said == "a message of this rank to itself has not ended within 0.2 s; wait again, or longer"
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_unmatched_orders(four_ranks: Ranks, seed: int) -> None:
     """Every rank meets the others in an order of its own, too."""
     assert sum(four_ranks.run(programs.unmatched, seed, 150)) == 300
+
+
+def test_few_hardware_queues_are_told(four_ranks: Ranks) -> None:
+    """Six streams that may wait leave two of eight queues to all else, and four of ten."""
+    for said in four_ranks.run(programs.with_few_queues, "8"):
+        assert [one.split(":")[0] for one in said] == [
+            f"{lines} streams of messages may wait at once, and CUDA has 8 hardware queues" for lines in (5, 6)
+        ]
+    assert four_ranks.run(programs.with_few_queues, "10") == [[]] * 4
 
 
 def test_ranks_without_messages_are_not_needed(three_ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -57,9 +58,10 @@ def on_software_gpus(
             dist.destroy_process_group(group)
 
 
-def ring(_: Session, first: str, rounds: int) -> tuple[list[float], int]:
+def ring(_: Session, first: str, rounds: int, mailbox_bytes: int | None = ROOM) -> tuple[list[float], int]:
     """Everyone begins with the same kind of call, which is a deadlock of blocking sends without room for them."""
-    with on_software_gpus() as (group, gpu):
+    options = backend.BackendOptions(mailbox_bytes=mailbox_bytes, timeout_s=40)
+    with on_software_gpus(options) as (group, gpu):
         rank, size = dist.get_rank(), dist.get_world_size()
         seen = []
         for number in range(rounds):
@@ -79,10 +81,10 @@ def ring(_: Session, first: str, rounds: int) -> tuple[list[float], int]:
         return seen, backend.report(group).taken
 
 
-def unmatched(_: Session, seed: int, count: int) -> int:
+def unmatched(_: Session, seed: int, count: int, queues: str = "32") -> int:
     """Messages over all lines, every rank in an order of its own; how many of this rank's came out right."""
     shared, mine = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
-    with on_software_gpus() as (group, gpu):
+    with on_software_gpus() as (group, gpu), patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": queues}):
         rank, right = dist.get_rank(), 0
         lines = list(permutations(range(dist.get_world_size()), 2))
         drawn = [(shared.choice(lines), shared.choice((1, 50, 3000))) for _ in range(count)]
@@ -102,6 +104,40 @@ def unmatched(_: Session, seed: int, count: int) -> int:
             right += bool((tensor == wanted).all())
         assert right == len(order)
         return right
+
+
+def to_itself(_: Session, first: str) -> list[float]:
+    """What a rank receives from itself, the n-th message sent for the n-th one received, whichever comes first."""
+    with on_software_gpus() as (group, _gpu):
+        rank = dist.get_rank()
+        sent, received = [torch.full((5,), 10.0 * rank + n) for n in range(3)], [torch.zeros(5) for _ in range(3)]
+        sends = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for tensor in sent]
+        receives = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for tensor in received]
+        works = dist.batch_isend_irecv(sends + receives if first == "sends" else receives + sends)
+        for tensor in sent if first == "sends" else []:
+            tensor.zero_()  # a copy is on its way
+        for work in works:
+            work.wait()
+        return [tensor.mean().item() for tensor in received]
+
+
+def one_to_itself(_: Session) -> str:
+    """What a receive from this rank itself says that nothing is sent to."""
+    with on_software_gpus(backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=0.2)) as (group, _gpu):
+        work: Any = dist.irecv(torch.zeros(3), group=group, group_src=dist.get_rank())
+        try:
+            work.wait()
+        except CounterpointError as error:
+            return str(error)
+        return "no error"
+
+
+def with_few_queues(session: Session, queues: str) -> list[str]:
+    """What Python warns of where a rank exchanges messages with three others, and CUDA has few hardware queues."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unmatched(session, 2, 60, queues)
+    return [str(one.message) for one in told if "streams of messages" in str(one.message)]
 
 
 def only_two(_: Session) -> list[float]:

@@ -1,6 +1,6 @@
 """One rank of test_communicator.py: the communicator on real GPUs; writes down what came out.
 
-Started by path with RANK, WORLD_SIZE and the arguments: what to run (`live` or `kill`), a folder for the rendezvous.
+Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, what to run (`live` or `kill`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from collectives_random import Draws
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError, PeerTimeout
-from tests.support.gpu_ranks import free_bytes
+from tests.support.gpu_ranks import free_bytes, own_gpu, run_scenarios
 
 BUDGET_S = float(os.environ.get("COUNTERPOINT_RANDOM_S", "20"))  # for the random calls
 TIMEOUT_S = 20.0
@@ -254,26 +253,15 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
     return {"told": seen, "soon": str(seconds < 5), "seconds": f"{seconds:.2f}"}
 
 
-def main(what: str, folder: Path) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    where = f"file://{folder / ('rendezvous ' + what).replace(' ', '_')}"
-    backend = "gloo" if what == "kill" else "cpu:gloo,cuda:nccl"  # NCCL would end a process whose peer has died
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    found: dict[str, dict[str, str]] = {}
-    if what == "kill":
-        found["killed"] = killed(device, rank)
+def main(folder: Path, what: str) -> None:
+    """Runs what `what` names: `live` or `kill`."""
+    if what == "live":
+        run_scenarios(folder, {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()})
     else:
-        for name, scenario in LIVE.items():
-            started = time.monotonic()
-            found[name] = scenario(device)
-            if rank == 0:
-                print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
-    (folder / f"{what}{rank}.json").write_bytes(msgspec.json.encode(found))
+        run_scenarios(folder, {"killed": lambda: killed(own_gpu(), dist.get_rank())}, with_nccl=False)
     sys.stdout.flush()
     os._exit(0)  # with a dead peer the process group cannot be left
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,33 +1,31 @@
 """One rank of test_messages.py: messages through mailboxes on real GPUs; writes down what came out.
 
-Started by path with RANK, WORLD_SIZE and the arguments: what to run (`live` or `kill`), a folder for the rendezvous.
+Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, what to run (`live` or `kill`).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import CounterpointError, PeerTimeout
-from tests.support.gpu_ranks import are_shared
+from tests.support.gpu_ranks import are_shared, own_gpu, run_scenarios
 
 TIMEOUT_S = 20.0
-LARGEST = 128 << 20
+LARGEST, UNBUFFERED = 128 << 20, 32 << 20
 STEPS = 60 if are_shared() else 300  # where ranks share a GPU, each step waits for turns of all
 EACH_S = 120.0  # for a scenario; then its rank prints where each thread stands, and ends
 
@@ -38,11 +36,54 @@ def filled(line: tuple[int, int], number: int, num_bytes: int, device: torch.dev
     return torch.arange(start, start + num_bytes // 4, dtype=torch.int32, device=device)
 
 
+def by_torch(device: torch.device) -> dict[str, str]:
+    """Batches around a ring without mailboxes, of more than NCCL buffers: all send first, or all receive first."""
+    options = backend.BackendOptions(mailbox_bytes=None, timeout_s=TIMEOUT_S)
+    group, rank, size = (
+        dist.new_group(backend="counterpoint", pg_options=options),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    before, behind, wrong = (rank - 1) % size, (rank + 1) % size, 0
+    for number, first in enumerate(("receives", "sends")):
+        sent = filled((rank, behind), number, UNBUFFERED, device)
+        output = torch.zeros_like(sent)
+        send = dist.P2POp(dist.isend, sent, group=group, group_peer=behind)
+        receive = dist.P2POp(dist.irecv, output, group=group, group_peer=before)
+        for work in dist.batch_isend_irecv([receive, send] if first == "receives" else [send, receive]):
+            work.wait()
+        wrong += not torch.equal(output, filled((before, rank), number, UNBUFFERED, device))
+    dist.destroy_process_group(group)
+    return {"wrong": str(wrong)}
+
+
+def itself(device: torch.device) -> dict[str, str]:
+    """A batch in which each rank sends to itself and receives on another stream, before or behind."""
+    group, rank = dist.new_group(backend="counterpoint"), dist.get_rank()
+    streams, wrong = [torch.cuda.Stream(device) for _ in range(2)], 0
+    for number, first in enumerate(("receives", "sends")):
+        wanted = filled((rank, rank), number, LARGEST, device)
+        sent, output = wanted.clone(), torch.zeros_like(wanted)
+        send = dist.P2POp(dist.isend, sent, group=group, group_peer=rank)
+        receive = dist.P2POp(dist.irecv, output, group=group, group_peer=rank)
+        works = []
+        for stream, operation in zip(streams, (receive, send) if first == "receives" else (send, receive), strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                works += dist.batch_isend_irecv([operation])
+        for work in works:
+            work.wait()
+        sent.zero_()
+        wrong += not torch.equal(output, wanted)
+    dist.destroy_process_group(group)
+    return {"wrong": str(wrong)}
+
+
 def random_messages(device: torch.device) -> dict[str, str]:
     """4 B to 128 MiB over all lines, each rank's in an order of its own; sends are dropped, receives compared."""
     shared, rank = random.Random(1), dist.get_rank()
     mine, group = random.Random(rank), dist.new_group(backend="counterpoint")
-    streams = [torch.cuda.Stream(device) for _ in range(24)]  # share hardware queues with others
+    streams = [torch.cuda.Stream(device) for _ in range(24)]
     lines = list(permutations(range(dist.get_world_size()), 2))
     wrong, count = 0, 0
     for _round in range(6):
@@ -187,6 +228,8 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
     "steps": stepped,
     "profile": profiled,
     "captured": captured,
+    "by torch": by_torch,
+    "to itself": itself,
     "random": random_messages,
 }
 
@@ -218,28 +261,16 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
     return {"told": seen, "soon": str(seconds < 5)}
 
 
-def main(what: str, folder: Path) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    where = f"file://{folder / ('rendezvous ' + what).replace(' ', '_')}"
-    known = "gloo" if what == "kill" else "cpu:gloo,cuda:nccl"  # NCCL would end a process whose peer has died
-    dist.init_process_group(known, init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    found: dict[str, dict[str, str]] = {}
-    if what == "kill":
-        found["killed"] = killed(device, rank)
+def main(folder: Path, what: str) -> None:
+    """Runs what `what` names: `live` or `kill`."""
+    if what == "live":
+        scenarios = {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()}
+        run_scenarios(folder, scenarios, each_s=EACH_S)
     else:
-        for name, scenario in LIVE.items():
-            started = time.monotonic()
-            faulthandler.dump_traceback_later(EACH_S, exit=True)
-            found[name] = scenario(device)
-            faulthandler.cancel_dump_traceback_later()
-            if rank == 0:
-                print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
-    (folder / f"{what}{rank}.json").write_bytes(msgspec.json.encode(found))
+        run_scenarios(folder, {"killed": lambda: killed(own_gpu(), dist.get_rank())}, with_nccl=False)
     sys.stdout.flush()
     os._exit(0)  # with a dead peer the process group cannot be left
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,40 +6,24 @@ rank is killed.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks, world_size_here
+from tests.support.gpu_ranks import scenario_results
 
 pytestmark = pytest.mark.gpu(2)
 
 WORKER = Path(__file__).with_name("communicator_worker.py")
-ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
+BENCHMARKS = [Path(__file__).parents[2] / "benchmarks"]
 TIMEOUT_S = 200
 Seen = dict[str, dict[str, str]]
 
 
-def spawned(folder: Path, what: str, master: str = "0") -> tuple[list[int], list[Seen]]:
-    """Exit codes of all ranks, and what those wrote down that came to their end."""
-    world_size = world_size_here()
-    ended = run_ranks(
-        WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[BENCHMARKS, ROOT],
-        environment={"MASTER": master},
-    )  # fmt: skip
-    answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
-    if what == "live":
-        ended.well()
-        print(ended.logs[0])
-    return ended.codes, [msgspec.json.decode(answer.read_bytes(), type=Seen) for answer in answers if answer.exists()]
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    return spawned(tmp_path_factory.mktemp("communicator"), "live")[1]
+    folder = tmp_path_factory.mktemp("communicator")
+    return scenario_results(WORKER, folder, "live", timeout_s=TIMEOUT_S, paths=BENCHMARKS)
 
 
 def of(live: list[Seen], scenario: str, what: str) -> set[str]:
@@ -83,6 +67,7 @@ def test_ranks_that_have_met_others_meet(live: list[Seen]) -> None:
 @pytest.mark.parametrize("master", ["0", "1"])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, master: str) -> None:
     """At a random moment: the others raise PeerTimeout, name it, within seconds, and their streams are free."""
-    codes, told = spawned(tmp_path, "kill", master)
-    assert codes == [-signal.SIGKILL if rank == 1 else 0 for rank in range(len(codes))]
+    told = scenario_results(
+        WORKER, tmp_path, "kill", timeout_s=TIMEOUT_S, paths=BENCHMARKS, environment={"MASTER": master}, killed=1
+    )
     assert {(each["killed"]["told"], each["killed"]["soon"]) for each in told} == {("PeerTimeout (1,)", "True")}

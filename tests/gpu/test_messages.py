@@ -6,39 +6,25 @@ rank is killed.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.support.gpu_ranks import run_ranks, world_size_here
+from tests.support.gpu_ranks import scenario_results
 
 pytestmark = pytest.mark.gpu(2)
 
 WORKER = Path(__file__).with_name("messages_worker.py")
-TIMEOUT_S = 200
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # orders of chance on all lines at once
 Seen = dict[str, dict[str, str]]
-
-
-def spawned(folder: Path, what: str) -> tuple[list[int], list[Seen]]:
-    """Exit codes of all ranks, and what those wrote down that came to their end."""
-    world_size = world_size_here()
-    root = Path(__file__).parents[2]
-    ended = run_ranks(WORKER, what, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[root])
-    answers = [folder / f"{what}{rank}.json" for rank in range(world_size)]
-    if what == "live":
-        ended.well()
-        print(ended.logs[0])
-    return ended.codes, [msgspec.json.decode(answer.read_bytes(), type=Seen) for answer in answers if answer.exists()]
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    return spawned(tmp_path_factory.mktemp("messages"), "live")[1]
+    return scenario_results(WORKER, tmp_path_factory.mktemp("messages"), "live", timeout_s=280, environment=QUEUES)
 
 
-@pytest.mark.parametrize("scenario", ["blocking", "alike", "steps", "random"])
+@pytest.mark.parametrize("scenario", ["blocking", "alike", "steps", "by torch", "to itself", "random"])
 def test_every_message_is_right(live: list[Seen], scenario: str) -> None:
     """4 B to 128 MiB: both send first, all receive first, in stream order, each rank in an order of its own."""
     assert {rank[scenario]["wrong"] for rank in live} == {"0"}
@@ -60,6 +46,5 @@ def test_messages_can_be_captured(live: list[Seen]) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    codes, told = spawned(tmp_path, "kill")
-    assert codes == [-signal.SIGKILL if rank == 1 else 0 for rank in range(len(codes))]
+    told = scenario_results(WORKER, tmp_path, "kill", timeout_s=200, killed=1)
     assert (told[0]["killed"]["told"], told[0]["killed"]["soon"]) == ("PeerTimeout (1,)", "True")

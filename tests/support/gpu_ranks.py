@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ __all__ = [
     "Ended",
     "are_shared",
     "free_bytes",
+    "own_gpu",
     "run_ranks",
     "run_scenarios",
     "scenario_results",
@@ -138,11 +140,19 @@ def _words(arguments: Sequence[str | Path]) -> list[str]:
     return [argument.replace(" ", "_") for argument in arguments if isinstance(argument, str)]
 
 
+def own_gpu() -> Any:
+    """The GPU of a rank that `run_ranks` has started."""
+    import torch
+
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
 def run_scenarios(
     folder: Path,
     scenarios: Mapping[str, Callable[[], dict[str, str]]],
     *,
-    by_default: bool,
+    by_default: bool = False,
+    with_nccl: bool = True,
     each_s: float | None = None,
 ) -> None:
     """Runs all scenarios of a worker, which `run_ranks` has started, and writes what they found for `scenario_results`.
@@ -151,24 +161,24 @@ def run_scenarios(
         folder: for the meeting of the ranks and the results.
         scenarios: by name; all ranks run them in this order.
         by_default: tensors of this process are made on its GPU.
+        with_nccl: the default group has NCCL, which ends a process whose peer has died.
         each_s: seconds after which a scenario that still runs ends this process, which prints where each of its
             threads stands; None: no limit.
     """
     import torch
     import torch.distributed as dist
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank, world_size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own_gpu()
     torch.cuda.set_device(device)
     if by_default:
         torch.set_default_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
+        "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=60),
-        device_id=device,
+        device_id=device if with_nccl else None,
     )
     found: dict[str, dict[str, str]] = {}
     for name, scenario in scenarios.items():
@@ -183,11 +193,34 @@ def run_scenarios(
         (folder / f"found{rank}.json").write_bytes(msgspec.json.encode(found))
 
 
-def scenario_results(worker: Path, folder: Path, *, timeout_s: float) -> list[dict[str, dict[str, str]]]:
-    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8 ranks."""
+def scenario_results(
+    worker: Path,
+    folder: Path,
+    *arguments: str,
+    timeout_s: float,
+    paths: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    killed: int | None = None,
+) -> list[dict[str, dict[str, str]]]:
+    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8 ranks.
+
+    Args:
+        worker: script of every rank, whose arguments are `folder` and `arguments`.
+        folder: for logs and results.
+        arguments: more of them.
+        timeout_s: seconds for each rank.
+        paths: from which it imports, besides the package's own and the root.
+        environment: more variables.
+        killed: the rank that has to end by SIGKILL, whose results are left out; None: none.
+    """
     world_size, root = world_size_here(), Path(__file__).parents[2]
-    ended = run_ranks(worker, folder, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root])
-    ended.well()
+    ended = run_ranks(
+        worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root, *paths],
+        environment=environment,
+    )  # fmt: skip
+    if killed is None:
+        ended.well()
+    assert ended.codes == [-signal.SIGKILL if rank == killed else 0 for rank in range(world_size)], ended.logs
     print(ended.logs[0])
-    kind = dict[str, dict[str, str]]
-    return [msgspec.json.decode((folder / f"found{rank}.json").read_bytes(), type=kind) for rank in range(world_size)]
+    kind, lived = dict[str, dict[str, str]], [rank for rank in range(world_size) if rank != killed]
+    return [msgspec.json.decode((folder / f"found{rank}.json").read_bytes(), type=kind) for rank in lived]

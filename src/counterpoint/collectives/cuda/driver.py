@@ -63,11 +63,10 @@ class Executor:
         _, self._highest = self.call("cuCtxGetStreamPriorityRange")
         self.reduce_stream, self.side_stream = self.stream(), self.stream()
 
-    def stream(self, *, below_highest: int = 0) -> Any:
-        """Return a new stream, destroyed with this executor, of the highest priority or that many levels below it."""
+    def stream(self) -> Any:
+        """Return a new stream of the highest priority, destroyed with this executor."""
         flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        priority = min(self._highest + below_highest, 0)  # lower numbers are higher priorities; 0 is the default
-        self._streams.append(self.call("cuStreamCreateWithPriority", flags, priority))
+        self._streams.append(self.call("cuStreamCreateWithPriority", flags, self._highest))
         return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:

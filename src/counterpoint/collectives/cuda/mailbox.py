@@ -1,10 +1,10 @@
 """Run messages through mailboxes on a GPU: a queue with a stream of its own for each line (`program/mailbox.py`).
 
-*Streams.* CUDA may put several streams on one hardware queue, in which a wait holds up what was queued behind it. So
-that a receive that waits for a message cannot hold up the send that the peer waits for, streams of sends and those of
-receives have priorities of their own, which no other streams of this package have: CUDA keeps streams of different
-priority on different queues. With more lines in one direction than queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 if it is
-not set) a send may still wait for another one, to another rank.
+*Streams.* A stream that waits for another rank holds one of CUDA's hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 if
+it is not set); streams that wait for nothing take turns on the others. Once as many streams wait as there are queues,
+everything that this process queues later is held up, whatever its priority: the send, too, that a peer waits for
+(measured: docs/log.md). So a rank is warned when its lines leave fewer than four queues to all else. Ranks whose sends
+and receives, issued one after the other on a single queue, would come to their end are safe with any number of queues.
 
 *Announcing.* Calls of a channel wait on the host until the peers are less than `DEPTH` calls behind, as their records
 are needed until then. A message must not wait, since its sender may have to make the very call that the peer waits for;
@@ -16,7 +16,10 @@ replay it as often and in the same order among the messages of its line, or neit
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import replace
+from weakref import WeakSet
 
 from counterpoint.collectives.cuda.call import Prepared
 from counterpoint.collectives.cuda.channel import CallQueue
@@ -28,19 +31,18 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.mailbox import Mailbox, message_program
 from counterpoint.collectives.submit.submission import Submission
 
-_SENDS, _RECEIVES = 1, 2  # levels of priority below the highest, that of calls
+_FOR_OTHERS = 4  # hardware queues left to kernels, calls and copies
 _MOST_PREPARED = 64  # by line; to find the one to evict takes 0.5 us for each
 
 
 class MailboxRoom:
     """Holds the mailbox memory of a communicator and its lines. All ranks make it together.
 
-    `executor` makes the streams. `channel` is the first of two channels of the status: messages to lower ranks, and
-    messages to higher ones.
+    `executor` makes the streams.
     """
 
-    def __init__(self, context: CudaContext, executor: Executor, mailbox: Mailbox, channel: int) -> None:
-        self._context, self._executor, self._mailbox, self._channel = context, executor, mailbox, channel
+    def __init__(self, context: CudaContext, executor: Executor, mailbox: Mailbox) -> None:
+        self._context, self._executor, self._mailbox = context, executor, mailbox
         memory = context.memory
         room = Location(context.growth.create("the mailboxes", mailbox.num_bytes), 0)
         ranks = range(memory.world_size)
@@ -55,10 +57,8 @@ class MailboxRoom:
         found = self._lines.get((channel, peer))
         if found is not None:
             return found, False
-        goes_up = channel > self._channel
-        level = _SENDS if goes_up == (self._context.memory.rank < peer) else _RECEIVES
         with self._context.gpu.relaxed():
-            stream = int(self._executor.stream(below_highest=level))
+            stream = int(self._executor.stream())
         made = MailboxLine(self._context, self._executor, stream, channel, self._mailbox, self._addresses)
         self._lines[channel, peer] = made
         return made, True
@@ -79,6 +79,13 @@ class MailboxLine(CallQueue):
         super().__init__(context, executor, stream, channel, most_prepared=_MOST_PREPARED)
         self._mailbox, self._addresses = mailbox, addresses
         self._first = 0  # slot of the next message's first piece
+        _open_lines.add(self)
+        _warn_if_queues_are_few()
+
+    def close(self) -> None:
+        """Free events; only when all messages have run."""
+        super().close()
+        _open_lines.discard(self)
 
     def show(self) -> None:
         """Announce the messages in `unshown` whose records are free; raise if a peer's message is a different one."""
@@ -113,3 +120,19 @@ class MailboxLine(CallQueue):
             prepared = Prepared(program, lower(program, addresses), self.executor, None, graphs=False)
             self._cache.put(key, prepared)
         return prepared
+
+
+_open_lines: WeakSet[MailboxLine] = WeakSet()  # of this process
+
+
+def _warn_if_queues_are_few() -> None:
+    """Warn where all lines of this process may wait at once and leave too few hardware queues to all else."""
+    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    queues, lines = int(said) if said.isdecimal() else 8, len(_open_lines)
+    if lines > queues - _FOR_OTHERS:
+        warnings.warn(
+            f"{lines} streams of messages may wait at once, and CUDA has {queues} hardware queues: once as many wait, "
+            "nothing else runs on this rank; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts, or let all "
+            "ranks begin their messages in an order in which each could end before the next begins",
+            stacklevel=2,
+        )

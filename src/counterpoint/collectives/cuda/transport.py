@@ -85,9 +85,7 @@ class CudaTransport:
         )
         self.channels = [CudaChannel(self.context, index) for index in range(options.channels)]
         self.mailbox_channel = None if mailbox is None else options.channels + 1
-        self._mailbox = (
-            None if mailbox is None else MailboxRoom(self.context, self._side, mailbox, options.channels + 1)
-        )
+        self._mailbox = None if mailbox is None else MailboxRoom(self.context, self._side, mailbox)
         if reserve:
             self.pool.reserve()
         gpu.synchronize()

@@ -147,9 +147,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self._background: Background | None = None
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
-        self._pairs = MessagePairs(
-            options, self._options.mailbox_bytes, self._options.timeout_s, self._options.ranks_per_host
-        )
+        self._pairs = MessagePairs(self.inner, self._options, self._options.ranks_per_host)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
         self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
         self._opening = threading.RLock()  # one thread opens what all use
@@ -328,40 +326,43 @@ class CounterpointGroup(dist.ProcessGroup):
     # messages
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        """Send a tensor to rank `dst`; this begins before the receive is posted."""
-        pair = self._pair("send", tensors, dst, tag)
-        if pair is None:
-            return self.inner.group.send(tensors, dst, tag)
-        return self._message(pair.send(tensors[0]), tensors)
+        """Send a tensor to rank `dst`; through a mailbox this begins before the receive is posted."""
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         """Receive the tensor that rank `src` sends."""
-        pair = self._pair("recv", tensors, src, tag)
-        if pair is None:
-            return self.inner.group.recv(tensors, src, tag)
-        return self._message(pair.recv(tensors[0]), tensors)
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive the tensor that any rank sends; NCCL cannot."""
         self._left("recv", tensors[0].nbytes, "from any rank")
         return self.inner.group.recv_anysource(tensors, tag)
 
-    def _pair(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> MessagePair | None:
-        """Return the pair if it takes a message, the same on both of its ranks; None: torch takes it. Count it."""
-        tensor = tensors[0]
-        why = self._pairs.why_torch(peer, tensor, tag)
-        found = why if why is not None else self._pairs.with_rank(peer, tensor.device)
-        if isinstance(found, str):
-            self._left(operation, tensor.nbytes, found)
-            return None
-        self.counts.add(operation, tensor.nbytes, "zero_sm", "through a mailbox")
-        return found
-
-    def _message(self, work: Work | None, tensors: list[Tensor]) -> StartedWork:
+    def _message(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Start a message on its line; within a batch that torch knows of, torch's own backend makes what is its."""
+        by_inner = getattr(self.inner.group, operation)  # raises once the group has ended
+        pair = self._pair(operation, tensors[0], peer, tag)
+        if pair is None:
+            return by_inner(tensors, peer, tag)
+        work = getattr(pair, operation)(tensors[0])
+        if isinstance(work, c10d.Work):
+            return work
         started = self._kept(StartedWork([] if work is None else [work], tensors))
         if self._coalescing:
             self._coalesced.append(started)
         return started
+
+    def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
+        """Return the pair that takes a message, the same on both of its ranks; None: the inner group. Count it."""
+        why = self._pairs.why_torch(peer, tensor, tag)
+        found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
+        if not isinstance(found, str):
+            self.counts.add(operation, tensor.nbytes, "zero_sm", "through a mailbox")
+            return found
+        self._left(operation, tensor.nbytes, found)
+        if self._coalescing or tensor.device.type != self._pairs.device_type:
+            return None
+        return self._pairs.by_torch(peer, tensor.device)
 
     # several calls at once; functional collectives, and DTensor with them, make even one call in this way
 

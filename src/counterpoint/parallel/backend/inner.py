@@ -44,7 +44,7 @@ class InnerGroup:
         everyone = list(range(options.group_size)) if ranks is None else ranks
         rank, size = everyone.index(options.group_rank), len(everyone)
         known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
-        self._options, self._nccl = options, nccl
+        self.options, self._nccl = options, nccl
         self._global_ranks = [known[one] if known else one for one in everyone]
         self.name = f"{options.group_id}:{name}"
         self.why_alone = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if c10d.get_debug_level() == c10d.DebugLevel.DETAIL else None
@@ -57,9 +57,9 @@ class InnerGroup:
         self.group._set_default_backend(next(iter(self.backends.values()))[0])
         self._is_registered = False
 
-    def part(self, name: str, ranks: list[int]) -> InnerGroup:
+    def part(self, name: str, ranks: list[int], *, with_nccl: bool = True) -> InnerGroup:
         """Return a group of some ranks of the one that `options` describe; these ranks call it together."""
-        return InnerGroup(self._options, self._nccl, name=name, ranks=ranks)
+        return InnerGroup(self.options, self._nccl, name=name, ranks=ranks, with_nccl=with_nccl)
 
     def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
         """Return the backend and its kind for each type of device, the default one first."""

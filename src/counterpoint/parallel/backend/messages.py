@@ -1,7 +1,9 @@
-"""Send and receive between two ranks of a group through mailboxes, opened at the first message between them.
+"""Send and receive between two ranks of a group on lines of their own, opened at the first message between them.
 
 Each pair of ranks that exchanges messages has a communicator of its own, with nothing in it but mailboxes. So a group
-that sends no messages pays nothing, and memory goes to the pairs that do.
+that sends no messages pays nothing, and memory goes to the pairs that do. Where a message cannot go through mailboxes,
+the pair has two groups of torch, one for each direction: torch's `batch_isend_irecv` tells groups of its own class
+alone what a batch is, and in one group of NCCL two ranks that both send first would wait for each other.
 
 *How a pair meets.* Both ranks of a pair make a call for each message between them, so both come to open it, each at
 its own first one: there a rank waits for the other on the host, as NCCL's groups do. Unlike there, a rank that waits
@@ -18,9 +20,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,28 +32,45 @@ from torch._C import _distributed_c10d
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.work import Work
+from counterpoint.collectives.work import HostWork, Work
 from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _AWAY, _FREE = "away", "free"
+_BY_MAILBOX, _BY_TORCH = "mailbox", "torch"
 _PAUSE_S = 1e-3
 
 
-class MessagePair:
-    """Exchanges messages with one other rank, on streams of their own behind the current one."""
+class MessagePair(Protocol):
+    """Exchanges messages with one other rank, or with this one; each call returns a work of ours or of torch."""
+
+    def send(self, tensor: Tensor) -> Any:
+        """Start a send, behind the current stream."""
+
+    def recv(self, tensor: Tensor) -> Any:
+        """Start a receive, behind the current stream."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for the other, from now on."""
+
+    def end(self, how: Literal["close", "abort"]) -> None:
+        """Free what the pair has after messages under way, or abort it."""
+
+
+class MailboxPair:
+    """Exchanges messages through mailboxes: a send begins before the receive is posted. See `MessagePair`."""
 
     def __init__(self, group: InnerGroup, communicator: Communicator) -> None:
         self._group, self._communicator = group, communicator
         self._peer = 1 - communicator.rank
 
     def send(self, tensor: Tensor) -> Work | None:
-        """Start a send, which begins before the receive is posted."""
+        """Start a send on a stream of its own. See `MessagePair.send`."""
         return self._communicator.send(tensor, self._peer, async_op=True)
 
     def recv(self, tensor: Tensor) -> Work | None:
-        """Start a receive."""
+        """Start a receive on a stream of its own. See `MessagePair.recv`."""
         return self._communicator.recv(tensor, self._peer, async_op=True)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -62,26 +83,130 @@ class MessagePair:
         self._group.unregister()
 
 
+class TorchPair:
+    """Exchanges messages by torch's backend, each direction in a group of its own. See `MessagePair`.
+
+    Args:
+        going: the group of messages to the other rank.
+        coming: the group of messages from it.
+        peer: the other rank, as these groups count.
+    """
+
+    def __init__(self, going: InnerGroup, coming: InnerGroup, peer: int) -> None:
+        self._going, self._coming, self._peer = going, coming, peer
+
+    def send(self, tensor: Tensor) -> Any:
+        """Start a send by torch. See `MessagePair.send`."""
+        return self._going.group.send([tensor], self._peer, 0)
+
+    def recv(self, tensor: Tensor) -> Any:
+        """Start a receive by torch. See `MessagePair.recv`."""
+        return self._coming.group.recv([tensor], self._peer, 0)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for the other, from now on."""
+        for line in (self._going, self._coming):
+            line.group.set_timeout(timedelta(seconds=timeout_s))
+
+    def end(self, how: Literal["close", "abort"]) -> None:
+        """Shut the groups down, or abort them."""
+        for line in (self._going, self._coming):
+            line.end("shutdown" if how == "close" else how)
+
+
+class SelfWork(HostWork):
+    """Represents one end of a message of a rank to itself. See `Work`.
+
+    Args:
+        tensor: what is sent, or receives.
+        timeout_s: seconds that `wait` waits for the other end.
+    """
+
+    def __init__(self, tensor: Tensor, timeout_s: float) -> None:
+        super().__init__("a message of this rank to itself", keep=(tensor,))
+        self.tensor, self._timeout_s = tensor, timeout_s
+        self.record()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the other end was called; on a GPU the current stream waits for the copy. See `Work.wait`."""
+        super().wait(timeout_s or self._timeout_s)
+        self.join()
+        return True
+
+    def record(self) -> None:
+        """Remember what the current stream holds."""
+        self._point = torch.cuda.current_stream().record_event() if self.tensor.is_cuda else None
+
+    def join(self) -> None:
+        """Let the current stream wait for what was remembered, and use the tensor."""
+        if self._point is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._point)
+            self.tensor.record_stream(stream)
+
+
+class SelfPair:
+    """Copies what this rank sends to itself: the n-th receive gets the n-th send. See `MessagePair`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sent, self._wanted = deque[SelfWork](), deque[SelfWork]()
+        self._matching = threading.Lock()
+
+    def send(self, tensor: Tensor) -> SelfWork:
+        """Keep a copy of a tensor for the receive. See `MessagePair.send`."""
+        sent = SelfWork(tensor.clone(), self._timeout_s)
+        sent.end()
+        self._add(self._sent, sent)
+        return sent
+
+    def recv(self, tensor: Tensor) -> SelfWork:
+        """Receive what was sent, or will be. See `MessagePair.recv`."""
+        wanted = SelfWork(tensor, self._timeout_s)
+        self._add(self._wanted, wanted)
+        return wanted
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a receive waits for its send, from now on."""
+        self._timeout_s = timeout_s
+
+    def end(self, how: Literal["close", "abort"]) -> None:
+        """Forget what was not received."""
+        self._sent.clear()
+
+    def _add(self, to: deque[SelfWork], work: SelfWork) -> None:
+        with self._matching:
+            to.append(work)
+            if not (self._sent and self._wanted):
+                return
+            sent, wanted = self._sent.popleft(), self._wanted.popleft()
+            sent.join()
+            wanted.join()
+            wanted.tensor.copy_(sent.tensor)
+            wanted.record()
+            wanted.end()
+
+
 class MessagePairs:
     """Holds the pairs of one rank of a group.
 
     Args:
-        options: what torch handed to the backend: store, rank, size, timeout and ranks.
-        mailbox_bytes: room for messages in each direction; None: none, and torch takes all messages.
-        timeout_s: seconds that a rank waits for another.
+        inner: torch's own backends for the group.
+        options: `mailbox_bytes`, None: torch takes all messages, and `timeout_s`.
         ranks_per_host: so many consecutive ranks count as a host; None: those of one machine do.
     """
 
-    device_type = "cuda"  # of tensors that go through mailboxes
+    device_type = "cuda"  # of tensors that go on lines of their own
 
-    def __init__(
-        self, options: Any, mailbox_bytes: int | None, timeout_s: float, ranks_per_host: int | None = None
-    ) -> None:
-        self._made_from, self._rank, self._ranks_per_host = options, options.group_rank, ranks_per_host or 1 << 30
-        self._store = c10d.PrefixStore("pairs/", options.store)
-        self._options = CommunicatorOptions(channels=1, mailbox_bytes=mailbox_bytes, timeout_s=timeout_s)
-        self._known: dict[int, MessagePair | str] = {}
-        self._decides = f"mailbox_bytes={mailbox_bytes}, ranks_per_host={ranks_per_host}"
+    def __init__(self, inner: InnerGroup, options: CommunicatorOptions, ranks_per_host: int | None) -> None:
+        self._inner, self._rank = inner, inner.options.group_rank
+        self._ranks_per_host = ranks_per_host or 1 << 30
+        self._store = c10d.PrefixStore("pairs/", inner.options.store)
+        self._options = CommunicatorOptions(
+            channels=1, mailbox_bytes=options.mailbox_bytes, timeout_s=options.timeout_s
+        )
+        self._known: dict[tuple[int, str], MessagePair | str] = {(self._rank, _BY_TORCH): SelfPair(options.timeout_s)}
+        self._decides = f"mailbox_bytes={options.mailbox_bytes}, ranks_per_host={ranks_per_host}"
         self._store.set(_options_of(self._rank), self._decides)
         self._agreed = set[int]()
         self._lock = threading.Lock()  # one thread at a time opens pairs
@@ -110,9 +235,18 @@ class MessagePairs:
             )
         self._agreed.add(peer)
 
-    def with_rank(self, peer: int, device: torch.device) -> MessagePair | str:
-        """Return the pair of this rank and `peer`, opened at the first call, or why they cannot have mailboxes."""
-        found = self._known.get(peer)
+    def by_mailbox(self, peer: int, device: torch.device) -> MessagePair | str:
+        """Return the pair of this rank and `peer` that has mailboxes, opened at the first call, or why it has none."""
+        return self._found(peer, _BY_MAILBOX, device)
+
+    def by_torch(self, peer: int, device: torch.device) -> MessagePair:
+        """Return the pair of this rank and `peer` whose messages torch sends, opened at the first call."""
+        found = self._found(peer, _BY_TORCH, device)
+        assert not isinstance(found, str)
+        return found
+
+    def _found(self, peer: int, way: str, device: torch.device) -> MessagePair | str:
+        found = self._known.get((peer, way))
         if found is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise Misconfigured(
@@ -120,37 +254,37 @@ class MessagePairs:
                     "receive one before"
                 )
             with self._lock:
-                self._open(peer, device)
-            found = self._known[peer]
+                self._open(peer, way, device)
+            found = self._known[peer, way]
         return found
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set how many seconds a rank waits for another, from now on."""
         self._options = replace(self._options, timeout_s=timeout_s)
         for pair in self._known.values():
-            if isinstance(pair, MessagePair):
+            if not isinstance(pair, str):
                 pair.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
         """Close or abort all communicators."""
         while self._known:
             pair = self._known.popitem()[1]
-            if isinstance(pair, MessagePair):
+            if not isinstance(pair, str):
                 pair.end(how)
 
-    def _open(self, peer: int, device: torch.device) -> None:
+    def _open(self, peer: int, way: str, device: torch.device) -> None:
         """Wait until the pair with `peer` is open; meanwhile open those that others want with this rank."""
         mine, deadline = self._word(self._rank), time.monotonic() + self._options.timeout_s
         self._store.set(mine, _FREE)
         try:
             while True:
                 token = self._store.get(mine).decode()
-                if token == _FREE and peer not in self._known:
-                    token = self._claimed(peer)
+                if token == _FREE and (peer, way) not in self._known:
+                    token = self._claimed(peer, way)
                 if token != _FREE and self._is_whole(token):
-                    self._meet(_ranks_of(token), device)
+                    self._meet(token, device)
                     self._store.set(mine, _FREE)
-                elif token == _FREE and peer in self._known:
+                elif token == _FREE and (peer, way) in self._known:
                     if self._store.compare_set(mine, _FREE, _AWAY).decode() == _AWAY:
                         return
                 elif time.monotonic() > deadline:
@@ -165,10 +299,10 @@ class MessagePairs:
             self._store.set(mine, _AWAY)
             raise
 
-    def _claimed(self, peer: int) -> str:
+    def _claimed(self, peer: int, way: str) -> str:
         """Return the token of the pair with `peer` if it could be put in both words, else `free`."""
         low, high = sorted((self._rank, peer))
-        token = f"{low}-{high} by {self._rank}"
+        token = f"{low}-{high} {way} by {self._rank}"
         if self._store.compare_set(self._word(low), _FREE, token).decode() != token:
             return _FREE
         if self._store.compare_set(self._word(high), _FREE, token).decode() != token:
@@ -181,19 +315,33 @@ class MessagePairs:
         words = [self._word(rank) for rank in _ranks_of(token)]
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 
-    def _meet(self, ranks: tuple[int, int], device: torch.device) -> None:
-        """Make the communicator of a pair; both ranks are here."""
+    def _meet(self, token: str, device: torch.device) -> None:
+        """Make the pair that a token names; both ranks are here."""
+        ranks, way = _ranks_of(token), token.split()[1]
         peer = ranks[0] if ranks[1] == self._rank else ranks[1]
-        group = InnerGroup(self._made_from, name=f"pair {ranks[0]} {ranks[1]}", ranks=list(ranks), with_nccl=False)
+        with _own_stream(device):
+            made = self._mailboxes(ranks, device) if way == _BY_MAILBOX else self._lines(ranks, peer, device)
+        self._known[peer, way] = made
+
+    def _mailboxes(self, ranks: tuple[int, int], device: torch.device) -> MailboxPair | str:
+        """Make a communicator of two ranks; return why if they cannot have one."""
+        group = self._inner.part(f"pair {ranks[0]} {ranks[1]}", list(ranks), with_nccl=False)
         group.register()
         try:
-            with _own_stream(device):
-                communicator = Communicator(group.group, device=device, names=ranks, options=self._options)
+            return MailboxPair(group, Communicator(group.group, device=device, names=ranks, options=self._options))
         except Unsupported as error:
             group.unregister()
-            self._known[peer] = str(error)
-        else:
-            self._known[peer] = MessagePair(group, communicator)
+            return str(error)
+
+    def _lines(self, ranks: tuple[int, int], peer: int, device: torch.device) -> TorchPair:
+        """Make the groups of two directions, and connect each by a message: NCCL's ranks wait for each other there."""
+        lines = {}
+        for source in ranks:
+            line = lines[source] = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))
+            word = torch.zeros(1, device=device)
+            call = line.group.send if source == self._rank else line.group.recv
+            call([word], ranks.index(peer), 0).wait()
+        return TorchPair(lines[self._rank], lines[peer], ranks.index(peer))
 
     @staticmethod
     def _word(rank: int) -> str:
@@ -210,5 +358,5 @@ def _options_of(rank: int) -> str:
 
 
 def _ranks_of(token: str) -> tuple[int, int]:
-    low, high = token.partition(" ")[0].split("-")
+    low, high = token.split()[0].split("-")
     return int(low), int(high)
